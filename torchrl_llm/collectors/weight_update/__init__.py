@@ -1,0 +1,1 @@
+"""collectors.weight_update."""

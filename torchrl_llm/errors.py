@@ -1,0 +1,85 @@
+"""The exceptions of the library, one tree.
+
+Every error that this package raises on purpose is a :class:`TorchRLLLMError`; each also derives from
+the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
+
+.. code-block:: text
+
+    TorchRLLLMError
+    |-- ConfigError          (ValueError)    a setting that is unknown, impossible or has no effect
+    |-- TemplateError        (ValueError)    a chat that a template cannot express, or no template
+    |   `-- AmbiguousTextError               text that could be parsed into more than one chat
+    |-- TokenizerError       (ValueError)    a tokenizer that lacks what is needed, or ids out of range
+    |-- OverlongError        (ValueError)    a prompt longer than the model's context
+    |-- DataError            (ValueError)    a data file that is missing, malformed or lacks a column
+    |-- BackendError         (RuntimeError)  a model call that failed
+    |-- BatchingTimeoutError (TimeoutError)  a queued request that was not answered in time
+    |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
+    |-- CheckpointError      (RuntimeError)  a checkpoint that cannot be written or read
+    `-- MissingExtraError    (ImportError)   an optional package that is not installed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AmbiguousTextError",
+    "BackendError",
+    "BatchingTimeoutError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "MissingExtraError",
+    "OverlongError",
+    "RewardError",
+    "TemplateError",
+    "TokenizerError",
+    "TorchRLLLMError",
+]
+
+
+class TorchRLLLMError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(TorchRLLLMError, ValueError):
+    """A setting is unknown, impossible, or would have no effect."""
+
+
+class TemplateError(TorchRLLLMError, ValueError):
+    """No chat template, or one that cannot express a message."""
+
+
+class AmbiguousTextError(TemplateError):
+    """A text can be parsed into more than one conversation."""
+
+
+class TokenizerError(TorchRLLLMError, ValueError):
+    """A tokenizer lacks what is needed, or token ids are outside its vocabulary."""
+
+
+class OverlongError(TorchRLLLMError, ValueError):
+    """A prompt does not fit into the model's context."""
+
+
+class DataError(TorchRLLLMError, ValueError):
+    """A data file is missing, malformed, or lacks a column."""
+
+
+class BackendError(TorchRLLLMError, RuntimeError):
+    """A call of a model backend failed."""
+
+
+class BatchingTimeoutError(TorchRLLLMError, TimeoutError):
+    """A queued request was not answered within its time limit."""
+
+
+class RewardError(TorchRLLLMError, RuntimeError):
+    """A reward function raised or did not return a finite number."""
+
+
+class CheckpointError(TorchRLLLMError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class MissingExtraError(TorchRLLLMError, ImportError):
+    """An optional package is needed and not installed."""
