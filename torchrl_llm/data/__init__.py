@@ -1,1 +1,27 @@
-"""data."""
+"""Data: conversations, tokens with their record, and the parts of replay buffers."""
+
+from __future__ import annotations
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens, TokenTrace
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.scoring import TokenScorer, TokenScores
+
+__all__ = [
+    "Chat",
+    "ChatHistory",
+    "Column",
+    "FinishReason",
+    "LogProbs",
+    "MaskReason",
+    "Masks",
+    "Source",
+    "Text",
+    "TokenRecord",
+    "TokenScorer",
+    "TokenScores",
+    "TokenTrace",
+    "Tokens",
+    "TruncationReason",
+]

@@ -1,0 +1,169 @@
+"""Rows of different length: one-dimensional lazy stacks of plain tensordicts.
+
+A ragged column lives as one tensor a row. These few functions are the only place that builds,
+reads, writes or pads such columns; measured choices behind them are in the design page of the docs.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``T`` the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensorclass
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+__all__ = ["lazy_rows", "pad_rows", "ragged_rows", "read_rows", "unpad_rows", "write_rows"]
+
+_ROW = torch.Size([])
+
+
+def lazy_rows(rows: Sequence[TensorDictBase]) -> LazyStackedTensorDict:
+    """A one-dimensional lazy stack over the given rows, which are not copied.
+
+    Args:
+        rows: at least one tensordict, all with the same batch size.
+
+    Example:
+        >>> lazy_rows([TensorDict(a=torch.ones(2)), TensorDict(a=torch.ones(3))]).batch_size
+        torch.Size([2])
+    """
+    return LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def ragged_rows(columns: Mapping[str, Sequence[Tensor]]) -> LazyStackedTensorDict:
+    """Rows from columns of tensors of any lengths.
+
+    Args:
+        columns: flat name to ``B`` tensors (``[T_b]`` or scalars), ``B`` at least one and the same
+            for all names.
+
+    Returns:
+        A lazy stack of batch size ``[B]``; the tensors are referenced, not copied.
+
+    Example:
+        >>> node = ragged_rows({"full": [torch.tensor([1, 2]), torch.tensor([3])]})
+        >>> [row.tolist() for row in read_rows(node, "full")]
+        [[1, 2], [3]]
+    """
+    names = tuple(columns)
+    rows = [
+        # The public constructor checks every value and costs four times as much.
+        TensorDict._new_unsafe(source=dict(zip(names, values, strict=True)), batch_size=_ROW)
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return lazy_rows(rows)
+
+
+def _plain(td: Any) -> TensorDictBase:
+    return td._tensordict if is_tensorclass(td) else td
+
+
+def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
+    """The tensors of one column, one a row.
+
+    Args:
+        td: a tensordict or tensorclass with one batch dimension, ragged (lazy) or dense.
+        key: name of the column.
+        default: returned when the column is missing; without it a ``KeyError`` is raised.
+
+    Returns:
+        ``B`` tensors: ``[T_b]`` for ragged columns, ``[T]`` views for dense ones (padding included;
+        see :func:`unpad_rows`).
+    """
+    path = (key,) if isinstance(key, str) else tuple(key)
+    node = _plain(td)
+    for depth, name in enumerate(path):
+        if isinstance(node, LazyStackedTensorDict) and node.batch_dims == 1:
+            rest = path[depth:]
+            return _read_lazy(node, rest if len(rest) > 1 else rest[0], key, default)
+        value = node._get_str(name, None)
+        if value is None:
+            return _missing(key, default)
+        node = _plain(value)
+    return list(node.unbind(0))
+
+
+def _read_lazy(
+    node: LazyStackedTensorDict, rest: NestedKey, key: NestedKey, default: Any
+) -> list[Tensor]:
+    values = [row.get(rest, None) for row in node.tensordicts]
+    return _missing(key, default) if any(value is None for value in values) else values
+
+
+def _missing(key: NestedKey, default: Any) -> Any:
+    if default is ...:
+        raise KeyError(f"column {key!r} is missing")
+    return default
+
+
+def write_rows(td: Any, key: NestedKey, values: Sequence[Tensor]) -> None:
+    """Set one tensor a row; the column may be ragged.
+
+    Args:
+        td: a tensordict or tensorclass with one batch dimension ``[B]``. A dense one gets a lazy
+            node at the first level of ``key``, which must be nested then.
+        key: name of the column.
+        values: ``B`` tensors.
+
+    Raises:
+        KeyError: for a top-level key of a dense tensordict, which cannot hold ragged values.
+    """
+    path = (key,) if isinstance(key, str) else tuple(key)
+    td = _plain(td)
+    node: Any = td
+    for depth, name in enumerate(path):
+        if isinstance(node, LazyStackedTensorDict):
+            rest = path[depth:]
+            for row, value in zip(node.tensordicts, values, strict=True):
+                row.set(rest if len(rest) > 1 else rest[0], value)
+            return
+        child = node._get_str(name, None) if name in node.keys() else None
+        if child is None or isinstance(child, Tensor):
+            break
+        node = _plain(child)
+    if len(path) == 1:
+        raise KeyError(f"{key!r}: a dense tensordict holds ragged columns in a nested node only")
+    td.set(path[:-1] if len(path) > 2 else path[0], ragged_rows({path[-1]: list(values)}))
+
+
+def pad_rows(
+    rows: Sequence[Tensor], value: float | int | bool, *, side: Literal["left", "right"] = "right"
+) -> Tensor:
+    """Pad rows to the longest.
+
+    Args:
+        rows: ``B`` tensors ``[T_b]``.
+        value: what fills the gaps.
+        side: where the padding goes.
+
+    Returns:
+        ``[B, T]`` of the rows' dtype.
+
+    Example:
+        >>> pad_rows([torch.tensor([1, 2]), torch.tensor([3])], 0, side="left").tolist()
+        [[1, 2], [0, 3]]
+    """
+    return torch.nn.utils.rnn.pad_sequence(
+        list(rows), batch_first=True, padding_value=value, padding_side=side
+    )
+
+
+def unpad_rows(dense: Tensor, mask: Tensor) -> list[Tensor]:
+    """The valid entries of each padded row.
+
+    Args:
+        dense: ``[B, T, ...]``.
+        mask: bool ``[B, T]``, true at valid positions.
+
+    Returns:
+        ``B`` tensors ``[T_b, ...]``.
+
+    Example:
+        >>> unpad_rows(torch.tensor([[1, 2], [0, 3]]), torch.tensor([[1, 1], [0, 1]]).bool())
+        [tensor([1, 2]), tensor([3])]
+    """
+    return list(dense[mask].split(mask.sum(1).tolist()))

@@ -1,0 +1,134 @@
+"""The record of a conversation's tokens: ids, and for each id where it came from.
+
+A :class:`TokenRecord` belongs to one conversation and is immutable. It rides inside the
+:class:`~torchrl_llm.data.column.Chat` whose first ``num_messages`` messages it encodes, so whatever
+carries the chat carries the record. Batches of records become the ``tokens``, ``log_probs``,
+``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.containers`).
+
+Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.enums import FinishReason, Source
+
+__all__ = ["TokenRecord"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRecord:
+    """Token ids of one conversation with the provenance of each.
+
+    Args:
+        token_ids: int64 ``[T]``.
+        source: int8 ``[T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
+        turn: int16 ``[T]``, the model's turn that sampled the token, -1 where not sampled.
+        policy_version: int32 ``[T]``, version of the weights that sampled it, -1 where not sampled.
+        log_probs: float32 ``[T]`` in nats, log p(x_t | x_<t) under the sampling distribution; 0.0
+            where not sampled.
+        num_messages: how many messages of the chat these ids encode.
+        finish_reason: how the last response ended; ``None`` while the ids are a prompt.
+        response_start: index of the first token of the last response, ``None`` without one.
+        fork_cause: why these ids do not extend the ids before them; ``None`` where they do.
+
+    Example:
+        >>> record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+        >>> record = record.respond(torch.tensor([7]), torch.tensor([-0.5]), 0, FinishReason.STOP)
+        >>> record.source.tolist(), record.turn.tolist(), record.num_messages
+        ([0, 1, 3], [-1, -1, 0], 2)
+    """
+
+    token_ids: Tensor
+    source: Tensor
+    turn: Tensor
+    policy_version: Tensor
+    log_probs: Tensor
+    num_messages: int
+    finish_reason: FinishReason | None = None
+    response_start: int | None = None
+    fork_cause: str | None = None
+
+    @classmethod
+    def from_prompt(
+        cls, token_ids: Tensor, source: Tensor, num_messages: int, *, fork_cause: str | None = None
+    ) -> TokenRecord:
+        """Record of a prompt in which nothing was sampled.
+
+        Args:
+            token_ids: int64 ``[T]``.
+            source: integer codes ``[T]``.
+            num_messages: messages that the ids encode.
+            fork_cause: why an earlier record of the same conversation was given up.
+        """
+        length = token_ids.shape[0]
+        return cls(
+            token_ids=token_ids,
+            source=source.to(torch.int8),
+            turn=torch.full((length,), -1, dtype=torch.int16),
+            policy_version=torch.full((length,), -1, dtype=torch.int32),
+            log_probs=torch.zeros(length),
+            num_messages=num_messages,
+            fork_cause=fork_cause,
+        )
+
+    @property
+    def num_turns(self) -> int:
+        """How many of the model's turns these ids hold."""
+        return int(self.turn.max()) + 1 if self.turn.numel() else 0
+
+    def extend(self, token_ids: Tensor, source: Tensor, num_messages: int) -> TokenRecord:
+        """Append tokens that were not sampled (closers, new messages, generation prompt).
+
+        Args:
+            token_ids: int64 ``[N]``, the new ids only.
+            source: integer codes ``[N]``.
+            num_messages: messages that old and new ids encode together.
+        """
+        count = token_ids.shape[0]
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, token_ids]),
+            source=torch.cat([self.source, source.to(torch.int8)]),
+            turn=torch.cat([self.turn, self.turn.new_full((count,), -1)]),
+            policy_version=torch.cat(
+                [self.policy_version, self.policy_version.new_full((count,), -1)]
+            ),
+            log_probs=torch.cat([self.log_probs, self.log_probs.new_zeros(count)]),
+            num_messages=num_messages,
+            finish_reason=None,
+        )
+
+    def respond(
+        self,
+        token_ids: Tensor,
+        log_probs: Tensor,
+        policy_version: int,
+        finish_reason: FinishReason,
+    ) -> TokenRecord:
+        """Append a sampled response, which adds one message.
+
+        Args:
+            token_ids: int64 ``[R]``.
+            log_probs: float32 ``[R]`` in nats.
+            policy_version: version of the weights that sampled it.
+            finish_reason: how the response ended.
+        """
+        count = token_ids.shape[0]
+        return TokenRecord(
+            token_ids=torch.cat([self.token_ids, token_ids]),
+            source=torch.cat([self.source, self.source.new_full((count,), Source.SAMPLED)]),
+            turn=torch.cat([self.turn, self.turn.new_full((count,), self.num_turns)]),
+            policy_version=torch.cat(
+                [self.policy_version, self.policy_version.new_full((count,), policy_version)]
+            ),
+            log_probs=torch.cat([self.log_probs, log_probs.to(torch.float32)]),
+            num_messages=self.num_messages + 1,
+            finish_reason=finish_reason,
+            response_start=self.token_ids.shape[0],
+            fork_cause=self.fork_cause,
+        )
