@@ -35,7 +35,7 @@ _CORPUS = [
 def _make_tokenizer(
     *, chat_template=CHATML, eos="<|im_end|>", pad="<|endoftext|>", vocab_size=292, extra=()
 ):
-    """A byte-level BPE tokenizer (byte-complete) with ChatML markers; ``pad=None`` leaves it out."""
+    """A byte-level BPE tokenizer with ChatML markers; ``pad=None`` leaves the pad token out."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

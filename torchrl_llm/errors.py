@@ -1,17 +1,17 @@
 """The exceptions of the library, one tree.
 
-Every error that this package raises on purpose is a :class:`TorchRLLLMError`; each also derives from
-the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
+Every error that this package raises on purpose is a :class:`TorchRLLLMError`; each also derives
+from the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
 
 .. code-block:: text
 
     TorchRLLLMError
     |-- ConfigError          (ValueError)    a setting that is unknown, impossible or has no effect
-    |-- TemplateError        (ValueError)    a chat that a template cannot express, or no template
+    |-- TemplateError        (ValueError)    no template, or one that cannot express a chat
     |   `-- AmbiguousTextError               text that could be parsed into more than one chat
-    |-- TokenizerError       (ValueError)    a tokenizer that lacks what is needed, or ids out of range
+    |-- TokenizerError       (ValueError)    a tokenizer without what is needed, ids out of range
     |-- OverlongError        (ValueError)    a prompt longer than the model's context
-    |-- DataError            (ValueError)    a data file that is missing, malformed or lacks a column
+    |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
     |-- BatchingTimeoutError (TimeoutError)  a queued request that was not answered in time
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number

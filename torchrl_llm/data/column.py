@@ -180,9 +180,8 @@ class Column(NonTensorStack):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         if isinstance(index, Tensor) and index.ndim == 1:
-            index = (
-                index.nonzero().flatten().tolist() if index.dtype == torch.bool else index.tolist()
-            )
+            chosen = index.nonzero().flatten() if index.dtype == torch.bool else index
+            index = chosen.tolist()
         elif isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool:
             index = int(index)
         if isinstance(index, bool):

@@ -89,16 +89,14 @@ class TokenRecord:
             source: integer codes ``[N]``.
             num_messages: messages that old and new ids encode together.
         """
-        count = token_ids.shape[0]
+        unset = torch.full((token_ids.shape[0],), -1)
         return replace(
             self,
             token_ids=torch.cat([self.token_ids, token_ids]),
             source=torch.cat([self.source, source.to(torch.int8)]),
-            turn=torch.cat([self.turn, self.turn.new_full((count,), -1)]),
-            policy_version=torch.cat(
-                [self.policy_version, self.policy_version.new_full((count,), -1)]
-            ),
-            log_probs=torch.cat([self.log_probs, self.log_probs.new_zeros(count)]),
+            turn=torch.cat([self.turn, unset.to(torch.int16)]),
+            policy_version=torch.cat([self.policy_version, unset.to(torch.int32)]),
+            log_probs=torch.cat([self.log_probs, torch.zeros(unset.shape)]),
             num_messages=num_messages,
             finish_reason=None,
         )
