@@ -1,0 +1,197 @@
+"""The laws of the house, read off the syntax trees of the package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchrl_llm"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = {
+    "functional": 0,
+    "data": 1,
+    "modules": 2,
+    "envs": 2,
+    "collectors": 3,
+    "weight_update": 3,
+    "objectives": 3,
+    "agents": 3,
+    "trainers": 3,
+    "evaluation": 3,
+    "algorithms": 4,
+    "langmarl": 4,
+    "cli": 4,
+}
+ROOT_HELPERS = {"errors", "_imports", "_registry", "_ray", "assets", "__version__"}
+# What a room of floor 3 may take from its own floor; `trainers` may use all of it.
+SAME_FLOOR = {
+    "collectors": {"weight_update"},
+    "trainers": {name for name, floor in FLOORS.items() if floor == 3},
+    "agents": set(),
+    "evaluation": set(),
+    "objectives": set(),
+    "weight_update": set(),
+}
+EXCEPT = {"objectives": {"data", "functional"}}
+ALWAYS_INSTALLED = {"torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
+# Core torchrl re-exports parts of its LLM package under these names.
+RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _imports(tree: ast.AST, top_only: bool = False):
+    """Yield (line, module, names) of every import, type-checking blocks included."""
+    nodes = tree.body if top_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, ()
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
+
+
+def _room(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_a_file_imports_from_lower_floors_or_its_own_room(path):
+    room = _room(path)
+    if room not in FLOORS:
+        assert room in ROOT_HELPERS | {"__init__", "__main__"}, f"{room} has no floor"
+        return
+    for line, module, names in _imports(ast.parse(path.read_text())):
+        if not (module or "").startswith("torchrl_llm"):
+            continue
+        parts = module.split(".")
+        for target in [parts[1]] if len(parts) > 1 else names:
+            if target == room or target in ROOT_HELPERS:
+                continue
+            assert target in FLOORS, f"line {line}: unknown room {target}"
+            where = f"{_id(path)}:{line} imports {module}"
+            allowed = FLOORS[target] < FLOORS[room] or target in SAME_FLOOR.get(room, ())
+            assert allowed, f"{where}, which is not below {room}"
+            assert target in EXCEPT.get(room, {target}), f"{where}; {room} uses {EXCEPT[room]} only"
+
+
+def test_root_helpers_import_nothing_of_ours_but_errors():
+    for name in ("errors", "_imports", "_registry", "_ray"):
+        path = PACKAGE / f"{name}.py"
+        if not path.exists():
+            continue
+        ours = {m for _, m, _ in _imports(ast.parse(path.read_text())) if "torchrl_llm" in m}
+        assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_torchrl_llm_parts_are_never_imported(path):
+    for line, module, names in _imports(ast.parse(path.read_text())):
+        root = (module or "").split(".")
+        if root[0] != "torchrl":
+            continue
+        assert "llm" not in root, f"{_id(path)}:{line}"
+        assert not RE_EXPORTED & set(names), f"{_id(path)}:{line}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_no_optional_package_at_module_top(path):
+    for line, module, _ in _imports(ast.parse(path.read_text()), top_only=True):
+        package = module.partition(".")[0]
+        allowed = package in ALWAYS_INSTALLED or package in sys.stdlib_module_names
+        assert allowed, f"{_id(path)}:{line} imports {package} at module top"
+
+
+@pytest.mark.parametrize("room", ["functional"])
+def test_the_functional_core_uses_torch_and_the_standard_library_only(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        for line, module, _ in _imports(ast.parse(path.read_text())):
+            package = module.partition(".")[0]
+            ours = module.startswith("torchrl_llm.functional") or module == "torchrl_llm.errors"
+            fine = package == "torch" or package in sys.stdlib_module_names or ours
+            assert fine, f"{_id(path)}:{line} imports {module}"
+
+
+def test_no_python_file_is_longer_than_500_lines():
+    folders = ("torchrl_llm", "test", "sota-implementations", "docs")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    long = {_id(p): n for p in found if (n := len(p.read_text().splitlines())) > 500}
+    assert not long
+
+
+def _public_definitions(path: Path):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if not isinstance(node, kinds) or node.name.startswith("_"):
+            continue
+        yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, kinds) and not item.name.startswith("_"):
+                    yield f"{node.name}.{item.name}", item
+
+
+def _needs_no_docstring(node: ast.AST) -> bool:
+    """Overrides that only honour the base's contract, and property setters."""
+    for decorator in getattr(node, "decorator_list", []):
+        if isinstance(decorator, ast.Attribute) and decorator.attr == "setter":
+            return True
+        if isinstance(decorator, ast.Name) and decorator.id in {"override", "overload"}:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_every_public_name_is_documented(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), "the module has no docstring"
+    missing = [
+        name
+        for name, node in _public_definitions(path)
+        if not ast.get_docstring(node) and not _needs_no_docstring(node)
+    ]
+    assert not missing
+
+
+def test_every_room_imports_with_the_four_base_packages_alone():
+    rooms = sorted(
+        ".".join(p.parent.relative_to(ROOT).parts) for p in FILES if p.name == "__init__.py"
+    )
+    blocked = ["peft", "vllm", "ray", "datasets", "matplotlib", "plotext", "hydra", "tqdm.rich"]
+    blocked += ["tensorboard", "wandb", "redis", "mcp", "playwright", "hypothesis", "omegaconf"]
+    code = (
+        "import sys, importlib, importlib.abc\n"
+        f"blocked = {blocked!r}\n"
+        "class Block(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name.partition('.')[0] in blocked:\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "import tensordict, transformers, torchrl.envs, torchrl.collectors, torchrl.objectives\n"
+        "sys.meta_path.insert(0, Block())\n"
+        f"for room in {rooms!r}:\n"
+        "    module = importlib.import_module(room)\n"
+        "    for name in getattr(module, '__all__', ()):\n"
+        "        getattr(module, name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_importing_the_package_changes_no_global_of_tensordict():
+    code = (
+        "import tensordict; before = tensordict.list_to_stack()\n"
+        "import torchrl_llm.data, torchrl_llm.envs, torchrl_llm.modules\n"
+        "assert tensordict.list_to_stack() == before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
