@@ -1,0 +1,35 @@
+"""Sphinx configuration; ``sphinx-build -W docs/source docs/build`` must print no warning."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torchrl_llm
+
+project = "torchrl_llm"
+author = "torchrl_llm developers"
+copyright = "2026, torchrl_llm developers"
+version = release = torchrl_llm.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+]
+autosummary_generate = True
+autosummary_imported_members = False
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_use_ivar = True
+templates_path = ["_templates"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_title = f"torchrl_llm {release}"
+suppress_warnings = ["ref.python"]
+doctest_test_doctest_blocks = ""
