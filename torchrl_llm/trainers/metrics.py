@@ -1,0 +1,169 @@
+"""Metrics of a run: one wide ``metrics.csv``, and any of TorchRL's loggers beside it.
+
+Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
+time and memory. The CSV is the record of the run: it is written row by row, survives a killed
+process, and is cut back to the checkpoint when a run resumes.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.record.loggers import Logger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["MetricsTable", "make_loggers"]
+
+STEP = "train/step"
+
+
+def make_loggers(
+    backends: Sequence[str],
+    *,
+    run_dir: str | Path,
+    experiment_name: str,
+    project: str | None = None,
+) -> list[Logger]:
+    """TorchRL's loggers by name; ``csv`` is the :class:`MetricsTable` itself and adds none.
+
+    Args:
+        backends: any of ``csv``, ``tensorboard``, ``wandb``.
+        run_dir: TensorBoard's events go to ``<run_dir>/<experiment_name>``, W&B's files too.
+        experiment_name: name of the run.
+        project: W&B's project.
+
+    Raises:
+        ConfigError: an unknown backend, or ``project`` without W&B.
+        MissingExtraError: W&B was asked for and is not installed.
+    """
+    unknown = set(backends) - {"csv", "tensorboard", "wandb"}
+    if unknown:
+        raise ConfigError(
+            f"logging.backend: {sorted(unknown)} unknown; choose from csv, tensorboard, wandb"
+        )
+    if project is not None and "wandb" not in backends:
+        raise ConfigError("logging.project has no effect without wandb in logging.backend")
+    loggers: list[Logger] = []
+    if "tensorboard" in backends:
+        loggers.append(TensorboardLogger(exp_name=experiment_name, log_dir=str(run_dir)))
+    if "wandb" in backends:
+        require("wandb", extra="wandb", feature="logging.backend=[wandb]")
+        from torchrl.record.loggers.wandb import WandbLogger
+
+        loggers.append(
+            WandbLogger(exp_name=experiment_name, save_dir=str(run_dir), project=project)
+        )
+    return loggers
+
+
+class MetricsTable:
+    """The rows of ``metrics.csv``, one a training step, passed on to TorchRL's loggers.
+
+    Args:
+        path: the CSV file; its folder must exist.
+        loggers: TorchRL loggers that get every number too.
+        columns: columns that the header holds from the start, so that a metric which appears
+            later (an evaluation) does not force the file to be written anew.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.csv"
+        >>> table = MetricsTable(path)
+        >>> table.write(1, {"train/reward": 0.25})
+        >>> path.read_text().splitlines()
+        ['train/step,train/reward', '1,0.25']
+    """
+
+    def __init__(
+        self, path: str | Path, loggers: Sequence[Logger] = (), columns: Sequence[str] = ()
+    ) -> None:
+        self.path = Path(path)
+        self.loggers = list(loggers)
+        self._columns = [STEP, *columns]
+        self._rows: list[dict[str, str]] = []
+        self._written = False
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step.
+
+        Args:
+            step: the training step, 1 for the first; 0 is what was measured before training.
+            metrics: prefixed name to number or one-element tensor.
+
+        Raises:
+            ValueError: a name without one of the prefixes, or a step that does not go on.
+        """
+        if self._rows and step <= int(self._rows[-1][STEP]):
+            raise ValueError(f"step {step} follows step {self._rows[-1][STEP]} in {self.path}")
+        numbers = {name: _number(value) for name, value in metrics.items()}
+        for name in numbers:
+            if name.partition("/")[0] not in ("train", "eval", "perf"):
+                raise ValueError(f"metric {name!r} must begin with train/, eval/ or perf/")
+        row = {STEP: str(step), **{name: repr(value) for name, value in numbers.items()}}
+        fresh = [name for name in row if name not in self._columns]
+        self._columns.extend(fresh)
+        self._rows.append(row)
+        if fresh or not self._written:
+            self._rewrite()
+        else:
+            with self.path.open("a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow(
+                    [row.get(name, "") for name in self._columns]
+                )
+        for logger in self.loggers:
+            for name, value in numbers.items():
+                logger.log_scalar(name, value, step=step)
+
+    def read(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it has a value.
+
+        Args:
+            name: the metric, as ``"train/reward"``.
+
+        Returns:
+            Two lists of the same length.
+        """
+        rows = [row for row in self._rows if row.get(name)]
+        return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
+
+    def resume(self, step: int) -> None:
+        """Continue the file of an earlier run after ``step``, dropping the rows behind it.
+
+        Args:
+            step: the last step that counts.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            # A killed process may leave half a line at the end; it is behind the checkpoint.
+            rows = [row for row in reader if (row.get(STEP) or "").isdigit()]
+            self._columns.extend(c for c in reader.fieldnames or () if c not in self._columns)
+        self._rows = [
+            {name: value for name, value in row.items() if name and value}
+            for row in rows
+            if int(row[STEP]) <= step
+        ]
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        temporary = self.path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(self._columns)
+            writer.writerows([row.get(name, "") for name in self._columns] for row in self._rows)
+        os.replace(temporary, self.path)
+        self._written = True
+
+
+def _number(value: Any) -> float | int:
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    return value if isinstance(value, int) else float(value)

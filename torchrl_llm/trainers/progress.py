@@ -1,0 +1,126 @@
+"""What a person at the terminal sees: a bar, a stop without loss, conversations side by side."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+__all__ = ["ProgressBar", "StopRequest", "compare_conversations"]
+
+
+class ProgressBar:
+    """A bar with step, reward, tokens per second and the time left.
+
+    Args:
+        total: steps of the run.
+        done: steps that an earlier process already took.
+        enabled: ``False`` shows no bar; :meth:`say` still writes.
+        file: where to write, standard error by default.
+    """
+
+    def __init__(
+        self, total: int, *, done: int = 0, enabled: bool = True, file: TextIO | None = None
+    ) -> None:
+        file = sys.stderr if file is None else file
+        self._file = file
+        # A log file gets a line every ten seconds, not ten a second.
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            disable=not enabled,
+            file=file,
+            desc="step",
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.1 if file.isatty() else 10.0,
+        )
+
+    def step(self, *, reward: float, tokens_per_s: float) -> None:
+        """Advance by one training step.
+
+        Args:
+            reward: mean reward of the step.
+            tokens_per_s: tokens sampled per second of the step.
+        """
+        self._bar.set_postfix_str(f"reward {reward:.3f}, {tokens_per_s:,.0f} tokens/s", False)
+        self._bar.update(1)
+
+    def say(self, text: str) -> None:
+        """Write a text above the bar."""
+        tqdm.write(text, file=self._file)
+
+    def close(self) -> None:
+        """Leave the bar as it is and go to the next line."""
+        self._bar.close()
+
+
+class StopRequest:
+    """Turns Ctrl-C and SIGTERM into a wish that the loop grants at the end of its step.
+
+    A context manager. The first signal sets :attr:`requested`; a second Ctrl-C interrupts at once.
+    Outside the main thread, where signals cannot be caught, it does nothing.
+
+    Args:
+        notice: called once, when the first signal arrives (:meth:`ProgressBar.say` with a text).
+
+    Example:
+        >>> with StopRequest() as stop:
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     stop.requested
+        True
+    """
+
+    def __init__(self, notice: Any = None) -> None:
+        self.requested = False
+        self._notice = notice
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.requested and self._notice is not None:
+            self._notice()
+        self.requested = True
+
+
+def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
+    """The same held-out conversations before and after training, as one text.
+
+    Args:
+        before: rendered conversations of the untrained model.
+        after: the same prompts, answered by the trained model.
+
+    Example:
+        >>> print(compare_conversations(["assistant: 3"], ["assistant: 2"]))
+        held-out conversation 1, before training
+          assistant: 3
+        held-out conversation 1, after training
+          assistant: 2
+    """
+    parts = []
+    for number, pair in enumerate(zip(before, after, strict=True), start=1):
+        for when, text in zip(("before", "after"), pair, strict=True):
+            parts.append(f"held-out conversation {number}, {when} training")
+            parts.extend(f"  {line}" for line in text.splitlines())
+    return "\n".join(parts)
