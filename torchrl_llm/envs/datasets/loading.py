@@ -1,0 +1,276 @@
+"""Rows of a data set: from a local JSON-lines file, from Python objects, or from the hub.
+
+What every data set of this package is: **a sequence of rows, each a dict**, with ``len()`` and
+integer indexing. Task environments expect ``query`` (the user's message, or a list of messages) and
+whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
+on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
+
+Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import DataError
+
+__all__ = ["GeneratedRows", "MappedRows", "RowLoader", "load_rows", "read_jsonl"]
+
+Row = Mapping[str, Any]
+
+
+class GeneratedRows(Sequence):
+    """A finite data set whose rows are computed from their index.
+
+    Args:
+        make_row: index to row. It must depend on nothing but the index, or a resumed run would
+            see other rows; give train and held-out sets index ranges of their own.
+        num_rows: length of the data set.
+        offset: added to every index before ``make_row`` sees it.
+
+    Example:
+        >>> rows = GeneratedRows(lambda i: {"query": f"{i} + 1 =", "answer": str(i + 1)}, 3, offset=10)
+        >>> len(rows), rows[0]["query"], rows[-1]["answer"]
+        (3, '10 + 1 =', '13')
+    """
+
+    def __init__(self, make_row: Callable[[int], Row], num_rows: int, *, offset: int = 0) -> None:
+        if num_rows < 1:
+            raise DataError(f"a data set needs at least one row, got num_rows={num_rows}")
+        self.make_row = make_row
+        self.num_rows = num_rows
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.num_rows))]
+        if not -self.num_rows <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        return self.make_row(self.offset + index % self.num_rows)
+
+
+class MappedRows(Sequence):
+    """Another sequence's rows, each passed through a function when it is read.
+
+    Args:
+        rows: the rows.
+        function: row to row.
+
+    Example:
+        >>> MappedRows([{"question": "Hi"}], lambda row: {"query": row["question"]})[0]
+        {'query': 'Hi'}
+    """
+
+    def __init__(self, rows: Sequence[Row], function: Callable[[Row], Row]) -> None:
+        self.rows = rows
+        self.function = function
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.function(row) for row in self.rows[index]]
+        return self.function(self.rows[index])
+
+
+class RowLoader:
+    """Iterates over a sequence of rows, one epoch an iteration, from a position that can be saved.
+
+    Args:
+        rows: the data set.
+        shuffle: whether each epoch has an order of its own, a function of ``seed`` and its number.
+        seed: seed of the orders; ``None`` draws one from torch's generator.
+        batch_size: how many rows ``collate_fn`` sees at a time.
+        collate_fn: list of rows to one mapping of columns, each with a value per row, as for
+            ``torch.utils.data.DataLoader``; ``None`` hands the rows out as they are.
+
+    Example:
+        >>> loader = RowLoader([{"query": q} for q in "abc"], shuffle=False)
+        >>> first = next(iter(loader)); state = loader.state_dict()
+        >>> [row["query"] for row in loader], loader.epoch
+        (['b', 'c'], 1)
+        >>> loader.load_state_dict(state); next(iter(loader))["query"]
+        'b'
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        batch_size: int = 1,
+        collate_fn: Callable[[list[Row]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"rows are read at least one at a time, got batch_size={batch_size}")
+        self.rows = rows
+        self.shuffle = shuffle
+        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self.batch_size = batch_size if collate_fn is not None else None
+        self.collate_fn = collate_fn
+        self.epoch = 0
+        self.index = 0
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order()
+        while self.index < len(order):
+            chosen = order[self.index : self.index + (self.batch_size or 1)]
+            self.index += len(chosen)
+            if self.collate_fn is None:
+                yield self.rows[chosen[0]]
+            else:
+                yield self.collate_fn([self.rows[i] for i in chosen])
+        self.epoch, self.index = self.epoch + 1, 0
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(len(self.rows))
+        # Each epoch's order is a function of two numbers, so a position is two numbers too.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(len(self.rows), generator=generator).tolist()
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start over, with another seed if one is given."""
+        self.seed = self.seed if seed is None else seed
+        self.epoch = self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed and position."""
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a saved position; an iterator that is running must be made anew."""
+        self.seed, self.epoch, self.index = state["seed"], state["epoch"], state["index"]
+
+
+def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Read a JSON-lines file: one object a line, empty lines skipped.
+
+    Args:
+        path: the file.
+        columns: names that every row must have.
+
+    Returns:
+        One dict a line.
+
+    Raises:
+        DataError: when the file is missing or empty, or, naming file and line, when a line is not
+            a JSON object or lacks a column.
+    """
+    path = Path(path).expanduser()
+    columns = tuple(columns)
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
+        ) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}, line {number} must be a JSON object, got {type(row).__name__}"
+            )
+        _check_columns(row, columns, f"{path}, line {number}")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"the data file {path} has no rows")
+    return rows
+
+
+def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
+    missing = [name for name in columns if name not in row]
+    if missing:
+        raise DataError(f"{where} lacks the column {missing[0]!r}; it has {sorted(row)}")
+
+
+def load_rows(
+    source: Any,
+    *,
+    columns: Iterable[str] = (),
+    name: str | None = None,
+    split: str | None = None,
+) -> Sequence[Row]:
+    """Rows of a data set, wherever it is.
+
+    Args:
+        source: a sequence of dicts (used as it is; the first row is checked); a path of a JSON-lines
+            file (an existing file, a ``Path``, or a string ending in ``.jsonl`` or ``.json``); a
+            sequence of such paths, whose rows follow each other; or the id of a data set on the
+            Hugging Face hub.
+        columns: names that rows must have.
+        name: configuration of a hub data set.
+        split: split of a hub data set; ``None`` takes ``train`` where there is one.
+
+    Returns:
+        A sequence of dicts.
+
+    Raises:
+        DataError: for a missing, malformed or empty source, or a missing column.
+        MissingExtraError: when a hub data set is asked for without the ``datasets`` package.
+
+    Example:
+        >>> load_rows([{"query": "Hi"}], columns=["query"])
+        [{'query': 'Hi'}]
+    """
+    columns = tuple(columns)
+    if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
+        return read_jsonl(source, columns=columns)
+    if isinstance(source, str):
+        return _load_hub(source, columns, name, split)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise DataError(
+            "a data set is a sequence of dicts, a path or a hub id, "
+            f"got {type(source).__name__}; pass an iterable to DatasetChatEnv.from_dataloader"
+        )
+    if not len(source):
+        raise DataError("the data set has no rows")
+    first = source[0]
+    if isinstance(first, (str, Path)):
+        return [row for path in source for row in read_jsonl(path, columns=columns)]
+    if not isinstance(first, Mapping):
+        raise DataError(f"row 0 of the data set must be a dict, got {type(first).__name__}")
+    _check_columns(first, columns, "row 0 of the data set")
+    return source
+
+
+def _is_file_name(source: str) -> bool:
+    return source.endswith((".jsonl", ".json")) or Path(source).expanduser().is_file()
+
+
+def _load_hub(
+    source: str, columns: Sequence[str], name: str | None, split: str | None
+) -> Sequence[Row]:
+    datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
+    try:
+        loaded = datasets.load_dataset(source, name)
+        if hasattr(loaded, "keys"):
+            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+    except Exception as error:  # whatever the network, the hub or the loader raises
+        raise DataError(
+            f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: {error}. "
+            "For a local copy, pass its JSON-lines file as data_files"
+        ) from error
+    return load_rows(loaded, columns=columns)

@@ -1,0 +1,91 @@
+"""Row ids that no two workers share: the source of ``group_id`` and ``traj_id``."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["IdCounter"]
+
+_COUNTER_BITS = 35
+_INSTANCE_BITS = 12
+_MAX_WORKER = 2**28
+_instances: dict[str, itertools.count] = {}
+
+
+def _own_worker_id(kind: str) -> int:
+    # Children of one parent are numbered by multiprocessing; two levels are told apart. Processes
+    # started otherwise (Ray actors, separate machines) all look like the main one and must be given
+    # their worker_id.
+    identity = multiprocessing.current_process()._identity[-2:]
+    process = sum(number % 256 * 256**level for level, number in enumerate(identity))
+    instance = next(_instances.setdefault(kind, itertools.count()))
+    return process << _INSTANCE_BITS | instance % 2**_INSTANCE_BITS
+
+
+class IdCounter:
+    """Consecutive int64 ids, ``worker_id * 2**35 + count``.
+
+    Args:
+        kind: what is counted; counters of different kinds are numbered separately.
+        worker_id: number of the worker in ``[0, 2**28)``. ``None`` derives it from the process
+            (children of ``multiprocessing`` are told apart) and from how many counters of this kind
+            the process has made. A derived number is not copied with the object: an environment
+            that is pickled to several workers counts differently in each.
+
+    Raises:
+        ConfigError: for a ``worker_id`` out of range.
+
+    Example:
+        >>> counter = IdCounter("doc", worker_id=0)
+        >>> counter.take(2).tolist(), counter.take(1).tolist()
+        ([0, 1], [2])
+    """
+
+    def __init__(self, kind: str, worker_id: int | None = None) -> None:
+        if worker_id is not None and not 0 <= worker_id < _MAX_WORKER:
+            raise ConfigError(f"worker_id must be in [0, {_MAX_WORKER}), got {worker_id}")
+        self.kind = kind
+        self.count = 0
+        self._worker_id = worker_id
+        self._derived = worker_id is None
+
+    @property
+    def worker_id(self) -> int:
+        """The number of this worker."""
+        if self._worker_id is None:
+            self._worker_id = _own_worker_id(self.kind)
+        return self._worker_id
+
+    def take(self, num: int) -> Tensor:
+        """The next ids.
+
+        Args:
+            num: how many.
+
+        Returns:
+            int64 ``[num]``.
+        """
+        first = (self.worker_id << _COUNTER_BITS) + self.count
+        self.count += num
+        return torch.arange(first, first + num)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Worker and count, for an exact resume."""
+        return {"worker_id": self.worker_id, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self._worker_id, self.count = state["worker_id"], state["count"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self._derived:
+            state["_worker_id"] = None
+        return state

@@ -1,0 +1,410 @@
+"""Prompts into environments: :class:`DataLoadingPrimer` fills the reset with rows of a data set.
+
+It draws a row only for the conversations that start, hands each row out ``repeats`` times under one
+``group_id``, and can stop and continue at any row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.ragged import pad_rows
+from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs.specs import ColumnSpec
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["DataLoadingPrimer", "as_nested_tensor", "as_padded_tensor"]
+
+Row = Mapping[str, Any]
+
+
+def as_nested_tensor(rows: list[TensorDictBase]) -> TensorDict:
+    """Stack rows whose tensors differ in length into jagged nested tensors.
+
+    Args:
+        rows: tensordicts without batch dimension.
+
+    Returns:
+        A tensordict of batch size ``[len(rows)]``.
+    """
+    columns = {
+        key: torch.nested.nested_tensor([row.get(key) for row in rows], layout=torch.jagged)
+        for key in rows[0].keys()
+    }
+    return TensorDict(columns, batch_size=[len(rows)])
+
+
+def as_padded_tensor(rows: list[TensorDictBase]) -> TensorDict:
+    """Stack rows whose tensors differ in length, padded with zeros on the right.
+
+    Args:
+        rows: tensordicts without batch dimension.
+
+    Returns:
+        A tensordict of batch size ``[len(rows)]``.
+
+    Example:
+        >>> as_padded_tensor([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))])["a"].tolist()
+        [[1.0, 0.0], [1.0, 1.0]]
+    """
+    columns = {key: pad_rows([row.get(key) for row in rows], 0) for key in rows[0].keys()}
+    return TensorDict(columns, batch_size=[len(rows)])
+
+
+class _RowFeed:
+    """Rows of a data loader without end, from a position that can be saved."""
+
+    def __init__(
+        self, loader: Iterable[Any] | Callable[[], Iterable[Any]], *, lazy: bool, batch_size: Any
+    ) -> None:
+        self._source, self._lazy, self._batch_size = loader, lazy, batch_size
+        self._loader = None if lazy else loader
+        self.restart()
+
+    @property
+    def loader(self) -> Any:
+        if self._loader is None:
+            self._loader = self._source()
+        return self._loader
+
+    def restart(self, seed: int | None = None) -> None:
+        if hasattr(self._loader, "reset"):
+            self._loader.reset(seed) if seed is not None else self._loader.reset()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._element: list[Row] = []
+        self._offset = 0
+        self._num_elements = 0
+        self._before: Any = None
+
+    def peek(self) -> Row:
+        if self._offset == len(self._element):
+            self._fetch()
+        return self._element[self._offset]
+
+    def take(self) -> Row:
+        row = self.peek()
+        self._offset += 1
+        return row
+
+    def _fetch(self) -> None:
+        for attempt in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.loader)
+                self._num_elements = 0
+            before = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+            try:
+                element = next(self._iterator)
+            except StopIteration:
+                if attempt:
+                    break
+                self._iterator = None
+                continue
+            self._before, self._offset = before, 0
+            self._num_elements += 1
+            self._element = self._rows(element)
+            if self._element:
+                return
+        raise DataError(
+            "the data loader has no rows; an iterator that can be read only once cannot start a "
+            "second epoch: pass a sequence, a DataLoader, or a dataloader_factory"
+        )
+
+    def _rows(self, element: Any) -> list[Row]:
+        if is_tensor_collection(element):
+            rows = element.unbind(0) if element.batch_dims else (element,)
+            return [_row_of_tensordict(row) for row in rows]
+        if not isinstance(element, Mapping):
+            raise DataError(
+                f"a data loader must give dicts or tensordicts, got {type(element).__name__}"
+            )
+        batch_size = self._batch_size
+        if batch_size is None:
+            batch_size = getattr(self.loader, "batch_size", None)
+        if not batch_size:
+            return [element]
+        lengths = {name: len(values) for name, values in element.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"the columns of a batch must have one length, got {lengths}")
+        return [
+            dict(zip(element, values, strict=True)) for values in zip(*element.values(), strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.peek()  # a position names the element that holds the next row
+        return {
+            "loader": self._before,
+            "element": self._num_elements - 1,
+            "offset": self._offset,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._clear()
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])
+        else:
+            self._iterator = iter(self.loader)
+            for _ in range(state["element"]):
+                next(self._iterator)
+        self._iterator = self._iterator or iter(self.loader)
+        self._num_elements = state["element"]
+        self._fetch()
+        self._offset = state["offset"]
+
+
+def _row_of_tensordict(row: TensorDictBase) -> Row:
+    values = {}
+    for key, value in row.items():
+        if isinstance(value, NonTensorData):
+            values[key] = value.data
+        else:
+            values[key] = value.tolist() if isinstance(value, NonTensorStack) else value
+    return values
+
+
+class DataLoadingPrimer(Transform):
+    """Fills the reset of an environment with rows of a data set.
+
+    Each row's columns (``query``, ``answer``, ...) become keys of the tensordict, beside
+    ``"group_id"``, int64 ``[B]``, which all repeats of one drawn row share and no other row ever
+    has: it is unique over epochs, workers and resumed runs.
+
+    Args:
+        dataloader: an iterable of rows (dicts), of batches of rows (dicts of columns, as a
+            ``torch.utils.data.DataLoader`` gives them), or of tensordicts. It is iterated again
+            when it ends.
+        dataloader_factory: builds the loader when it is first needed; exactly one of the two.
+        primers: specs of the columns; taken from the first row if not given.
+        stack_method: how tensors of the rows are stacked: list of row tensordicts to one
+            tensordict, :func:`as_padded_tensor` for example. ``torch.stack`` if not given.
+        batch_size: how many rows an element of the loader holds; taken from ``loader.batch_size``
+            if not given, and an element is one row where that is missing or 0. Tensordicts say
+            themselves.
+        repeats: how many conversations each row starts, one after the other. None is 1.
+        device: device of the tensors; the environment's if not given.
+        group_repeats: promise that all repeats of a row start in the same reset. The batch must be
+            a multiple of ``repeats``.
+        worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+
+    Raises:
+        ConfigError: for impossible arguments, and for ``group_repeats`` with a batch that is not a
+            multiple of ``repeats``.
+        DataError: for a loader that is empty or gives something else than rows.
+
+    ``state_dict()`` holds the position: a loader with ``state_dict`` of its own, such as
+    :class:`~torchrl_llm.envs.datasets.loading.RowLoader`, continues exactly; any other one is
+    started again and read up to the saved position, which is exact if its order is.
+
+    Example:
+        >>> from torchrl_llm.envs import ChatEnv
+        >>> rows = [{"query": "1 + 1 =", "answer": "2"}, {"query": "2 + 2 =", "answer": "4"}]
+        >>> env = ChatEnv(batch_size=(3,)).append_transform(DataLoadingPrimer(rows, repeats=2))
+        >>> td = env.reset()
+        >>> td["query"], td["group_id"].tolist()
+        (['1 + 1 =', '1 + 1 =', '2 + 2 ='], [0, 0, 1])
+    """
+
+    group_key = "group_id"
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
+        primers: Composite | None = None,
+        stack_method: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
+        batch_size: int | torch.Size | None = None,
+        repeats: int | None = None,
+        device: torch.device | None = None,
+        group_repeats: bool = False,
+        worker_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (dataloader is None) == (dataloader_factory is None):
+            raise ConfigError("pass exactly one of dataloader and dataloader_factory")
+        if repeats is not None and repeats < 1:
+            raise ConfigError(f"repeats must be at least 1, got {repeats}")
+        if batch_size is not None and not isinstance(batch_size, int):
+            batch_size = torch.Size(batch_size).numel() if len(batch_size) else 0
+        self._feed = _RowFeed(
+            dataloader if dataloader_factory is None else dataloader_factory,
+            lazy=dataloader_factory is not None,
+            batch_size=batch_size,
+        )
+        self.stack_method = stack_method
+        self.repeats = 1 if repeats is None else repeats
+        self.group_repeats = group_repeats
+        self.data_device = device
+        self._primers = primers
+        self._groups = IdCounter("group", worker_id)
+        self._row: Row | None = None
+        self._group_id = -1
+        self._repeats_left = 0
+
+    # Specs
+
+    @property
+    def data_keys(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        source = self._feed.peek() if self._primers is None else self._primers
+        return tuple(source.keys())
+
+    def _column_specs(self, batch_size: torch.Size) -> dict[str, Any]:
+        size = tuple(batch_size)
+        specs: dict[str, Any] = {
+            self.group_key: Unbounded(shape=size, dtype=torch.int64, device=self.data_device)
+        }
+        if self._primers is not None:
+            primers = self._primers
+            if primers.shape[: len(size)] != batch_size:
+                primers = primers.expand(*size, *primers.shape)
+            return specs | dict(primers.items())
+        for name, value in self._feed.peek().items():
+            if isinstance(value, Tensor):
+                shape = (-1,) * value.ndim if self.stack_method else value.shape
+                specs[name] = Unbounded(
+                    shape=(*size, *shape), dtype=value.dtype, device=self.data_device
+                )
+            else:
+                specs[name] = ColumnSpec((*size, -1), example_data=value)
+        return specs
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the columns and ``group_id``."""
+        batch_size = observation_spec.shape
+        if self.group_repeats and batch_size.numel() % self.repeats:
+            raise ConfigError(
+                f"group_repeats needs a batch that is a multiple of repeats={self.repeats}, "
+                f"got {batch_size.numel()}"
+            )
+        for name, spec in self._column_specs(batch_size).items():
+            observation_spec[name] = spec
+        return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """Adds the columns and ``group_id``: they are input of the step too."""
+        for name, spec in self._column_specs(state_spec.shape).items():
+            state_spec[name] = spec
+        return state_spec
+
+    # Rows
+
+    def reset_dataloader(self, seed: int | None = None) -> DataLoadingPrimer:
+        """Start the data over, and drop repeats that are still due.
+
+        Args:
+            seed: a new seed, for loaders whose ``reset`` takes one.
+        """
+        self._feed.restart(seed)
+        self._repeats_left = 0
+        return self
+
+    def _draw(self, num: int) -> tuple[list[Row], Tensor]:
+        rows, ids = [], []
+        for _ in range(num):
+            if not self._repeats_left:
+                self._row = self._feed.take()
+                self._group_id = int(self._groups.take(1))
+                self._repeats_left = self.repeats
+            self._repeats_left -= 1
+            rows.append(self._row)
+            ids.append(self._group_id)
+        return rows, torch.tensor(ids, dtype=torch.int64, device=self.data_device)
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        if tensordict is None:
+            tensordict = TensorDict(batch_size=self.parent.batch_size, device=self.parent.device)
+        mask = tensordict.get("_reset", None)
+        size = tensordict.batch_size.numel()
+        chosen = range(size) if mask is None else mask.reshape(size, -1).any(-1).nonzero().flatten()
+        chosen = list(chosen) if mask is None else chosen.tolist()
+        if not chosen:
+            return tensordict
+        rows, ids = self._draw(len(chosen))
+        for name, value in self._columns(rows).items():
+            tensordict.set(name, self._place(value, chosen, size))
+        tensordict.set(self.group_key, self._place(ids, chosen, size))
+        return tensordict
+
+    def _columns(self, rows: list[Row]) -> dict[str, Any]:
+        names = self.data_keys
+        for row in rows:
+            missing = [name for name in names if name not in row]
+            if missing:
+                raise DataError(f"a row of the data set lacks {missing[0]!r}; it has {sorted(row)}")
+        columns: dict[str, Any] = {}
+        tensors = [name for name in names if isinstance(rows[0][name], Tensor)]
+        if tensors:
+            parts = [TensorDict({name: row[name] for name in tensors}) for row in rows]
+            try:
+                stacked = (self.stack_method or torch.stack)(parts)
+            except RuntimeError as error:
+                raise DataError(
+                    f"the tensors {tensors} of the rows cannot be stacked; pass "
+                    "stack_method=as_padded_tensor for rows of different lengths"
+                ) from error
+            columns.update((name, stacked.get(name).to(self.data_device)) for name in tensors)
+        for name in names:
+            if name not in columns:
+                columns[name] = Column.of(row[name] for row in rows)
+        return columns
+
+    @staticmethod
+    def _place(values: Any, chosen: list[int], size: int) -> Any:
+        # Rows that do not start keep what they have: the environment throws these fillers away.
+        if len(chosen) == size:
+            return values
+        if isinstance(values, Tensor):
+            placed = values.new_zeros((size, *values.shape[1:]))
+            placed[chosen] = values
+            return placed
+        items: list[Any] = [None] * size
+        for index, item in zip(chosen, values.tolist(), strict=True):
+            items[index] = item
+        return Column.of(items)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return self._carry(tensordict, tensordict_reset)
+
+    def _step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        return self._carry(tensordict, next_tensordict)
+
+    def _carry(self, source: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
+        for name in (*self.data_keys, self.group_key):
+            value = source.get(name, None)
+            if value is not None and target.get(name, None) is None:
+                target.set(name, value.copy() if is_tensor_collection(value) else value)
+        return target
+
+    # Resume
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Position in the data, repeats still due, and the group counter."""
+        return {
+            "feed": self._feed.state_dict(),
+            "groups": self._groups.state_dict(),
+            "row": dict(self._row) if self._repeats_left else None,
+            "group_id": self._group_id,
+            "repeats_left": self._repeats_left,
+        }
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self._feed.load_state_dict(state["feed"])
+        self._groups.load_state_dict(state["groups"])
+        self._row = state["row"]
+        self._group_id, self._repeats_left = state["group_id"], state["repeats_left"]
