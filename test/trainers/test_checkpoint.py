@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import errno
+import random
+
+import numpy
+import pytest
+import torch
+from torchrl_llm.errors import CheckpointError
+from torchrl_llm.trainers.checkpoint import (
+    CheckpointStore,
+    load_rng_state,
+    rng_state,
+    save_pretrained,
+)
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    weights = torch.randn(5)
+    store.save(3, {"weights": weights, "nested": {"count": 7}})
+    state = store.load()
+    assert torch.equal(state["weights"], weights)
+    assert state["nested"] == {"count": 7}
+    assert store.steps() == [3]
+
+
+def test_the_newest_are_kept_and_the_step_orders_them_not_the_name(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (9, 10, 1_000_000):
+        store.save(step, {"step": step})
+    assert store.steps() == [10, 1_000_000]
+    assert store.load()["step"] == 1_000_000
+    assert store.load(10)["step"] == 10
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_1000000"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_half_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(1, {"step": 1})
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    message = "step 2 could not be written.*No space left.*step 1 is intact.*resume=auto"
+    with pytest.raises(CheckpointError, match=message):
+        store.save(2, {"step": 2}, write_model=lambda path: (path / "w").write_bytes(b"x" * 10))
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    assert store.load()["step"] == 1
+
+
+def test_a_disk_that_fills_while_the_model_is_written_is_the_same_clear_error(tmp_path):
+    store = CheckpointStore(tmp_path)
+
+    def write(path):
+        (path / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(CheckpointError, match=r"No space left.*there is no earlier one"):
+        store.save(1, {}, write_model=write)
+    assert store.steps() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_really_full_file_system_is_survived(tmp_path):
+    import os
+    import subprocess
+
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root: sudo pytest test/trainers")
+    try:
+        store = CheckpointStore(mount / "checkpoints")
+        store.save(1, {"weights": torch.ones(100_000)})
+        with pytest.raises(CheckpointError, match="step 1 is intact"):
+            store.save(2, {"weights": torch.ones(200_000)})
+        assert torch.equal(store.load()["weights"], torch.ones(100_000))
+        assert store.steps() == [1]
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_what_a_killed_process_left_behind_is_never_taken_for_a_checkpoint(tmp_path):
+    (tmp_path / ".partial_step_000005").mkdir()
+    (tmp_path / ".deleted_step_000004").mkdir()
+    (tmp_path / "step_x").mkdir()
+    store = CheckpointStore(tmp_path)
+    assert store.steps() == []
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        store.load()
+    store.save(5, {"step": 5})
+    assert store.steps() == [5]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"value": 1})
+    store.save(1, {"value": 2})
+    assert store.load()["value"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_damaged_file_is_a_clear_error(tmp_path):
+    store = CheckpointStore(tmp_path)
+    (store.save(1, {}) / "trainer_state.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        store.load()
+
+
+def test_all_random_generators_continue_where_they_were():
+    state = rng_state()
+
+    def draw():
+        return random.random(), float(numpy.random.rand()), torch.rand(3).tolist()
+
+    first = draw()
+    draw()
+    load_rng_state(state)
+    assert draw() == first
+
+
+def test_the_folder_opens_as_a_hugging_face_model_and_tokenizer(
+    tmp_path, make_tiny_model, tokenizer
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = make_tiny_model()
+    path = CheckpointStore(tmp_path).save(
+        1, {}, write_model=lambda folder: save_pretrained(folder, model, tokenizer)
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    text = "héllo\n wörld"
+    assert AutoTokenizer.from_pretrained(path)(text).input_ids == tokenizer(text).input_ids
+
+
+def test_a_lora_checkpoint_opens_without_peft_as_the_merged_model(
+    tmp_path, make_tiny_model, tokenizer
+):
+    peft = pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
+    from transformers import AutoModelForCausalLM
+
+    model = make_tiny_model()
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    ).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_pretrained(tmp_path, model, tokenizer)
+    ids = torch.tensor([[1, 2, 3]])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(loaded, "peft_config")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    # Saving must not round the weights that go on training.
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

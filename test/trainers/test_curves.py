@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from torchrl_llm.trainers.curves import save_curves, terminal_curve
+
+
+def test_a_rising_curve_rises_on_the_screen():
+    steps = list(range(1, 101))
+    text = terminal_curve(steps, [s / 100 for s in steps], title="reward", width=20, height=5)
+    title, *lines, axis = text.splitlines()
+    assert title == "reward"
+    assert axis.strip() == "1 .. 100"
+    assert lines[0].strip().startswith("1.00")
+    assert lines[-1].strip().startswith("0.01")
+    # The first dot is in the lowest line on the left, the last one in the highest on the right.
+    drawn = [line.split("|")[1] for line in lines]
+    assert drawn[-1][0] != "\u2800"
+    assert drawn[0][-1] != "\u2800"
+    assert drawn[0][0] == "\u2800"
+
+
+def test_a_constant_a_single_value_and_no_value_can_be_drawn():
+    assert "0.50" in terminal_curve([1, 2], [0.5, 0.5], title="t")
+    assert "1 .. 1" in terminal_curve([1], [0.5], title="t")
+    assert terminal_curve([], [], title="t") == "t"
+
+
+def test_the_png_is_one(tmp_path):
+    path = save_curves(tmp_path / "c.png", {"train/reward": ([1, 2], [0.1, 0.2]), "e": ([1], [1])})
+    assert path.read_bytes().startswith(b"\x89PNG")

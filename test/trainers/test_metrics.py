@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import csv
+import importlib.util
+
+import pytest
+import torch
+from torchrl_llm.errors import ConfigError, MissingExtraError
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv", columns=["train/reward", "eval/accuracy"])
+    table.write(0, {"eval/accuracy": 0.5})
+    table.write(1, {"train/reward": torch.tensor(0.25)})
+    assert rows(table.path) == [
+        {"train/step": "0", "train/reward": "", "eval/accuracy": "0.5"},
+        {"train/step": "1", "train/reward": "0.25", "eval/accuracy": ""},
+    ]
+
+
+def test_a_metric_that_appears_late_gets_its_column(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    table.write(1, {"train/reward": 0.5})
+    table.write(2, {"train/reward": 0.6, "perf/step_s": 1.5})
+    table.write(3, {"train/reward": 0.7})
+    assert [row["perf/step_s"] for row in rows(table.path)] == ["", "1.5", ""]
+    assert table.read("perf/step_s") == ([2], [1.5])
+    assert table.read("train/reward") == ([1, 2, 3], [0.5, 0.6, 0.7])
+
+
+def test_names_without_prefix_and_steps_that_go_back_are_errors(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    with pytest.raises(ValueError, match="must begin with train/"):
+        table.write(1, {"reward": 0.5})
+    table.write(2, {"train/reward": 0.5})
+    with pytest.raises(ValueError, match="step 2 follows step 2"):
+        table.write(2, {"train/reward": 0.5})
+
+
+def test_resuming_cuts_the_file_back_to_the_checkpoint_byte_for_byte(tmp_path):
+    path, other = tmp_path / "a.csv", tmp_path / "b.csv"
+    table = MetricsTable(path)
+    for step in (1, 2):
+        table.write(step, {"train/reward": step / 3})
+    kept = path.read_bytes()
+    table.write(3, {"train/reward": 1.0, "train/late": 2})
+    # The process dies in the middle of a line.
+    path.write_bytes(path.read_bytes() + b"4,0.")
+    resumed = MetricsTable(path)
+    resumed.resume(2)
+    assert [row["train/step"] for row in rows(path)] == ["1", "2"]
+    resumed.write(3, {"train/reward": 1.0, "train/late": 2})
+    table = MetricsTable(other)
+    other.write_bytes(kept)
+    table.resume(2)
+    table.write(3, {"train/reward": 1.0, "train/late": 2})
+    assert path.read_bytes() == other.read_bytes()
+
+
+def test_resuming_without_a_file_begins_one(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    table.resume(0)
+    table.write(1, {"train/reward": 1.0})
+    assert len(rows(table.path)) == 1
+
+
+def test_numbers_reach_torchrls_tensorboard_logger(tmp_path):
+    loggers = make_loggers(["csv", "tensorboard"], run_dir=tmp_path, experiment_name="grpo")
+    MetricsTable(tmp_path / "metrics.csv", loggers).write(1, {"train/reward": 0.5})
+    assert list((tmp_path / "grpo").glob("events.out.tfevents*"))
+
+
+def test_unknown_backends_and_settings_without_effect_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="choose from csv, tensorboard, wandb"):
+        make_loggers(["tensorbord"], run_dir=tmp_path, experiment_name="x")
+    with pytest.raises(ConfigError, match="no effect without wandb"):
+        make_loggers(["csv"], run_dir=tmp_path, experiment_name="x", project="p")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="W&B is installed")
+def test_asking_for_wandb_without_the_package_names_the_extra(tmp_path):
+    with pytest.raises(MissingExtraError, match=r"torchrl_llm\[wandb\]"):
+        make_loggers(["wandb"], run_dir=tmp_path, experiment_name="x")

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import io
+import signal
+
+import pytest
+from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_shows_step_reward_speed_and_time_left():
+    screen = Terminal()
+    bar = ProgressBar(10, done=4, file=screen)
+    bar.step(reward=0.375, tokens_per_s=1234.5)
+    bar.say("hello")
+    bar.close()
+    last = screen.getvalue()
+    assert "5/10" in last
+    assert "reward 0.375" in last
+    assert "1,234 tokens/s" in last
+    assert "<" in last  # elapsed<remaining
+    assert "hello" in last
+
+
+def test_a_bar_that_is_off_still_says_what_matters():
+    screen = io.StringIO()
+    bar = ProgressBar(10, enabled=False, file=screen)
+    bar.step(reward=0.5, tokens_per_s=1.0)
+    bar.say("saved")
+    bar.close()
+    assert screen.getvalue() == "saved\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish(number):
+    notices = []
+    with StopRequest(lambda: notices.append(1)) as stop:
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert stop.requested
+    assert notices == [1]
+
+
+def test_the_second_ctrl_c_interrupts_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_conversations_are_shown_in_pairs():
+    text = compare_conversations(["a\nb", "c"], ["d", "e"])
+    assert text.splitlines() == [
+        "held-out conversation 1, before training",
+        "  a",
+        "  b",
+        "held-out conversation 1, after training",
+        "  d",
+        "held-out conversation 2, before training",
+        "  c",
+        "held-out conversation 2, after training",
+        "  e",
+    ]
