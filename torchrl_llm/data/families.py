@@ -38,7 +38,7 @@ _MACROS = r"""
 {{- fail(message, index, 'has no form for reasoning beside the content; keep it in the content') -}}
 {%- endif -%}
 {%- if message['tool_responses'] -%}
-{{- fail(message, index, 'has no form for tool_responses; write one message with role tool each') -}}
+{{- fail(message, index, 'has no form for tool_responses: write a tool message each') -}}
 {%- endif -%}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
