@@ -179,7 +179,8 @@ def split_tool_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
         or that other text follows, stays in the content.
 
     Example:
-        >>> text = 'One moment.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>'
+        >>> call = '{"name": "add", "arguments": {"a": 1}}'
+        >>> text = f"One moment.\n<tool_call>\n{call}\n</tool_call>"
         >>> split_tool_calls(text)[0]
         'One moment.'
     """
