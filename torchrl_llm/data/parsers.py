@@ -46,8 +46,9 @@ class InverseParser:
         bos: whether the text may begin with a beginning-of-sequence token.
         roles: spelling of a role in the text to its name in a message.
         hook: turns raw messages into final ones (tool calls, tool results, declared tools).
-        marks: strings that can make a content read as structure; a rendering whose contents hold
-            none of them is known to read back.
+        marks: strings that can make a content read as a turn.
+        tags: strings that can make a content read as a call, a tool result or declared tools. A
+            rendering whose contents hold no mark and no tag is known to read back.
         doubts: by role (``None``: all), the pattern whose presence in a *parsed* content means that
             the text can be read in another way.
 
@@ -66,6 +67,7 @@ class InverseParser:
     roles: dict[str, str] = field(default_factory=dict)
     hook: Hook | None = None
     marks: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     doubts: dict[str | None, str] = field(default_factory=dict)
 
     def parse(
@@ -106,10 +108,9 @@ class InverseParser:
             self._refuse_doubts(messages, eos)
         return messages
 
-    def could_misread(self, contents: Sequence[str], eos_token: str | None = None) -> bool:
-        """Whether any content holds a mark, so that only parsing tells if its text reads back."""
-        marks = (*self.marks, eos_token or self.eos)
-        return any(mark in content for content in contents for mark in marks)
+    def risks(self, eos_token: str | None = None) -> tuple[str, ...]:
+        """Marks, tags and the end mark: a text without them in its contents surely reads back."""
+        return (*self.marks, *self.tags, eos_token or self.eos)
 
     def _eos(self, text: str, eos_token: str | None) -> str:
         if eos_token or self.eos in text:
@@ -299,14 +300,15 @@ _CHATML = InverseParser(
     ends={None: (r"<\|im_end\|>", r"\n")},
     bos=True,
     hook=_read_chatml,
-    marks=("<|im_start|>", "<|im_end|>", "<tool_call>", CHATML_TOOLS[0]),
+    marks=("<|im_start|>", "<|im_end|>"),
+    tags=("<tool_call>", CHATML_TOOLS[0]),
     doubts={None: r"<\|im_(?:start|end)\|>", "assistant": r"<tool_call>"},
 )
 _QWEN = replace(
     _CHATML,
     family="qwen",
     hook=_read_qwen,
-    marks=(*_CHATML.marks, "<tool_response>", "</tool_response>"),
+    tags=(*_CHATML.tags, "<tool_response>", "</tool_response>"),
     doubts={**_CHATML.doubts, "tool": r"</?tool_response>", "user": r"</?tool_response>"},
 )
 _LLAMA = InverseParser(
@@ -316,7 +318,8 @@ _LLAMA = InverseParser(
     bos=True,
     roles={"ipython": "tool"},
     hook=_read_llama,
-    marks=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", '"name"', LLAMA_TOOLS[0]),
+    marks=("<|start_header_id|>", "<|eot_id|>"),
+    tags=('"name"', LLAMA_TOOLS[0]),
     doubts={None: r"<\|(?:start_header_id|end_header_id|eot_id)\|>"},
 )
 _DIALOGPT = _AlternatingParser(family="dialogpt", header="", ends={})
