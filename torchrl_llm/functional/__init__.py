@@ -1,1 +1,62 @@
-"""functional."""
+"""Pure tensor functions: the mathematics of post-training, on torch and the standard library alone.
+
+Every function takes tensors and returns tensors; shapes, units (nats) and papers are in the
+docstrings. Classes that read tensordicts and call models live in :mod:`torchrl_llm.objectives`.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm.functional.advantages import group_advantages
+from torchrl_llm.functional.chunked_head import HeadScores, chunked_log_probs
+from torchrl_llm.functional.diagnostics import (
+    PolicyMismatch,
+    effective_sample_size,
+    policy_mismatch,
+)
+from torchrl_llm.functional.kl import k1, k2, k3
+from torchrl_llm.functional.logprobs import (
+    entropy_from_logits,
+    selective_log_softmax,
+    token_log_probs,
+)
+from torchrl_llm.functional.padding import flatten_padded, length_mask, pad_flat, row_index
+from torchrl_llm.functional.ratios import (
+    geometric_log_ratio,
+    masked_weights,
+    sequence_log_ratio,
+    truncated_weights,
+)
+from torchrl_llm.functional.reduce import Normalizer, aggregate, token_weights
+from torchrl_llm.functional.spans import mask_to_spans, run_lengths, spans_to_mask
+from torchrl_llm.functional.surrogates import ppo_clip, reinforce
+
+__all__ = [
+    "HeadScores",
+    "Normalizer",
+    "PolicyMismatch",
+    "aggregate",
+    "chunked_log_probs",
+    "effective_sample_size",
+    "entropy_from_logits",
+    "flatten_padded",
+    "geometric_log_ratio",
+    "group_advantages",
+    "k1",
+    "k2",
+    "k3",
+    "length_mask",
+    "mask_to_spans",
+    "masked_weights",
+    "pad_flat",
+    "policy_mismatch",
+    "ppo_clip",
+    "reinforce",
+    "row_index",
+    "run_lengths",
+    "selective_log_softmax",
+    "sequence_log_ratio",
+    "spans_to_mask",
+    "token_log_probs",
+    "token_weights",
+    "truncated_weights",
+]

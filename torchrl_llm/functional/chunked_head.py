@@ -1,0 +1,441 @@
+"""Log-probs of tokens straight from hidden states: the logits exist one tile at a time.
+
+A language-model head turns ``N`` hidden states into ``N x V`` logits of which a loss needs one
+number a row. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
+most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
+a running log-sum-exp; the backward computes every tile again. What is held is one tile, never ``[N,
+V]``.
+
+Tiles are slices of the *vocabulary* rather than of the tokens: each slice of the weight is read
+once, its gradient is written once, and the running sums over it stay in cache.
+
+Not here: how the head of a given model is found and what it multiplies its logits with; that is
+:mod:`torchrl_llm.modules.backends.head`.
+
+Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["HeadScores", "chunked_log_probs"]
+
+# Logits alive at once. On a CPU a tile should stay in the cache; on a GPU it should fill the
+# device.
+_TILE = {"cpu": 1 << 21, "cuda": 1 << 26}
+_MAX_ROWS = {"cpu": 1024, "cuda": 8192}
+
+
+class HeadScores(NamedTuple):
+    """Scores of tokens under a language-model head.
+
+    Attributes:
+        log_probs: float32 ``[N]``, nats.
+        entropy: float32 ``[N]``, nats, or ``None`` when it was not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+def chunked_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+    in_place_head_grad: bool = False,
+) -> HeadScores:
+    r"""Log-probs (and entropy) of target tokens, without ever holding all logits.
+
+    With :math:`z = s (h W^\top + u B^\top + b)`, capped to :math:`c \tanh(z / c)` where a soft-cap
+    is given, the result is :math:`\log \mathrm{softmax}(z / \tau)` at the target. Gradients reach
+    ``hidden_ND``, ``weight_VD``, ``bias`` and both parts of ``low_rank``, through the log-probs and
+    through the entropy; they are exact, the logits being computed again in the backward.
+
+    Everything but the matrix products is float32. The products are float32 on a CPU; on a CUDA
+    device they take the autocast type, else the promoted type of states and weight, and give
+    float32.
+
+    Args:
+        hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
+        weight_VD: ``[V, D]`` weight of the head.
+        targets_N: int64 ``[N]`` token ids.
+        bias: ``[V]`` bias of the head.
+        low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``: an adapter's contribution ``u @ B.T``.
+        scale: factor on the logits.
+        softcap: cap of the scaled logits.
+        temperature: a positive number, or float32 ``[N]``, one a token.
+        entropy: also return the entropy of each distribution.
+        chunk_size: the most logits that are alive at once (tokens x vocabulary entries); chosen by
+            device when ``None``.
+        in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward instead
+            of handing it to autograd, which would hold one more tensor of the weight's size. The
+            weight must be a leaf; its gradient hooks do not run, so this is for one process.
+
+    Returns:
+        The scores; ``entropy`` is ``None`` unless asked for.
+
+    Raises:
+        ValueError: for shapes that do not fit, a temperature that is not positive, or
+            ``in_place_head_grad`` with a weight that is not a leaf requiring gradients.
+
+    Example:
+        >>> h, w = torch.randn(5, 8), torch.randn(11, 8)
+        >>> scores = chunked_log_probs(h, w, torch.tensor([0, 3, 10, 2, 2]), chunk_size=12)
+        >>> full = (h @ w.T).log_softmax(-1)
+        >>> torch.allclose(scores.log_probs, full[range(5), [0, 3, 10, 2, 2]], atol=1e-5)
+        True
+    """
+    _check(hidden_ND, weight_VD, targets_N, bias, low_rank, temperature)
+    if in_place_head_grad and not (weight_VD.is_leaf and weight_VD.requires_grad):
+        raise ValueError("in_place_head_grad needs a leaf weight that requires gradients")
+    settings = _Settings(
+        scale, softcap, entropy, chunk_size, in_place_head_grad, _matmul_dtype(hidden_ND, weight_VD)
+    )
+    adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
+    log_probs, entropies = _ChunkedHead.apply(
+        hidden_ND, weight_VD, bias, adapter, adapter_weight, targets_N, temperature, settings
+    )
+    return HeadScores(log_probs, entropies)
+
+
+class _Settings(NamedTuple):
+    scale: float
+    softcap: float | None
+    entropy: bool
+    chunk_size: int | None
+    in_place: bool
+    dtype: torch.dtype
+
+
+def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden states must be [N, D] and the weight [V, D], got {tuple(hidden.shape)} "
+            f"and {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"targets must be [{hidden.shape[0]}], one a hidden state, got {tuple(targets.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if low_rank is not None:
+        states, columns = low_rank
+        expected = (*hidden.shape[:1], *weight.shape[:1])
+        if (states.shape[0], columns.shape[0]) != expected or states.shape[1] != columns.shape[1]:
+            raise ValueError(
+                f"low_rank must be [{expected[0]}, R] and [{expected[1]}, R], got "
+                f"{tuple(states.shape)} and {tuple(columns.shape)}"
+            )
+    if isinstance(temperature, Tensor):
+        if temperature.shape != hidden.shape[:1]:
+            raise ValueError(
+                f"temperature must be a number or [{hidden.shape[0]}], got "
+                f"{tuple(temperature.shape)}"
+            )
+    elif not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
+
+def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if kind == "cpu":
+        return torch.float32
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager:
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product with a float32 result."""
+    if left.dtype is torch.float32:
+        return left @ right
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class _Head:
+    """The tiles of one head: logits and, from their gradient, the gradients of the inputs."""
+
+    def __init__(self, hidden, weight, bias, adapter, adapter_weight, temperature, settings):
+        self.weight, self.bias, self.adapter_weight = weight, bias, adapter_weight
+        self.settings = settings
+        num_rows, num_columns = hidden.shape[0], weight.shape[0]
+        kind = hidden.device.type
+        tile = settings.chunk_size or _TILE.get(kind, _TILE["cuda"])
+        max_rows = min(_MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile)
+        self.rows = _slices(num_rows, max(1, max_rows))
+        self.columns = _slices(num_columns, max(1, tile // max(1, min(num_rows, max_rows))))
+        # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
+        self.late = None
+        factor = settings.scale
+        if settings.softcap is None:
+            factor = factor / temperature
+        elif isinstance(temperature, Tensor) or temperature != 1.0:
+            self.late = 1.0 / temperature
+        self.factor = factor[:, None] if isinstance(factor, Tensor) else factor
+        self.hidden = self._scaled(hidden)
+        self.adapter = None if adapter is None else self._scaled(adapter)
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        if not isinstance(self.factor, Tensor) and self.factor == 1.0:
+            return states.to(self.settings.dtype)
+        return (states.float() * self.factor).to(self.settings.dtype)
+
+    def _late(self, rows: slice) -> Tensor | float:
+        return self.late[rows, None] if isinstance(self.late, Tensor) else self.late
+
+    def _bias(self, rows: slice, columns: slice) -> Tensor:
+        factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
+        return self.bias[columns].float() * factor
+
+    def logits(self, rows: slice, columns: slice, weight: Tensor) -> Tensor:
+        """float32 ``[n, v]``, what the softmax sees."""
+        logits = _product(self.hidden[rows], weight.t())
+        if self.adapter is not None:
+            columns_VR = self.adapter_weight[columns].to(self.settings.dtype)
+            logits += _product(self.adapter[rows], columns_VR.t())
+        if self.bias is not None:
+            logits += self._bias(rows, columns)
+        if self.settings.softcap is not None:
+            logits.div_(self.settings.softcap).tanh_().mul_(self.settings.softcap)
+            if self.late is not None:
+                logits.mul_(self._late(rows))
+        return logits
+
+    def uncap(self, grad: Tensor, logits: Tensor, rows: slice) -> Tensor:
+        """Gradient before the cap, in place, from the one after it."""
+        if self.late is not None:
+            late = self._late(rows)
+            grad.mul_(late)
+            logits = logits / late
+        return grad.mul_(1.0 - (logits / self.settings.softcap).square_())
+
+    def slice_of_weight(self, columns: slice) -> Tensor:
+        return self.weight[columns].to(self.settings.dtype)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        adapter,
+        adapter_weight,
+        targets,
+        temperature,
+        settings: _Settings,
+    ):
+        ctx.set_materialize_grads(False)
+        with _without_autocast(hidden.device.type):
+            head = _Head(hidden, weight, bias, adapter, adapter_weight, temperature, settings)
+            log_probs, entropy, log_sum = _scan(head, targets, settings.entropy)
+        temperature_N = temperature if isinstance(temperature, Tensor) else None
+        ctx.temperature = None if temperature_N is not None else temperature
+        ctx.settings = settings
+        ctx.leaf = weight if settings.in_place else None
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            adapter,
+            adapter_weight,
+            targets,
+            temperature_N,
+            log_sum,
+            entropy,
+        )
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        (*inputs, targets, temperature_N, log_sum, entropy) = ctx.saved_tensors
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 8
+        temperature = temperature_N if temperature_N is not None else ctx.temperature
+        needs = ctx.needs_input_grad[:5]
+        with _without_autocast(inputs[0].device.type):
+            head = _Head(*inputs, temperature, ctx.settings)
+            grads = _Gradients(head, inputs, needs, ctx.leaf)
+            for columns in head.columns:
+                weight = head.slice_of_weight(columns)
+                for rows in head.rows:
+                    tile = _tile_gradient(
+                        head,
+                        rows,
+                        columns,
+                        weight,
+                        targets,
+                        log_sum,
+                        grad_log_probs,
+                        grad_entropy,
+                        entropy,
+                    )
+                    grads.add(tile, rows, columns, weight)
+            return (*grads.finish(), None, None, None)
+
+
+def _scan(head: _Head, targets: Tensor, with_entropy: bool):
+    """Log-probs, entropy and log-sum-exp ``[N]``, by one pass over the tiles.
+
+    Running sums relative to the running maximum ``m``: ``s = sum exp(x - m)`` and, for the entropy
+    ``log s - a / s``, ``a = sum exp(x - m) (x - m)``.
+    """
+    count = targets.shape[0]
+    top = targets.new_full((count,), -torch.inf, dtype=torch.float32)
+    total, moment = torch.zeros_like(top), torch.zeros_like(top)
+    picked = torch.zeros_like(top)
+    single = len(head.columns) == 1
+    for columns in head.columns:
+        weight = head.slice_of_weight(columns)
+        for rows in head.rows:
+            logits = head.logits(rows, columns, weight)
+            index = targets[rows] - columns.start
+            if single:
+                picked[rows] = logits.gather(1, index[:, None])[:, 0]
+            else:
+                inside = (index >= 0) & (index < weight.shape[0])
+                index = index.clamp_(0, weight.shape[0] - 1)
+                found = logits.gather(1, index[:, None])[:, 0]
+                picked[rows] = torch.where(inside, found, picked[rows])
+            old = top[rows]
+            new = torch.maximum(old, logits.amax(1))
+            logits.sub_(new[:, None])
+            shift = old - new
+            decay = shift.exp()
+            if with_entropy:
+                weights = logits.exp()
+                carried = torch.where(decay > 0, (moment[rows] + shift * total[rows]) * decay, 0.0)
+                moment[rows] = carried + logits.mul_(weights).sum(1)
+            else:
+                weights = logits.exp_()
+            total[rows] = total[rows] * decay + weights.sum(1)
+            top[rows] = new
+    log_total = total.log()
+    log_sum = top + log_total
+    # Rounding may leave a certain token a hair above log 1.
+    log_probs = (picked - log_sum).clamp_(max=0.0)
+    entropy = (log_total - moment / total).clamp_(min=0.0) if with_entropy else None
+    return log_probs, entropy, log_sum
+
+
+def _tile_gradient(
+    head, rows, columns, weight, targets, log_sum, grad_log_probs, grad_entropy, entropy
+) -> Tensor:
+    """Gradient of the tile's logits: ``g (1[v = target] - p) - g_H p (log p + H)``, in float32."""
+    logits = head.logits(rows, columns, weight)
+    capped = logits.clone() if head.settings.softcap is not None else None
+    log_p = logits.sub_(log_sum[rows, None])
+    if grad_entropy is None:
+        grad = log_p.exp_().mul_(grad_log_probs[rows, None].neg())
+    else:
+        slope = grad_entropy[rows, None]
+        offset = slope * entropy[rows, None]
+        if grad_log_probs is not None:
+            offset = offset + grad_log_probs[rows, None]
+        probs = log_p.exp()
+        grad = log_p.mul_(slope).add_(offset).mul_(probs).neg_()
+    if grad_log_probs is not None:
+        index = targets[rows] - columns.start
+        inside = (index >= 0) & (index < weight.shape[0])
+        index = index.clamp_(0, weight.shape[0] - 1)
+        value = torch.where(inside, grad_log_probs[rows], 0.0)
+        grad.scatter_add_(1, index[:, None], value[:, None])
+    return grad if capped is None else head.uncap(grad, capped, rows)
+
+
+class _Gradients:
+    """Collects the gradients of the five differentiable inputs tile by tile."""
+
+    def __init__(self, head: _Head, inputs, needs, leaf: Tensor | None):
+        hidden, weight, bias, adapter, adapter_weight = inputs
+        self.head, self.inputs = head, inputs
+        self.hidden = self._zeros(hidden) if needs[0] else None
+        self.bias = self._zeros(bias) if needs[2] else None
+        self.adapter = self._zeros(adapter) if needs[3] else None
+        self.adapter_weight = self._zeros(adapter_weight) if needs[4] else None
+        self.leaf = leaf
+        self.weight = None
+        if leaf is not None:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        elif needs[1]:
+            self.weight = torch.empty_like(weight)
+
+    @staticmethod
+    def _zeros(like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+    def add(self, tile: Tensor, rows: slice, columns: slice, weight: Tensor) -> None:
+        head = self.head
+        grad = tile.to(head.settings.dtype)
+        if self.hidden is not None:
+            self._accumulate(self.hidden[rows], grad, weight)
+        if self.leaf is not None:
+            self._accumulate(self.leaf.grad[columns], grad.t(), head.hidden[rows])
+        elif self.weight is not None:
+            self._write(self.weight[columns], grad.t(), head.hidden[rows], rows.start == 0)
+        if self.bias is not None:
+            factor = head.factor[rows] if isinstance(head.factor, Tensor) else head.factor
+            self.bias[columns] += (tile * factor).sum(0)
+        if self.adapter is not None:
+            columns_VR = head.adapter_weight[columns].to(grad.dtype)
+            self._accumulate(self.adapter[rows], grad, columns_VR)
+        if self.adapter_weight is not None:
+            self._accumulate(self.adapter_weight[columns], grad.t(), head.adapter[rows])
+
+    @staticmethod
+    def _accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
+        if into.dtype is left.dtype is torch.float32:
+            into.addmm_(left, right)
+        else:
+            into.add_(_product(left, right))
+
+    @classmethod
+    def _write(cls, into: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+        if not first:
+            cls._accumulate(into, left, right)
+        elif into.dtype is left.dtype is torch.float32:
+            torch.mm(left, right, out=into)
+        else:
+            into.copy_(_product(left, right))
+
+    def finish(self) -> list[Tensor | None]:
+        hidden, _, bias, adapter, adapter_weight = self.inputs
+        factor = self.head.factor
+        for states in (self.hidden, self.adapter):
+            if states is not None and (isinstance(factor, Tensor) or factor != 1.0):
+                states.mul_(factor)
+        pairs = (
+            (self.hidden, hidden),
+            (self.weight, self.weight),
+            (self.bias, bias),
+            (self.adapter, adapter),
+            (self.adapter_weight, adapter_weight),
+        )
+        return [None if grad is None else grad.to(like.dtype) for grad, like in pairs]

@@ -1,0 +1,69 @@
+r"""Estimates of a KL divergence from one sampled token.
+
+Direction, always the same: with ``log_ratio`` :math:`= \log q(x) - \log p(x)` and :math:`x \sim p`,
+the mean of each estimate is an estimate of :math:`\mathrm{KL}(p \| q)`. So for the divergence of
+the current policy from a reference, ``log_ratio = ref_log_probs - log_probs``, on tokens of the
+current policy.
+
+The names are John Schulman's (http://joschu.net/blog/kl-approx.html). As *losses* they differ more
+than as estimates: the gradient of ``k1`` has mean zero whatever ``q`` is, ``k2`` has the gradient
+of the reverse KL on samples of ``p``, ``k3`` (the one of GRPO, arXiv:2402.03300 equation 4) is
+never negative.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["k1", "k2", "k3"]
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """``-log_ratio``: unbiased, of either sign, high variance.
+
+    Args:
+        log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
+
+    Returns:
+        Nats, same shape.
+
+    Example:
+        >>> import torch
+        >>> k1(torch.tensor([0.5, -1.0]))
+        tensor([-0.5000,  1.0000])
+    """
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """``log_ratio ** 2 / 2``: biased, never negative, low variance.
+
+    Args:
+        log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
+
+    Returns:
+        Nats, same shape.
+
+    Example:
+        >>> import torch
+        >>> k2(torch.tensor([0.5, -1.0]))
+        tensor([0.1250, 0.5000])
+    """
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio) - 1 - log_ratio``: unbiased, never negative, low variance.
+
+    Args:
+        log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
+
+    Returns:
+        Nats, same shape.
+
+    Example:
+        >>> import torch
+        >>> k3(torch.tensor([0.0, 1.0]))
+        tensor([0.0000, 0.7183])
+    """
+    return log_ratio.expm1() - log_ratio

@@ -1,0 +1,88 @@
+"""Importance ratios in log space: per token, per sequence, and their truncation.
+
+Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``.
+
+Shape legend: ``N`` tokens, ``S`` sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["geometric_log_ratio", "masked_weights", "sequence_log_ratio", "truncated_weights"]
+
+
+def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """Log-ratio of whole sequences, the sum over their tokens.
+
+    Args:
+        log_ratio_N: ``[N]``, nats.
+        row_N: int64 ``[N]``, the sequence of each token.
+        num_rows: ``S``.
+
+    Returns:
+        ``[S]``, 0.0 for a sequence without tokens.
+
+    Example:
+        >>> sequence_log_ratio(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 0, 1]), 2)
+        tensor([0.3000, 0.5000])
+    """
+    return log_ratio_N.new_zeros(num_rows).index_add(0, row_N, log_ratio_N)
+
+
+def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """Length-normalised log-ratio of sequences, the mean over their tokens.
+
+    Its exponential is the geometric mean of the token ratios (GSPO, arXiv:2507.18071 equation 7).
+
+    Args:
+        log_ratio_N: ``[N]``, nats.
+        row_N: int64 ``[N]``, the sequence of each token.
+        num_rows: ``S``.
+
+    Returns:
+        ``[S]``, 0.0 for a sequence without tokens.
+
+    Example:
+        >>> geometric_log_ratio(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 0, 1]), 2)
+        tensor([0.1500, 0.5000])
+    """
+    lengths = torch.bincount(row_N, minlength=num_rows).clamp_(min=1)
+    return sequence_log_ratio(log_ratio_N, row_N, num_rows) / lengths
+
+
+def truncated_weights(log_ratio: Tensor, maximum: float) -> Tensor:
+    """Importance weights cut at ``maximum``, constants for autograd.
+
+    Args:
+        log_ratio: nats, any shape.
+        maximum: largest weight.
+
+    Returns:
+        ``min(exp(log_ratio), maximum)`` without gradient, same shape.
+
+    Example:
+        >>> truncated_weights(torch.tensor([0.0, 3.0]), 2.0)
+        tensor([1., 2.])
+    """
+    return log_ratio.detach().exp().clamp(max=maximum)
+
+
+def masked_weights(log_ratio: Tensor, minimum: float, maximum: float) -> Tensor:
+    """Importance weights that are zero outside ``[minimum, maximum]``, constants for autograd.
+
+    Args:
+        log_ratio: nats, any shape.
+        minimum: smallest weight kept.
+        maximum: largest weight kept.
+
+    Returns:
+        ``exp(log_ratio)`` where inside the bounds and 0 elsewhere, without gradient, same shape.
+
+    Example:
+        >>> masked_weights(torch.tensor([0.0, 3.0, -3.0]), 0.5, 2.0)
+        tensor([1., 0., 0.])
+    """
+    weights = log_ratio.detach().exp()
+    return weights.where((weights >= minimum) & (weights <= maximum), 0.0)
