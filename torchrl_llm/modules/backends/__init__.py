@@ -1,1 +1,17 @@
-"""modules.backends."""
+"""Backends: models that take and return token ids."""
+
+from __future__ import annotations
+
+from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
+from torchrl_llm.modules.backends.modes import sampling_mode
+
+__all__ = [
+    "Answer",
+    "Backend",
+    "BigramModel",
+    "Completion",
+    "FakeBackend",
+    "SamplingParams",
+    "sampling_mode",
+]

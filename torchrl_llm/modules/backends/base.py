@@ -1,0 +1,184 @@
+"""The port between policies and models: token ids in, token ids and their log-probs out.
+
+A backend knows no text, no chat and no tensordict. Rows, masks and views are the business of
+:mod:`torchrl_llm.modules.policies`; what every backend must do is written down as tests in
+``test/conformance/backends.py``.
+
+Shape legend: ``B`` prompts, ``S`` samples a prompt, ``R`` sampled tokens, ``T`` tokens of a
+sequence, ``N`` scored positions of a batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
+
+__all__ = ["Backend", "Completion", "SamplingParams"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Every field that shapes sampling, explicit; nothing comes from a model's generation config.
+
+    Args:
+        max_new_tokens: most tokens a response may have, at least 1.
+        temperature: divides the logits; 0 decodes greedily.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1.0 keeps all.
+        top_k: keep the most probable tokens; 0 keeps all.
+        min_p: drop tokens less probable than this times the most probable; 0.0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that already
+            occur in prompt or response (arXiv:1909.05858); 1.0 is off.
+        stop: strings that end a response. The sampled tokens are kept, those of the string too.
+        stop_token_ids: ids that end a response, beside the model's own.
+        num_samples: responses a prompt.
+        seed: seed of a generator of its own; ``None`` samples from torch's global generator.
+        ignore_eos: only ``stop``, ``stop_token_ids`` and the length end a response.
+        native: arguments that only this backend knows, see ``Backend.native_arguments``.
+
+    Raises:
+        ConfigError: for a value outside its range.
+
+    Example:
+        >>> SamplingParams(max_new_tokens=8, top_k=50).truncates_support
+        True
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    num_samples: int = 1
+    seed: int | None = None
+    ignore_eos: bool = False
+    native: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, valid, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("num_samples", self.num_samples >= 1, "at least 1"),
+            ("stop", all(self.stop), "without empty strings"),
+        ):
+            if not valid:
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken instead of a draw."""
+        return self.temperature == 0
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature of the distribution that the log-probs belong to; 1.0 for greedy."""
+        return 1.0 if self.greedy else float(self.temperature)
+
+    @property
+    def truncates_support(self) -> bool:
+        """Whether temperature alone does not reproduce the distribution that was sampled."""
+        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.greedy and (cut or self.repetition_penalty != 1 or bool(self.native))
+
+
+class Completion(NamedTuple):
+    """One sampled response.
+
+    Attributes:
+        token_ids: int64 ``[R]`` on the CPU, every sampled token, the one that ended it included.
+        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
+            sampled (temperature and truncation applied); greedy: under temperature 1.
+        finish_reason: how it ended, decided by the last id and the length, never by text or pads.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    finish_reason: FinishReason
+
+
+class Backend(TokenScorer):
+    """A model that samples and scores token ids.
+
+    Subclasses implement the abstract members and pass ``BackendConformance``.
+    """
+
+    native_arguments: frozenset[str] = frozenset()
+    """Names that ``SamplingParams.native`` may hold."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Ids must lie in ``[0, vocab_size)``."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """Most tokens of prompt and response together; ``None`` without a limit."""
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response unless ``ignore_eos`` is set."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that holds the weights, where there is one in this process."""
+        return None
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        """Sample ``params.num_samples`` responses to each prompt.
+
+        Args:
+            prompts: ``B`` int64 tensors ``[T_b]`` on the CPU, none empty.
+            params: how to sample.
+
+        Returns:
+            ``B`` lists of ``S`` completions.
+
+        Raises:
+            DataError: for an empty prompt.
+            TokenizerError: for ids outside the vocabulary.
+            OverlongError: for a prompt that leaves no room for one token.
+        """
+
+    def check_prompts(self, prompts: Sequence[Tensor]) -> None:
+        """Raise what :meth:`generate` promises for prompts that it cannot take."""
+        self.check_ids(prompts)
+        limit = self.max_length
+        for row, prompt in enumerate(prompts):
+            if prompt.shape[0] == 0:
+                raise DataError(f"prompt {row} is empty; a model needs at least one token to go on")
+            if limit is not None and prompt.shape[0] >= limit:
+                raise OverlongError(
+                    f"prompt {row} has {prompt.shape[0]} tokens and the model's context holds "
+                    f"{limit}, of which a response needs at least one"
+                )
+
+    def check_ids(self, sequences: Sequence[Tensor]) -> None:
+        """Raise :class:`~torchrl_llm.errors.TokenizerError` for ids outside the vocabulary."""
+        flat = torch.cat(list(sequences)) if sequences else torch.empty(0, dtype=torch.int64)
+        if flat.numel() == 0 or (int(flat.min()) >= 0 and int(flat.max()) < self.vocab_size):
+            return
+        for row, ids in enumerate(sequences):
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)]
+            if bad.numel():
+                raise TokenizerError(
+                    f"row {row} holds the token id {int(bad[0])}, but the model's vocabulary has "
+                    f"ids 0 to {self.vocab_size - 1}; tokenizer and model do not belong together"
+                )

@@ -1,0 +1,216 @@
+"""The decoding loop: draw, record the log-prob, feed back, until every row has ended.
+
+It keeps the logits of the last step only, lets finished rows leave the batch, and decides how a row
+ended by its last id and its length. What produces logits is behind :class:`Decoder`.
+
+Shape legend: ``B`` rows at the start, ``b`` rows still decoded, ``V`` vocabulary, ``R`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.errors import BackendError, ConfigError
+from torchrl_llm.modules.backends.base import Completion, SamplingParams
+from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
+
+__all__ = ["Decoder", "StopStrings", "decode"]
+
+# A smaller batch must pay for copying the caches of the rows that stay.
+_COMPACT_BELOW = 0.75
+# Asking a GPU whether all rows have ended waits for it; on the CPU it is free.
+_GPU_SYNC_EVERY = 8
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+class Decoder(Protocol):
+    """A model in the middle of decoding a batch of rows."""
+
+    def advance(self, token_ids: Tensor) -> Tensor:
+        """Append one id a row, int64 ``[b]``, and return the logits after it, ``[b, V]``."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, int64 indices into the present batch."""
+
+
+class StopStrings:
+    """Finds stop strings at the end of what was sampled so far.
+
+    Args:
+        tokenizer: decodes ids.
+        stop: the strings.
+
+    Raises:
+        ConfigError: when there are strings and no tokenizer to read them with.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        if stop and tokenizer is None:
+            raise ConfigError(
+                "stop strings need a tokenizer to decode with; pass tokenizer= or stop_token_ids="
+            )
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        # Each token holds at least one byte of text; four more cover a split character.
+        self._window = max((len(s.encode()) for s in self._stop), default=0) + 4
+
+    def __bool__(self) -> bool:
+        return bool(self._stop)
+
+    def ended(self, ids_bR: Tensor) -> Tensor:
+        """Whether the last token of each row completed a stop string.
+
+        Args:
+            ids_bR: int64 ``[b, R]``, sampled ids so far.
+
+        Returns:
+            bool ``[b]`` on the CPU.
+        """
+        tails = ids_bR[:, -self._window :].tolist()
+        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=False)
+        return torch.tensor([any(s in text for s in self._stop) for text in texts])
+
+
+class _Context:
+    """What penalties and native processors look at: prompts and sampled ids of the live rows."""
+
+    def __init__(
+        self, prompts: Sequence[Tensor], logits_BV: Tensor, penalty: float, pad_id: int
+    ) -> None:
+        device = logits_BV.device
+        self.ids = torch.nn.utils.rnn.pad_sequence(
+            list(prompts), batch_first=True, padding_value=pad_id, padding_side="left"
+        ).to(device)
+        self._penalty = penalty
+        self._seen = torch.zeros(logits_BV.shape, dtype=torch.bool, device=device)
+        for row, prompt in enumerate(prompts):  # never through the padded ids: pads were not seen
+            self._seen[row, prompt.to(device)] = True
+
+    def process(self, logits_BV: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
+        if self._penalty != 1:
+            logits_BV = penalize_repetition(logits_BV, self._seen, self._penalty)
+        for processor in processors:
+            logits_BV = processor(self.ids, logits_BV)
+        return logits_BV
+
+    def append(self, token_ids: Tensor) -> None:
+        self.ids = torch.cat([self.ids, token_ids[:, None]], dim=1)
+        self._seen.scatter_(1, token_ids[:, None], True)
+
+    def keep(self, rows: Tensor) -> None:
+        self.ids, self._seen = self.ids[rows], self._seen[rows]
+
+
+def decode(
+    decoder: Decoder,
+    logits_BV: Tensor,
+    prompts: Sequence[Tensor],
+    params: SamplingParams,
+    *,
+    max_tokens: Tensor,
+    end_ids: Sequence[int],
+    stop_strings: StopStrings,
+    processors: Sequence[LogitsProcessor] = (),
+    pad_id: int = 0,
+) -> list[Completion]:
+    """Decode every row to its end.
+
+    Args:
+        decoder: has read the prompts.
+        logits_BV: ``[B, V]``, its logits after the prompts.
+        prompts: ``B`` int64 tensors, for penalties and processors.
+        params: how to sample; ``num_samples`` was applied by the caller.
+        max_tokens: int64 ``[B]`` on the CPU, most tokens of each row, at least 1.
+        end_ids: ids that end a row.
+        stop_strings: strings that end a row.
+        processors: take ids ``[b, T]`` and logits ``[b, V]`` and return logits.
+        pad_id: fills the ids that processors see before shorter prompts.
+
+    Returns:
+        ``B`` completions.
+
+    Raises:
+        BackendError: when the model's logits are not numbers.
+    """
+    device, num_rows, longest = logits_BV.device, logits_BV.shape[0], int(max_tokens.max())
+    generator = None
+    if params.seed is not None:
+        generator = torch.Generator(device).manual_seed(params.seed)
+    ends = torch.tensor(sorted(set(end_ids)), dtype=torch.int64, device=device)
+    limits = max_tokens.to(device)
+    ids_BR = torch.zeros(num_rows, longest, dtype=torch.int64, device=device)
+    log_probs_BR = torch.zeros(num_rows, longest, device=device)
+    text_ends = torch.full((num_rows,), longest + 1)
+    rows = torch.arange(num_rows, device=device)
+    live = torch.ones(num_rows, dtype=torch.bool, device=device)
+    needs_context = params.repetition_penalty != 1 or processors
+    context = (
+        _Context(prompts, logits_BV, params.repetition_penalty, pad_id) if needs_context else None
+    )
+    sync_every = 1 if device.type == "cpu" or stop_strings else _GPU_SYNC_EVERY
+
+    for step in range(longest):
+        raw_bV = logits_BV.float()
+        used_bV = context.process(raw_bV, processors) if context else raw_bV
+        if params.greedy:
+            token_ids, log_probs_bV = used_bV.argmax(-1), sampling_log_probs(raw_bV, params)
+        else:
+            log_probs_bV = sampling_log_probs(used_bV, params)
+            token_ids = draw(log_probs_bV, generator).clamp_max_(log_probs_bV.shape[-1] - 1)
+        ids_BR[rows, step] = token_ids
+        log_probs_BR[rows, step] = log_probs_bV.gather(-1, token_ids[:, None]).squeeze(-1)
+        live &= ~(token_ids[:, None] == ends).any(-1)
+        live &= limits > step + 1
+        if stop_strings:
+            hit = stop_strings.ended(ids_BR[rows, : step + 1].cpu())
+            at = rows.cpu()[hit]
+            text_ends[at] = text_ends[at].clamp_max(step + 1)
+            live &= ~hit.to(device)
+        if step + 1 == longest:
+            break
+        if (step + 1) % sync_every == 0:
+            num_live = int(live.sum())
+            if num_live == 0:
+                break
+            if num_live <= _COMPACT_BELOW * live.shape[0]:
+                kept = live.nonzero().squeeze(-1)
+                decoder.keep(kept)
+                rows, limits, live = rows[kept], limits[kept], live[kept]
+                token_ids = token_ids[kept]
+                if context:
+                    context.keep(kept)
+        if context:
+            context.append(token_ids)
+        logits_BV = decoder.advance(token_ids)
+
+    return _completions(ids_BR.cpu(), log_probs_BR.cpu(), ends.cpu(), max_tokens, text_ends)
+
+
+def _completions(
+    ids_BR: Tensor, log_probs_BR: Tensor, ends: Tensor, limits: Tensor, text_ends: Tensor
+) -> list[Completion]:
+    """Cut each row after its first end; later steps of a finished row mean nothing."""
+    is_end = torch.isin(ids_BR, ends)
+    never = ids_BR.shape[1] + 1
+    id_ends = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, never)
+    stops = torch.minimum(id_ends, text_ends)
+    lengths = torch.minimum(stops, limits).tolist()
+    stopped = (stops <= limits).tolist()
+    completions = []
+    for row, length in enumerate(lengths):
+        # Copies, for a view would keep the whole batch alive and pickle it.
+        log_probs = log_probs_BR[row, :length].clone()
+        reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+        completions.append(Completion(ids_BR[row, :length].clone(), log_probs, reason))
+    recorded = torch.cat([c.log_probs for c in completions])
+    if not bool(torch.isfinite(recorded).all()):
+        raise BackendError(
+            "the model's logits are not finite numbers; its weights or its dtype are broken"
+        )
+    return completions

@@ -1,0 +1,248 @@
+"""A backend that costs nothing: scripted answers, or draws from a tiny bigram model.
+
+Its log-probs are those of a real distribution (the bigram model's), so what it samples and what it
+scores agree exactly, and a loss on it has gradients. For tests, examples and dry runs of a pipeline.
+
+Shape legend: ``B`` rows, ``V`` vocabulary, ``H`` hidden size, ``N`` scored positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.scoring import TokenScores
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.decoding import StopStrings, decode
+
+__all__ = ["Answer", "BigramModel", "FakeBackend"]
+
+_HIDDEN = 8
+
+
+class BigramModel(nn.Module):
+    """Logits of the next token from the last one alone, through a low-rank table.
+
+    Args:
+        vocab_size: ids it knows.
+        seed: of its weights.
+    """
+
+    def __init__(self, vocab_size: int, *, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab_size = vocab_size
+        self.embedding = nn.Parameter(torch.randn(vocab_size, _HIDDEN, generator=generator))
+        self.head = nn.Parameter(torch.randn(vocab_size, _HIDDEN, generator=generator) * 0.5)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Logits ``[..., V]`` after each id, int64 ``[...]``."""
+        return self.embedding[token_ids] @ self.head.T
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One scripted response.
+
+    Args:
+        content: text, which needs a tokenizer, or token ids.
+        finish_reason: ``STOP`` ends it with the end-of-sequence id unless it has one; ``LENGTH`` and
+            ``ABORT`` leave it as it is.
+    """
+
+    content: str | Sequence[int]
+    finish_reason: FinishReason = FinishReason.STOP
+
+
+Script = str | Sequence[int] | Answer | Sequence["str | Answer | Sequence[int]"]
+Rule = Callable[[Any], "str | Sequence[int] | Answer"]
+
+
+class FakeBackend(Backend):
+    """Answers by script, by rule, or by sampling from a :class:`BigramModel`.
+
+    Args:
+        answers: ``None`` samples; a string or an :class:`Answer` is given to every prompt; a list
+            of them is handed out in order, again from the start when it is used up; a callable gets
+            the prompt (text with a tokenizer, else a list of ids) and returns an answer.
+        tokenizer: encodes answers and decodes prompts; needed where either is text.
+        vocab_size: number of ids; by default the tokenizer's.
+        eos_token_ids: ids that end a response; by default the tokenizer's.
+        max_length: most tokens of prompt and response.
+        seed: of the bigram model's weights.
+
+    Example:
+        >>> backend = FakeBackend(Answer([7, 8]), vocab_size=16, eos_token_ids=(2,))
+        >>> [[completion]] = backend.generate([torch.tensor([5])], SamplingParams(max_new_tokens=9))
+        >>> completion.token_ids.tolist(), completion.finish_reason.name
+        ([7, 8, 2], 'STOP')
+    """
+
+    def __init__(
+        self,
+        answers: Script | Rule | None = None,
+        *,
+        tokenizer: Any = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_length: int | None = 4096,
+        seed: int = 0,
+    ) -> None:
+        if tokenizer is None and (vocab_size is None or eos_token_ids is None):
+            raise ConfigError("without a tokenizer pass vocab_size= and eos_token_ids=")
+        self.tokenizer = tokenizer
+        self._eos = tuple([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
+        self._max_length = max_length
+        self._model = BigramModel(vocab_size or len(tokenizer), seed=seed)
+        self._answers = answers
+        self._position = 0
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    @property
+    def module(self) -> nn.Module:
+        """The bigram model."""
+        return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the bigram model."""
+        return self._model.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """As constructed."""
+        return self._max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """As constructed, else the tokenizer's."""
+        return self._eos
+
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        """See :meth:`Backend.generate`."""
+        self.check_prompts(prompts)
+        if not prompts:
+            return []
+        rows = [prompt for prompt in prompts for _ in range(params.num_samples)]
+        with self._lock, torch.no_grad():
+            if self._answers is None:
+                flat = self._sample(rows, params)
+            else:
+                flat = [self._scripted(prompt, params) for prompt in rows]
+        size = params.num_samples
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+    def _sample(self, rows: list[Tensor], params: SamplingParams) -> list[Completion]:
+        last = torch.stack([prompt[-1] for prompt in rows])
+        return decode(
+            _BigramDecoder(self._model),
+            self._model(last),
+            rows,
+            params,
+            max_tokens=torch.tensor([self._room(p, params) for p in rows]),
+            end_ids=(*(() if params.ignore_eos else self._eos), *params.stop_token_ids),
+            stop_strings=StopStrings(self.tokenizer, params.stop),
+        )
+
+    def _room(self, prompt: Tensor, params: SamplingParams) -> int:
+        if self._max_length is None:
+            return params.max_new_tokens
+        return min(params.max_new_tokens, self._max_length - prompt.shape[0])
+
+    def _scripted(self, prompt: Tensor, params: SamplingParams) -> Completion:
+        answer = self._next_answer(prompt)
+        ids = self._encode(answer.content)
+        reason = answer.finish_reason
+        ends = {*self._eos, *params.stop_token_ids}
+        if reason == FinishReason.STOP and (not ids or ids[-1] not in ends):
+            ids.append(self._eos[0])
+        room = self._room(prompt, params)
+        ended_at = self._stop_string_end(ids, StopStrings(self.tokenizer, params.stop))
+        if ended_at is not None and ended_at <= room:
+            ids, reason = ids[:ended_at], FinishReason.STOP
+        elif len(ids) > room:
+            ids, reason = ids[:room], FinishReason.LENGTH
+        response = torch.tensor(ids, dtype=torch.int64)
+        self.check_ids([response])
+        whole = torch.cat([prompt[-1:], response])
+        select = torch.ones(len(whole), dtype=torch.bool)
+        select[0] = False
+        scores = self.token_scores([whole], [select], temperature=params.scoring_temperature)
+        return Completion(response, scores.log_probs, reason)
+
+    def _next_answer(self, prompt: Tensor) -> Answer:
+        script = self._answers
+        if callable(script):
+            shown = prompt.tolist()
+            answer = script(self.tokenizer.decode(shown) if self.tokenizer else shown)
+        elif isinstance(script, (str, Answer)) or all(isinstance(x, int) for x in script):
+            answer = script
+        else:
+            answer = script[self._position % len(script)]
+            self._position += 1
+        return answer if isinstance(answer, Answer) else Answer(answer)
+
+    def _encode(self, content: str | Sequence[int]) -> list[int]:
+        if not isinstance(content, str):
+            return [int(token_id) for token_id in content]
+        if self.tokenizer is None:
+            raise ConfigError(f"the answer {content!r} is text, which needs a tokenizer")
+        return list(self.tokenizer(content, add_special_tokens=False)["input_ids"])
+
+    @staticmethod
+    def _stop_string_end(ids: list[int], stops: StopStrings) -> int | None:
+        if not stops:
+            return None
+        prefixes = (torch.tensor([list(p)]) for p in itertools.accumulate(map(_tuple, ids)))
+        return next((p.shape[1] for p in prefixes if bool(stops.ended(p))), None)
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """See :meth:`TokenScorer.token_scores`."""
+        self.check_ids(sequences)
+        positions = [mask.nonzero().squeeze(-1) for mask in select]
+        previous = torch.cat([ids[at - 1] for ids, at in zip(sequences, positions, strict=True)])
+        targets = torch.cat([ids[at] for ids, at in zip(sequences, positions, strict=True)])
+        if isinstance(temperature, Tensor):
+            counts = torch.tensor([at.numel() for at in positions])
+            temperature = temperature.repeat_interleave(counts)[:, None]
+        log_probs_NV = (self._model(previous).float() / temperature).log_softmax(-1)
+        spread = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if entropy else None
+        return TokenScores(log_probs_NV.gather(-1, targets[:, None]).squeeze(-1), spread)
+
+
+def _tuple(token_id: int) -> tuple[int, ...]:
+    return (token_id,)
+
+
+class _BigramDecoder:
+    """See ``decoding.Decoder``; the last id is all its state."""
+
+    def __init__(self, model: BigramModel) -> None:
+        self._model = model
+
+    def advance(self, token_ids: Tensor) -> Tensor:
+        return self._model(token_ids)
+
+    def keep(self, rows: Tensor) -> None:
+        pass

@@ -1,0 +1,275 @@
+"""A Hugging Face causal language model as a backend.
+
+Sampling runs in a loop of our own (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate``
+would take unset fields from the model's generation config (its ``top_k`` of 50), and returns
+log-probs only by keeping the logits of every step. Scoring goes through
+:class:`~torchrl_llm.modules.backends.scorer.CausalScorer`, which trains.
+
+Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
+``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_llm.data.scoring import TokenScores
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.decoding import StopStrings, decode
+from torchrl_llm.modules.backends.inputs import packed_inputs, padded_inputs
+from torchrl_llm.modules.backends.kv_cache import make_cache
+from torchrl_llm.modules.backends.modes import sampling_mode
+from torchrl_llm.modules.backends.native import NATIVE_ARGUMENTS, native_processors
+from torchrl_llm.modules.backends.scorer import CausalScorer
+
+__all__ = ["TransformersBackend"]
+
+
+class TransformersBackend(Backend):
+    """Samples and scores with a ``transformers`` causal language model.
+
+    Args:
+        model: the model, where it is and in the dtype that it has; PEFT models too.
+        tokenizer: decodes stop strings and names one more end-of-sequence id; may be ``None``.
+        eos_token_ids: ids that end a response; by default those of tokenizer and model together.
+        max_length: context of the model in tokens; by default what its config says.
+        pack: score sequences behind each other in one row with a block-causal mask, instead of
+            padded on the right.
+        scorer: computes log-probs; built for the model by default.
+        chunk_size: tokens per chunk of the head when a scorer is built; ``None`` chooses.
+        full_logits: when a scorer is built, let the model make its own logits (for heads that the
+            chunked one does not know).
+
+    Attributes:
+        scorer: the root module for FSDP2 and ``torch.compile``.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> backend = TransformersBackend(Qwen2ForCausalLM(config), eos_token_ids=(2,))
+        >>> params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        >>> [[completion]] = backend.generate([torch.tensor([5, 6])], params)
+        >>> completion.token_ids.shape, completion.finish_reason.name
+        (torch.Size([3]), 'LENGTH')
+    """
+
+    native_arguments = NATIVE_ARGUMENTS
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_length: int | None = None,
+        pack: bool = False,
+        scorer: nn.Module | None = None,
+        chunk_size: int | None = None,
+        full_logits: bool = False,
+    ) -> None:
+        if scorer is None:
+            scorer = CausalScorer(model, chunk_size=chunk_size, full_logits=full_logits)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+        self.pack = pack
+        config = _base(model).config.get_text_config(decoder=True)
+        self._config = config
+        self._max_length = max_length or getattr(config, "max_position_embeddings", None)
+        self._eos = tuple(eos_token_ids) if eos_token_ids else _known_eos(model, tokenizer)
+        self._takes_positions = "position_ids" in inspect.signature(_base(model).forward).parameters
+        if pack and getattr(config, "sliding_window", None):
+            raise ConfigError(
+                "packing (pad_model_input=False) writes one mask for all layers and this model has "
+                "layers with a sliding window; score it padded (pad_model_input=True)"
+            )
+        # Two threads may not switch one module between training and sampling at once.
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.model
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return _base(self.model).get_input_embeddings().weight.shape[0]
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the model's context."""
+        return self._max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of tokenizer and model."""
+        return self._eos
+
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        """See :meth:`Backend.generate`; equal prompts are read by the model once."""
+        self.check_prompts(prompts)
+        if not prompts:
+            return []
+        unique: dict[bytes, int] = {}
+        owners = [unique.setdefault(p.numpy().tobytes(), len(unique)) for p in prompts]
+        owners = [owner for owner in owners for _ in range(params.num_samples)]
+        distinct = [torch.frombuffer(bytearray(key), dtype=torch.int64) for key in unique]
+        ends = () if params.ignore_eos else self._eos
+        longest = max(p.shape[0] for p in distinct)
+        with self._lock, sampling_mode(self.model), torch.no_grad():
+            decoder = _CausalDecoder(
+                self.model, distinct, self._max_length, takes_positions=self._takes_positions
+            )
+            logits = decoder.prefill(torch.tensor(owners))
+            flat = decode(
+                decoder,
+                logits,
+                [distinct[owner] for owner in owners],
+                params,
+                max_tokens=self._room(distinct, owners, params.max_new_tokens),
+                end_ids=(*ends, *params.stop_token_ids),
+                stop_strings=StopStrings(self.tokenizer, params.stop),
+                processors=native_processors(params.native, longest, self._eos),
+                pad_id=getattr(self._config, "pad_token_id", None) or 0,
+            )
+        size = params.num_samples
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+    def _room(self, distinct: list[Tensor], owners: list[int], wanted: int) -> Tensor:
+        if self._max_length is None:
+            return torch.full((len(owners),), wanted)
+        lengths = torch.tensor([distinct[owner].shape[0] for owner in owners])
+        return (self._max_length - lengths).clamp_max(wanted)
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """See :meth:`TokenScorer.token_scores`; differentiable when gradients are enabled.
+
+        Without gradients the model runs as for sampling (no dropout), else in the mode that the
+        trainer put it in.
+        """
+        self.check_ids(sequences)
+        if self.pack:
+            inputs = packed_inputs(
+                sequences,
+                select,
+                attn_implementation=self._config._attn_implementation or "eager",
+                dtype=_base(self.model).dtype,
+            )
+        else:
+            inputs = padded_inputs(sequences, select)
+        device = _base(self.model).get_input_embeddings().weight.device
+        inputs = [tensor.to(device) for tensor in inputs]
+        if isinstance(temperature, Tensor):
+            counts = torch.tensor([int(mask.sum()) for mask in select])
+            temperature = temperature.float().cpu().repeat_interleave(counts).to(device)
+        if torch.is_grad_enabled():
+            return self.scorer(*inputs, temperature=temperature, entropy=entropy)
+        with self._lock, sampling_mode(self.model):
+            return self.scorer(*inputs, temperature=temperature, entropy=entropy)
+
+
+class _CausalDecoder:
+    """A causal model with its cache in the middle of a batch; see ``decoding.Decoder``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: list[Tensor],
+        max_length: int | None,
+        *,
+        takes_positions: bool,
+    ) -> None:
+        device = _base(model).get_input_embeddings().weight.device
+        self._model = model
+        self._cache = make_cache(_base(model))
+        self._takes_positions = takes_positions
+        self._last_position = max_length - 1 if max_length else None
+        lengths = torch.tensor([p.shape[0] for p in prompts])
+        self._held = int(lengths.max())
+        ids_UP = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+        self._ids = ids_UP.to(device)
+        mask = torch.arange(self._held) >= (self._held - lengths)[:, None]
+        # Without a pad anywhere no mask is needed, and attention takes its fast path.
+        self._mask = None if bool(mask.all()) else mask.to(device)
+        self._next = lengths.to(device)
+
+    def prefill(self, owners: Tensor) -> Tensor:
+        """Read the prompts once; ``owners`` gives the prompt of each row, logits are ``[B, V]``."""
+        if self._mask is None:
+            positions = torch.arange(self._held, device=self._ids.device).expand_as(self._ids)
+        else:
+            positions = (self._mask.long().cumsum(-1) - 1).clamp_min_(0)
+        logits = self._forward(self._ids, positions)
+        if owners.tolist() != list(range(self._ids.shape[0])):
+            owners = owners.to(logits.device)
+            self.keep(owners)
+            logits = logits[owners]
+        return logits
+
+    def advance(self, token_ids: Tensor) -> Tensor:
+        positions = self._next[:, None]
+        if self._last_position is not None:
+            # Rows that are full have ended, but stay in the batch until it is compacted.
+            positions = positions.clamp_max(self._last_position)
+        self._next = self._next + 1
+        self._held += 1
+        if self._mask is not None and self._mask.shape[1] < self._held:
+            self._mask = torch.nn.functional.pad(self._mask, (0, 64), value=True)
+        return self._forward(token_ids[:, None], positions)
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.batch_select_indices(rows)
+        self._next = self._next[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        # By keyword always: the second positional argument is not the mask in every model.
+        extra = {"position_ids": positions} if self._takes_positions else {}
+        output = self._model(
+            input_ids=ids,
+            attention_mask=None if self._mask is None else self._mask[:, : self._held],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **extra,
+        )
+        return output.logits[:, -1]
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, inside PEFT's wrapper where there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _known_eos(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    base = _base(model)
+    found: set[int] = set()
+    for source in (tokenizer, base.config, getattr(base, "generation_config", None)):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
