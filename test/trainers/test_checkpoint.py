@@ -6,6 +6,7 @@ import random
 import numpy
 import pytest
 import torch
+
 from torchrl_llm.errors import CheckpointError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.trainers.config import check_override_keys, from_mapping, valid_keys
 from torchrl_llm.trainers.grpo_config import RENAMED, GRPOConfig, check_arguments, load_config
@@ -113,7 +114,7 @@ def test_overrides_are_checked_before_hydra_sees_them():
     check_arguments(["+optimizer.lr=3", "++seed=1", "~train"])
     with pytest.raises(ConfigError, match=r"'optimizer.learnin_rate'.*'optimizer\.\w+'"):
         check_arguments(["optimizer.learnin_rate=3"])
-    with pytest.raises(ConfigError, match="renamed to 'train.max_steps'"):
+    with pytest.raises(ConfigError, match=r"renamed to 'train\.max_steps'"):
         check_arguments(["+train.total_dialog_turns=100"])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from torchrl_llm.errors import DataError
 from torchrl_llm.trainers.ledger import TokenLedger
 

@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+
 from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.trainers.microbatch import micro_batches, plan_micro_batches
 

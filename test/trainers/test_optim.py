@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.trainers.optim import (
     clipped_step,

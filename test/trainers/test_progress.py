@@ -4,6 +4,7 @@ import io
 import signal
 
 import pytest
+
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
 
 
@@ -47,9 +48,10 @@ def test_the_first_signal_is_a_wish(number):
 
 def test_the_second_ctrl_c_interrupts_and_the_old_handler_comes_back():
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), StopRequest():
+    with StopRequest():
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
 
