@@ -1,0 +1,311 @@
+"""Tool calls in the text of a response: the syntax is learnt from how the template writes one.
+
+Four shapes cover the common families: a JSON object (or list) between two marks, a name followed by
+a JSON object of arguments, nested tags with one tag an argument, and Python call expressions.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchrl_llm.data.formatter.probe import NAME, VALUE
+
+__all__ = ["CallSyntax", "ParsedCalls", "syntax_of"]
+
+_NAME_PATTERN = r"([\w.\-/]+?)"
+_DECODER = json.JSONDecoder()
+
+
+class ParsedCalls(NamedTuple):
+    """What a text holds.
+
+    Attributes:
+        content: the text without its calls; broken calls stay in it.
+        calls: name and arguments of each call.
+        errors: what is wrong with each broken call.
+    """
+
+    content: str
+    calls: list[tuple[str, dict[str, Any]]]
+    errors: list[str]
+
+
+class CallSyntax(ABC):
+    """How one template writes tool calls."""
+
+    @abstractmethod
+    def parse(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ParsedCalls:
+        """Take the calls out of a text.
+
+        Args:
+            text: a response without reasoning and end-of-turn token.
+            schemas: JSON schema of the parameters of each known tool, for untyped arguments.
+        """
+
+
+class _Marked(CallSyntax):
+    """Calls that each begin with ``opening``; a subclass reads one and says where it ends."""
+
+    opening: str
+
+    def parse(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ParsedCalls:
+        kept: list[str] = []
+        calls: list[tuple[str, dict[str, Any]]] = []
+        errors: list[str] = []
+        cursor = 0
+        while (at := text.find(self.opening, cursor)) >= 0:
+            try:
+                read, end = self.read(text, at, schemas)
+            except ValueError as error:
+                errors.append(str(error))
+                following = text.find(self.opening, at + len(self.opening))
+                end = following if following >= 0 else len(text)
+                kept.append(text[cursor:end])
+            else:
+                # White space in front of a call is the template's.
+                piece = text[cursor:at]
+                kept.append(piece.rstrip("\n") if piece.strip() else "")
+                calls += read
+            cursor = end
+        rest = text[cursor:]
+        kept.append(rest if rest.strip() or not calls else "")
+        return ParsedCalls("".join(kept), calls, errors)
+
+    @abstractmethod
+    def read(
+        self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+        """Read the calls that begin at ``at``; where they end. ValueError if they are broken."""
+
+
+class _TaggedJson(_Marked):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and its likes."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening, self.closing = opening, closing
+
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+        value, end = _json_at(text, at + len(self.opening))
+        calls = [_as_call(v) for v in (value if isinstance(value, list) else [value])]
+        if not calls:
+            raise ValueError("an empty list of tool calls")
+        return calls, _behind(text, end, self.closing)
+
+
+class _BareJson(CallSyntax):
+    """The whole turn is one JSON object (Llama 3)."""
+
+    def parse(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ParsedCalls:
+        stripped = text.strip()
+        if not stripped.startswith(("{", "[")):
+            return ParsedCalls(text, [], [])
+        try:
+            value = json.loads(stripped)
+            found = value if isinstance(value, list) else [value]
+            if not any(isinstance(v, Mapping) and "name" in v for v in found):
+                return ParsedCalls(text, [], [])  # an answer that happens to be JSON
+            return ParsedCalls("", [_as_call(v) for v in found], [])
+        except ValueError as error:
+            looks_like = re.match(r"[\[{]\s*\"name\"", stripped)
+            return ParsedCalls(text, [], [str(error)] if looks_like else [])
+
+
+class _NamedJson(_Marked):
+    """A name between two marks, and the JSON of its arguments (DeepSeek, newer Mistral)."""
+
+    def __init__(self, opening: str, before: str, middle: str, after: str) -> None:
+        self.opening = opening
+        self._head = re.compile(
+            re.escape(before) + _NAME_PATTERN + _flexible(middle) + r"(?=[{\[])"
+        )
+        self._tail = [m for m in _marks(after)]
+
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+        calls, cursor = [], at
+        while head := self._head.search(text, cursor):
+            gap = text[cursor : head.start()]
+            if calls and _without(gap, [*self._tail, *_marks(self.opening), *_MARKS.findall(gap)]):
+                break
+            arguments, cursor = _json_at(text, head.end())
+            calls.append((head.group(1), _arguments(arguments)))
+            for mark in self._tail:
+                cursor = _skip(text, cursor, mark)
+        if not calls:
+            raise ValueError(f"no tool name and JSON arguments behind {self.opening!r}")
+        return calls, cursor
+
+
+class _Tags(_Marked):
+    """One tag an argument: ``<function=N><parameter=K>V</parameter>`` or ``<arg_key>K</arg_key>``."""
+
+    def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
+        self.opening, self.closing, self.keyed = opening, closing, keyed
+
+    def read(
+        self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[list[tuple[str, dict]], int]:
+        start = at + len(self.opening)
+        end = text.find(self.closing, start)
+        if end < 0:
+            raise ValueError(f"a tool call without {self.closing!r}")
+        body = text[start:end]
+        if self.keyed:
+            name = re.match(r"\s*([^\s<]+)", body)
+            pattern = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+        else:
+            name = re.match(r"\s*<function=([^>]+)>", body)
+            pattern = r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
+        if name is None:
+            raise ValueError("a tool call without a function name")
+        known = (schemas.get(name.group(1)) or {}).get("properties", {})
+        found = re.findall(pattern, body, re.DOTALL)
+        arguments = {k.strip(): _typed(v, known.get(k.strip())) for k, v in found}
+        return [(name.group(1), arguments)], end + len(self.closing)
+
+
+class _Pythonic(_Marked):
+    """``[name(key=value)]`` between two marks (LFM2)."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening, self.closing = opening, closing
+
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+        start = at + len(self.opening)
+        end = text.find(self.closing, start)
+        if end < 0:
+            raise ValueError(f"a tool call without {self.closing!r}")
+        try:
+            tree = ast.parse(text[start:end].strip(), mode="eval").body
+            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+            calls = []
+            for node in nodes:
+                if not isinstance(node, ast.Call) or node.args:
+                    raise ValueError("expected calls with named arguments")
+                arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+                calls.append((ast.unparse(node.func), arguments))
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError(f"not a Python call: {error}") from error
+        return calls, end + len(self.closing)
+
+
+def syntax_of(call: str | None) -> CallSyntax | None:
+    """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``."""
+    if call is None or NAME not in call:
+        return None
+    if "<function=" in call or "<arg_key>" in call:
+        opening, closing = _first_mark(call), _last_mark(call)
+        return _Tags(opening, closing, keyed="<arg_key>" in call)
+    at = call.index(NAME)
+    if re.search(NAME + r"\(key=", call):
+        listed = call.rfind("[", 0, at) >= 0 and call[:at].rstrip().endswith("[")
+        begin = call[:at].rstrip().removesuffix("[") if listed else call[:at]
+        end = call[call.index(VALUE) :].lstrip(VALUE + "\"')")
+        return _Pythonic(begin.strip(), (end.removeprefix("]") if listed else end).strip())
+    for match in re.finditer(r"[\[{]", call[:at]):
+        try:
+            value, end = _json_at(call, match.start())
+        except ValueError:
+            continue
+        if NAME in json.dumps(value):
+            opening, closing = call[: match.start()].strip(), call[end:].strip()
+            return _TaggedJson(opening, closing) if opening else _BareJson()
+    brace = call.find("{", at)
+    if brace < 0:
+        return None
+    before = call[:at]
+    near = re.search(r"(<[^<>]*>|\[[A-Z_]+\]|[^\s<>\]]+)$", before)
+    if near is None:
+        return None
+    try:
+        _, end = _json_at(call, brace)
+    except ValueError:
+        return None
+    opening = _first_mark(before) or before.strip()
+    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
+
+
+_MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
+
+
+def _marks(text: str) -> list[str]:
+    return _MARKS.findall(text)
+
+
+def _first_mark(text: str) -> str:
+    return next(iter(_marks(text)), "")
+
+
+def _last_mark(text: str) -> str:
+    return next(iter(reversed(_marks(text))), "")
+
+
+def _without(text: str, parts: Sequence[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return "" if text.strip() in ("", "function") else text
+
+
+def _flexible(text: str) -> str:
+    """A pattern for a text in which the amount of white space may differ."""
+    return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
+
+
+def _skip(text: str, at: int, mark: str) -> int:
+    start = at
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start + len(mark) if text.startswith(mark, start) else at
+
+
+def _behind(text: str, at: int, closing: str) -> int:
+    if not closing:
+        return at
+    end = _skip(text, at, closing)
+    if end == at:
+        raise ValueError(f"a tool call without {closing!r}")
+    return end
+
+
+def _as_call(value: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+        value = value["function"]
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise ValueError("a tool call must be an object with a name")
+    return value["name"], _arguments(value.get("arguments", value.get("parameters", {})))
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("the arguments of a tool call must be an object")
+    return dict(value)
+
+
+def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """An argument that was written without quotes: a string unless the schema says otherwise."""
+    if schema is None or schema.get("type", "string") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
