@@ -1,0 +1,268 @@
+"""The language-model head of a Hugging Face causal model, taken apart so that it can run in chunks.
+
+A model's own forward goes body, head, factor, soft-cap, and gives ``[B, T, V]`` logits. Here body
+and head are found once, the factors are read from the configuration, and the result is checked on
+three tokens against the model's own logits; a model that does something else is refused with the
+name of the option that lets it make its logits itself.
+:class:`~torchrl_llm.modules.backends.scorer.CausalScorer` runs body and head; the arithmetic is
+:mod:`torchrl_llm.functional.chunked_head`.
+
+Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size,
+``R`` rank of the adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional import HeadScores, chunked_log_probs
+
+__all__ = ["LMHead", "causal_model", "model_body"]
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+# HyperCLOVA X multiplies by the field that Granite divides by.
+_MULTIPLIES_BY_DIVISOR = ("hyperclovax", "hyperclovax_vision_v2")
+_UNKNOWN = re.compile(r"^(final_|output_|lm_head_)?logits?_|^lm_head_")
+_NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
+_ADVICE = "pass full_logits=True to let the model make its own logits ([B, T, V] in memory)"
+_PROBE_IDS = (1, 2, 3)
+
+
+def causal_model(model: nn.Module) -> nn.Module:
+    """The causal model itself, without a PEFT wrapper around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def model_body(model: nn.Module) -> nn.Module:
+    """The part of a causal model that gives hidden states.
+
+    Args:
+        model: a Hugging Face causal model, in PEFT or not.
+
+    Raises:
+        ConfigError: when the model does not tell its body from its head.
+    """
+    causal = causal_model(model)
+    body = getattr(causal, "base_model", causal)
+    if body is causal:
+        raise ConfigError(f"{type(causal).__name__} has no body apart from its head; {_ADVICE}")
+    return body
+
+
+class _Parts(NamedTuple):
+    """What the head computes with right now; adapters may be switched between calls."""
+
+    weight: Tensor
+    bias: Tensor | None
+    low_rank: tuple[Tensor, Tensor] | None
+
+
+class LMHead:
+    """Scores hidden states against the head of one model.
+
+    Holds references only: the weights stay the model's, and adapters are used in the state they are
+    in at the call (enabled, disabled or merged).
+
+    Args:
+        module: the output embedding: ``nn.Linear``, in LoRA or a list of modules to save or not.
+        scale: factor on the logits.
+        softcap: cap of the scaled logits.
+
+    Raises:
+        ConfigError: when the module is something else.
+
+    Example:
+        >>> head = LMHead(torch.nn.Linear(4, 7, bias=False))
+        >>> head.score(torch.randn(3, 4), torch.tensor([0, 6, 2])).log_probs.shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self, module: nn.Module, *, scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        self.module, self.scale, self.softcap = module, scale, softcap
+        self._linear()
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> LMHead:
+        """Find the head of a Hugging Face causal model and check it against the model's logits.
+
+        The check runs three tokens through the model, once, with dropout off and without gradients;
+        it is left out while the weights are on the meta device or sharded.
+
+        Args:
+            model: the model, in PEFT or not.
+
+        Raises:
+            ConfigError: for a head, adapter or logit field that is not known, or when the result
+                differs from the model's own logits.
+        """
+        causal = causal_model(model)
+        module = causal.get_output_embeddings()
+        if module is None:
+            raise ConfigError(f"{type(causal).__name__} has no output embeddings; {_ADVICE}")
+        scale, softcap = _logit_fields(causal.config)
+        head = cls(module, scale=scale, softcap=softcap)
+        body = model_body(model)
+        if all(p.device.type != "meta" and not isinstance(p, DTensor) for p in model.parameters()):
+            _verify(head, model, body)
+        return head
+
+    def score(
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        chunk_size: int | None = None,
+        in_place_head_grad: bool = False,
+    ) -> HeadScores:
+        """Log-probs of targets; see :func:`~torchrl_llm.functional.chunked_log_probs`.
+
+        Args:
+            hidden_ND: ``[N, D]`` hidden states that predict the targets.
+            targets_N: int64 ``[N]``.
+            temperature: a number, or float32 ``[N]``.
+            entropy: also return the entropy of each distribution.
+            chunk_size: the most logits alive at once; chosen by device when ``None``.
+            in_place_head_grad: add the weight's gradient in place; skipped where the weight takes
+                none.
+        """
+        weight, bias, low_rank = self._parts(hidden_ND)
+        return chunked_log_probs(
+            hidden_ND,
+            weight,
+            targets_N,
+            bias=bias,
+            low_rank=low_rank,
+            scale=self.scale,
+            softcap=self.softcap,
+            temperature=temperature,
+            entropy=entropy,
+            chunk_size=chunk_size,
+            in_place_head_grad=in_place_head_grad and weight.requires_grad,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits of hidden states ``[..., D]``: ``[..., V]``, differentiable, not in chunks."""
+        logits = self.module(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def _linear(self) -> tuple[nn.Linear, nn.Module | None]:
+        """The linear layer and the LoRA layer around it, if any."""
+        module = self.module
+        saved = getattr(module, "modules_to_save", None)
+        if saved is not None:
+            active = module.active_adapters
+            use_saved = active and not module.disable_adapters
+            module = saved[active[0]] if use_saved else module.original_module
+        lora = module if hasattr(module, "lora_A") else None
+        linear = module.base_layer if lora is not None else module
+        if not isinstance(linear, nn.Linear) or not linear.weight.dtype.is_floating_point:
+            raise ConfigError(
+                f"the head is a {type(module).__name__} and not a plain linear layer; {_ADVICE}"
+            )
+        return linear, lora
+
+    def _parts(self, hidden_ND: Tensor) -> _Parts:
+        linear, lora = self._linear()
+        if isinstance(linear.weight, DTensor):
+            raise ConfigError(
+                "the head's weight is sharded; apply fully_shard to the CausalScorer, not to the "
+                "model or its head, so that body and head run in one forward"
+            )
+        low_rank = None
+        if lora is not None:
+            if lora.disable_adapters and lora.merged:
+                lora.unmerge()
+            if not lora.disable_adapters and not lora.merged:
+                low_rank = _adapters(lora, hidden_ND)
+        return _Parts(linear.weight, linear.bias, low_rank)
+
+
+def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
+    """``(u, B)`` with ``u @ B.T`` the sum over the active adapters."""
+    states, columns = [], []
+    for name in lora.active_adapters:
+        if name not in lora.lora_A:
+            continue
+        if name in lora.lora_variant or lora.lora_B[name].bias is not None:
+            raise ConfigError(f"adapter {name!r} of the head is not plain LoRA; {_ADVICE}")
+        down = lora.lora_A[name]
+        hidden = lora.lora_dropout[name](hidden_ND.to(down.weight.dtype))
+        states.append(down(hidden) * lora.scaling[name])
+        columns.append(lora.lora_B[name].weight)
+    if not states:
+        return None
+    return torch.cat(states, dim=1), torch.cat(columns, dim=1)
+
+
+def _logit_fields(config: Any) -> tuple[float, float | None]:
+    """Factor and cap of the logits from a model's configuration."""
+    text = config.get_text_config(decoder=True)
+    fields = {k: v for k, v in text.to_dict().items() if isinstance(v, int | float)}
+    scale, softcap = 1.0, None
+    for name, value in fields.items():
+        if name in _MULTIPLIERS or (
+            name in _DIVISORS and text.model_type in _MULTIPLIES_BY_DIVISOR
+        ):
+            scale *= value
+        elif name in _DIVISORS:
+            scale /= value
+        elif name in _CAPS:
+            softcap = float(value)
+        elif (
+            _UNKNOWN.match(name) and name not in _NOT_LOGITS and value not in (1, False)
+        ) and "router" not in name:
+            raise ConfigError(
+                f"the configuration's field {name}={value} is not known to the chunked head; "
+                f"{_ADVICE}"
+            )
+    return float(scale), softcap
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _verify(head: LMHead, model: nn.Module, body: nn.Module) -> None:
+    device = causal_model(model).get_input_embeddings().weight.device
+    ids = torch.tensor([_PROBE_IDS], device=device)
+    with _evaluating(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        got = head.logits(body(input_ids=ids, use_cache=False)[0]).float()
+    if expected.shape == got.shape:
+        tolerance = 1e-3 if next(model.parameters()).dtype is torch.float32 else 5e-2
+        error = (expected - got).abs().max() / expected.abs().max().clamp_min(1e-30)
+        if error < tolerance:
+            return
+        found = f"differ by {error:.1e} of the largest"
+    else:
+        found = f"have shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    raise ConfigError(
+        f"the logits of {type(causal_model(model)).__name__} from its body and head {found}: it "
+        f"does something that the chunked head does not know; {_ADVICE}"
+    )
