@@ -1,1 +1,17 @@
-"""envs."""
+"""Environments: chats, data sets, rewards and transforms."""
+
+from torchrl_llm.envs.chat import ChatEnv
+from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+
+__all__ = [
+    "ChatEnv",
+    "DatasetChatEnv",
+    "GSM8KEnv",
+    "GSM8KRewardParser",
+    "RewardParser",
+    "RewardScore",
+    "TaskEnv",
+]

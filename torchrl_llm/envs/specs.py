@@ -47,7 +47,9 @@ class ColumnSpec(NonTensor):
         example_data: Any = None,
         feature_dims: int | None = None,
     ) -> None:
-        super().__init__(shape=torch.Size(shape), device=device, dtype=dtype, example_data=example_data)
+        super().__init__(
+            shape=torch.Size(shape), device=device, dtype=dtype, example_data=example_data
+        )
 
     def rand(self, shape: Iterable[int] | None = None) -> Any:
         """The example in every row; a leading ``shape`` gives plain non-tensor data."""

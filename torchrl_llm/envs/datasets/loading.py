@@ -35,9 +35,10 @@ class GeneratedRows(Sequence):
         offset: added to every index before ``make_row`` sees it.
 
     Example:
-        >>> rows = GeneratedRows(lambda i: {"query": f"{i} + 1 =", "answer": str(i + 1)}, 3, offset=10)
+        >>> make_row = lambda i: {"query": f"{i} + 1", "answer": f"{i + 1}"}
+        >>> rows = GeneratedRows(make_row, 3, offset=10)
         >>> len(rows), rows[0]["query"], rows[-1]["answer"]
-        (3, '10 + 1 =', '13')
+        (3, '10 + 1', '13')
     """
 
     def __init__(self, make_row: Callable[[int], Row], num_rows: int, *, offset: int = 0) -> None:
@@ -216,10 +217,10 @@ def load_rows(
     """Rows of a data set, wherever it is.
 
     Args:
-        source: a sequence of dicts (used as it is; the first row is checked); a path of a JSON-lines
-            file (an existing file, a ``Path``, or a string ending in ``.jsonl`` or ``.json``); a
-            sequence of such paths, whose rows follow each other; or the id of a data set on the
-            Hugging Face hub.
+        source: a sequence of dicts (used as it is; the first row is checked); the path of a
+            JSON-lines file (an existing file, a ``Path``, or a string ending in ``.jsonl`` or
+            ``.json``); a sequence of such paths, whose rows follow each other; or the id of a data
+            set on the Hugging Face hub.
         columns: names that rows must have.
         name: configuration of a hub data set.
         split: split of a hub data set; ``None`` takes ``train`` where there is one.
@@ -270,7 +271,7 @@ def _load_hub(
             loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
     except Exception as error:  # whatever the network, the hub or the loader raises
         raise DataError(
-            f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: {error}. "
-            "For a local copy, pass its JSON-lines file as data_files"
+            f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "
+            f"{error}. For a local copy, pass its JSON-lines file as data_files"
         ) from error
     return load_rows(loaded, columns=columns)

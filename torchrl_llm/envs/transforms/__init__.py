@@ -1,1 +1,21 @@
-"""envs.transforms."""
+"""Transforms of chat environments: data, versions, turns, tokens, reference log-probs."""
+
+from torchrl_llm.envs.transforms.dataloading import (
+    DataLoadingPrimer,
+    as_nested_tensor,
+    as_padded_tensor,
+)
+from torchrl_llm.envs.transforms.policy_version import PolicyVersion
+from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
+from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
+
+__all__ = [
+    "DataLoadingPrimer",
+    "IncrementalTokenizer",
+    "PolicyVersion",
+    "RetrieveLogProb",
+    "StepCounter",
+    "as_nested_tensor",
+    "as_padded_tensor",
+]

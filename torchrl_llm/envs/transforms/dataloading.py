@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import (
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
@@ -52,7 +58,8 @@ def as_padded_tensor(rows: list[TensorDictBase]) -> TensorDict:
         A tensordict of batch size ``[len(rows)]``.
 
     Example:
-        >>> as_padded_tensor([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))])["a"].tolist()
+        >>> rows = [TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]
+        >>> as_padded_tensor(rows)["a"].tolist()
         [[1.0, 0.0], [1.0, 1.0]]
     """
     columns = {key: pad_rows([row.get(key) for row in rows], 0) for key in rows[0].keys()}
@@ -76,8 +83,10 @@ class _RowFeed:
         return self._loader
 
     def restart(self, seed: int | None = None) -> None:
-        if hasattr(self._loader, "reset"):
-            self._loader.reset(seed) if seed is not None else self._loader.reset()
+        if seed is not None and hasattr(self.loader, "reset"):
+            self.loader.reset(seed)
+        elif hasattr(self._loader, "reset"):
+            self._loader.reset()
         self._clear()
 
     def _clear(self) -> None:
@@ -137,7 +146,8 @@ class _RowFeed:
         if len(set(lengths.values())) != 1:
             raise DataError(f"the columns of a batch must have one length, got {lengths}")
         return [
-            dict(zip(element, values, strict=True)) for values in zip(*element.values(), strict=True)
+            dict(zip(element, values, strict=True))
+            for values in zip(*element.values(), strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,9 +388,7 @@ class DataLoadingPrimer(Transform):
     ) -> TensorDictBase:
         return self._carry(tensordict, tensordict_reset)
 
-    def _step(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._carry(tensordict, next_tensordict)
 
     def _carry(self, source: TensorDictBase, target: TensorDictBase) -> TensorDictBase:

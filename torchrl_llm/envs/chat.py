@@ -1,0 +1,281 @@
+"""Chat environments: a conversation a row, moved from one turn to the next.
+
+:class:`ChatEnv` starts conversations from a ``query`` and turns the policy's output into the next
+prompt. It gives no reward and ends nothing: transforms do
+(:mod:`torchrl_llm.envs.reward`, :mod:`torchrl_llm.envs.transforms`).
+
+Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import EnvBase, TransformedEnv
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.enums import TruncationReason
+from torchrl_llm.data.history import History
+from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs.modes import make_mode
+from torchrl_llm.envs.specs import ColumnSpec
+from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
+from torchrl_llm.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torchrl_llm.envs.datasets.base import DatasetChatEnv
+
+__all__ = ["ChatEnv"]
+
+Mode = Literal["history", "text", "tokens"]
+
+
+class ChatEnv(EnvBase):
+    """Keeps conversations: ``full`` of one turn is ``prompt`` of the next.
+
+    Reset reads ``query`` and writes ``(input_mode, "prompt")``; step reads ``(input_mode, "full")``
+    and writes ``("next", input_mode, "prompt")``. Each row also carries ``"turn"`` (turns of the
+    model so far) and ``"traj_id"`` (unique over workers), int64 ``[B]``, and
+    ``"truncation_reason"``, int8 ``[B, 1]``, codes of
+    :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
+
+    In history mode the sampled token ids ride inside the conversations. In text and tokens mode
+    they are ``("tokens", "prompt")`` and ``"trace"``; in text mode both are empty at reset.
+
+    Args:
+        input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
+        batch_size: ``(B,)``, conversations at a time.
+        system_prompt: first message of every conversation.
+        tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
+            for ``with_tokenizer``.
+        template_kwargs: arguments of :class:`~torchrl_llm.data.formatter.ChatFormatter` for text
+            and tokens mode: ``chat_template``, ``chat_template_name``, ``tools``.
+        system_role: role of the system prompt.
+        user_role: role of a ``query`` that is a string.
+        policy_role: role of the model's messages; rewards look for it.
+        data_key: the key that reset reads. Its values are strings, lists of message dicts, or
+            :class:`~torchrl_llm.data.history.History` rows.
+        device: device of the tensors.
+        with_tokenizer: append an :class:`~torchrl_llm.envs.transforms.IncrementalTokenizer`, which
+            stays the last transform; the result is a ``TransformedEnv``. History mode only.
+        worker_id: number of this worker for ``traj_id``, see
+            :class:`~torchrl_llm.envs.ids.IdCounter`.
+
+    Raises:
+        ConfigError: for impossible arguments, and at reset without ``query``.
+        TemplateError: in text and tokens mode, for a tokenizer without chat template.
+
+    Example:
+        >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
+        >>> td = env.reset(TensorDict({"query": "Hi!"}, batch_size=(1,)))
+        >>> td["history"].prompt.role
+        [['system', 'user']]
+        >>> chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": "Hello"}]
+        >>> td["history"].full = History.of([chat])
+        >>> td = env.step(td)
+        >>> td["next", "history"].prompt.content, td["next", "turn"]
+        ([['Be brief.', 'Hi!', 'Hello']], tensor([1]))
+    """
+
+    def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
+        """Build the environment, inside a tokenizing one if asked."""
+        if with_tokenizer:
+            return cls.with_tokenizer(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        *,
+        input_mode: Mode = "history",
+        batch_size: Sequence[int] = (1,),
+        system_prompt: str | None = None,
+        tokenizer: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        data_key: str = "query",
+        device: torch.device | None = None,
+        with_tokenizer: bool = False,
+        worker_id: int | None = None,
+    ) -> None:
+        size = torch.Size(batch_size)
+        if len(size) != 1 or size[0] < 1:
+            raise ConfigError(f"batch_size must be (B,) with B >= 1, got {tuple(size)}")
+        super().__init__(device=device, batch_size=size)
+        self.input_mode = input_mode
+        self.system_prompt = system_prompt
+        self.tokenizer = tokenizer
+        self.system_role = system_role
+        self.user_role = user_role
+        self.policy_role = policy_role
+        self.data_key = data_key
+        self.mode = make_mode(
+            input_mode,
+            tokenizer=tokenizer,
+            template_kwargs=dict(template_kwargs or {}),
+            example=self._start("A question?"),
+            policy_role=policy_role,
+        )
+        self._trajectories = IdCounter("trajectory", worker_id)
+        self._make_specs(size[0])
+
+    @classmethod
+    def with_tokenizer(cls, tokenizer: Any, **kwargs: Any) -> TransformedEnv:
+        """A chat environment that also keeps ``("tokens", "prompt")``.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer with a chat template.
+            kwargs: arguments of :class:`ChatEnv`; history mode only.
+        """
+        if kwargs.get("input_mode", "history") != "history":
+            raise ConfigError("with_tokenizer is for history mode: other modes keep tokens anyway")
+        template_kwargs = kwargs.pop("template_kwargs", None) or {}
+        return _TokenizedEnv(
+            cls(tokenizer=tokenizer, **kwargs), IncrementalTokenizer(tokenizer, **template_kwargs)
+        )
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[Any], **kwargs: Any) -> DatasetChatEnv:
+        """See :meth:`~torchrl_llm.envs.datasets.DatasetChatEnv.from_dataloader`."""
+        from torchrl_llm.envs.datasets.base import DatasetChatEnv
+
+        return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
+
+    def _make_specs(self, size: int) -> None:
+        flag = Binary(n=1, shape=(size, 1), dtype=torch.bool, device=self.device)
+        done = {name: flag.clone() for name in ("done", "terminated", "truncated")}
+        ids = Unbounded(shape=(size,), dtype=torch.int64, device=self.device)
+        observation = {
+            **self.mode.prompt_specs(size),
+            self.data_key: ColumnSpec((size, -1), example_data="A question?"),
+            "turn": ids,
+            "traj_id": ids.clone(),
+            "truncation_reason": Unbounded(shape=(size, 1), dtype=torch.int8, device=self.device),
+        }
+        shape = (size,)
+        self.full_observation_spec = Composite(observation, shape=shape, device=self.device)
+        self.full_state_spec = self.full_observation_spec.clone()
+        self.full_action_spec = Composite(
+            self.mode.full_specs(size), shape=shape, device=self.device
+        )
+        self.full_reward_spec = Composite(shape=shape, device=self.device)
+        self.full_done_spec = Composite(done, shape=shape, device=self.device)
+
+    # Reset
+
+    def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        size = self.batch_size[0]
+        queries = None if tensordict is None else tensordict.get(self.data_key, None)
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        starts = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
+        if queries is None:
+            raise ConfigError(
+                f"ChatEnv.reset needs {self.data_key!r}: pass "
+                f"TensorDict({{{self.data_key!r}: [...]}}, batch_size={tuple(self.batch_size)}), "
+                "or append a DataLoadingPrimer so that conversations can start by themselves"
+            )
+        items = _rows_of(queries, size)
+        chats = [
+            self._start(item) if begins else None
+            for item, begins in zip(items, starts, strict=True)
+        ]
+        out = TensorDict(batch_size=self.batch_size, device=self.device)
+        self.mode.reset(out, chats)
+        out.set(self.data_key, Column.of(items))
+        out.set("turn", torch.zeros(size, dtype=torch.int64, device=self.device))
+        ids = torch.full((size,), -1, dtype=torch.int64, device=self.device)
+        ids[starts] = self._trajectories.take(sum(starts)).to(ids.device)
+        out.set("traj_id", ids)
+        self._write_flags(out)
+        return out
+
+    def _start(self, query: Any) -> Chat:
+        if isinstance(query, str):
+            chat = Chat([{"role": self.user_role, "content": query}])
+        elif isinstance(query, Chat):
+            chat = query
+        elif isinstance(query, Mapping):
+            chat = Chat([query])
+        elif isinstance(query, (list, tuple)) and all(isinstance(m, Mapping) for m in query):
+            chat = Chat(query)
+        else:
+            raise DataError(
+                f"{self.data_key!r} must hold strings, lists of message dicts or History rows, "
+                f"got {type(query).__name__}"
+            )
+        if not chat.messages:
+            raise DataError(f"{self.data_key!r} holds an empty conversation")
+        if self.system_prompt is None:
+            return chat
+        return Chat([{"role": self.system_role, "content": self.system_prompt}]) + chat
+
+    # Step
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        mask = tensordict.get("_step", None)
+        stepped = None if mask is None else mask.reshape(self.batch_size[0], -1).any(-1)
+        out = TensorDict(batch_size=self.batch_size, device=self.device)
+        self.mode.step(tensordict, out, None if stepped is None else stepped.tolist())
+        turn = tensordict.get("turn")
+        out.set("turn", turn + 1 if stepped is None else turn + stepped.to(turn.dtype))
+        out.set("traj_id", tensordict.get("traj_id"))
+        queries = tensordict.get(self.data_key, None)
+        if queries is not None:
+            out.set(self.data_key, queries.copy())
+        self._write_flags(out)
+        if stepped is not None:
+            self._keep_flags(tensordict, out, stepped)
+        return out
+
+    def _write_flags(self, out: TensorDictBase) -> None:
+        shape = (self.batch_size[0], 1)
+        for name in ("done", "terminated", "truncated"):
+            out.set(name, torch.zeros(shape, dtype=torch.bool, device=self.device))
+        reason = torch.full(shape, int(TruncationReason.NONE), dtype=torch.int8, device=self.device)
+        out.set("truncation_reason", reason)
+
+    @staticmethod
+    def _keep_flags(td: TensorDictBase, out: TensorDictBase, stepped: torch.Tensor) -> None:
+        for name in ("done", "terminated", "truncated", "truncation_reason"):
+            before = td.get(name, None)
+            if before is not None:
+                out.set(name, torch.where(stepped.unsqueeze(-1), out.get(name), before))
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing is random here; a data set is seeded by its loader."""
+
+    # Resume
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The trajectory counter."""
+        return {"trajectories": self._trajectories.state_dict()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self._trajectories.load_state_dict(state["trajectories"])
+
+
+def _rows_of(queries: Any, size: int) -> list[Any]:
+    """One object a row, from any form that a tensordict gives a column of objects."""
+    if isinstance(queries, History):
+        return queries.chats
+    if isinstance(queries, NonTensorData):
+        return [queries.data] * size
+    if is_non_tensor(queries):
+        return queries.tolist()
+    if isinstance(queries, str):
+        return [queries] * size
+    return list(queries)
+
+
+class _TokenizedEnv(TransformedEnv):
+    """Keeps its tokenizing transform last, so that it encodes what the others have appended."""
+
+    def append_transform(self, transform: Any) -> TransformedEnv:
+        """Insert a transform before the tokenizing one."""
+        return self.insert_transform(-1, transform)

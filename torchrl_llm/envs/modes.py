@@ -1,0 +1,382 @@
+"""The three input modes of a chat environment, one class each.
+
+A mode knows which keys hold the conversation, how a conversation becomes a prompt at reset, and how
+the policy's output becomes the next prompt. Nothing else in :mod:`torchrl_llm.envs` asks which mode
+it is in.
+
+Shape legend: ``B`` rows, ``T`` tokens of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.containers import ChatHistory, Text, TokenTrace
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.history import History
+from torchrl_llm.data.ragged import ragged_rows, read_rows, unpad_rows
+from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["HistoryMode", "InputMode", "TextMode", "TokensMode", "make_mode", "message_text"]
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a message: what the model wrote where that is known, else its content.
+
+    Args:
+        message: a message dict. ``raw`` (the decoded sample) is preferred; the text items of a list
+            content are joined; separate reasoning is put back in ``<think>`` marks.
+
+    Example:
+        >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
+        '<think>2+2</think>4'
+    """
+    if message.get("raw") is not None:
+        return message["raw"]
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        parts = [part if isinstance(part, str) else part.get("text") or "" for part in content]
+        content = "".join(parts)
+    reasoning = message.get("reasoning_content")
+    return f"<think>{reasoning}</think>{content}" if reasoning else content
+
+
+class InputMode(ABC):
+    """What an environment does differently for history, text and tokens.
+
+    Args:
+        formatter: renders and encodes conversations; history mode needs none.
+        example: a conversation that ends with a user message, for the specs.
+        policy_role: role of the model's messages.
+    """
+
+    name: str
+
+    def __init__(self, formatter: ChatFormatter | None, example: Chat, policy_role: str) -> None:
+        self.formatter = formatter
+        self.example = example
+        self.policy_role = policy_role
+
+    @abstractmethod
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """Specs of the keys that reset and step write, for ``size`` rows."""
+
+    @abstractmethod
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """Specs of the key that the policy writes."""
+
+    @abstractmethod
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Write the prompts of new conversations; ``None`` gets a filler."""
+
+    @abstractmethod
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write the next prompts; rows that are not stepped keep theirs."""
+
+    @abstractmethod
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The text of each response, and of nothing before it; an error where there is none."""
+
+
+def _merge(new: Sequence[Any], old: Sequence[Any], stepped: list[bool] | None) -> list[Any]:
+    if stepped is None:
+        return list(new)
+    return [a if moved else b for a, b, moved in zip(new, old, stepped, strict=True)]
+
+
+def _missing(key: tuple[str, str]) -> DataError:
+    return DataError(
+        f"the policy did not write {key!r}, which the environment turns into the next prompt"
+    )
+
+
+class HistoryMode(InputMode):
+    """Conversations: ``("history", "full")`` becomes the next ``("history", "prompt")``."""
+
+    name = "history"
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``history.prompt``."""
+        return {"history": self._spec("prompt", self.example, size)}
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``history.full``."""
+        answered = self.example + [{"role": self.policy_role, "content": "An answer."}]
+        return {"history": self._spec("full", answered, size)}
+
+    @staticmethod
+    def _spec(field: str, chat: Chat, size: int) -> Composite:
+        column = ColumnSpec((size, -1), example_data=chat)
+        history = Composite(messages=column, shape=(size,), data_cls=History)
+        return Composite({field: history}, shape=(size,), data_cls=ChatHistory)
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Write ``history.prompt``."""
+        self._write(out, [Chat() if chat is None else chat for chat in chats])
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``history.prompt``; the token record moves with each chat."""
+        full = self._read(td, "full")
+        self._write(
+            out, full if stepped is None else _merge(full, self._read(td, "prompt"), stepped)
+        )
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The last message of each conversation, if the model wrote it."""
+        return [
+            message_text(chat[-1])
+            if len(chat) and chat[-1].get("role") == self.policy_role
+            else DataError(f"the conversation does not end with a {self.policy_role!r} message")
+            for chat in self._read(td, "full")
+        ]
+
+    @staticmethod
+    def _read(td: TensorDictBase, field: str) -> list[Chat]:
+        history = td.get(("history", field), None)
+        if history is None:
+            raise _missing(("history", field))
+        return history.chats
+
+    @staticmethod
+    def _write(out: TensorDictBase, chats: list[Chat]) -> None:
+        node = TensorDict._new_unsafe(
+            source={"prompt": History.of(chats)}, batch_size=torch.Size([len(chats)])
+        )
+        out.set("history", ChatHistory._from_tensordict(node))
+
+
+_TRACE = TokenTrace._dtypes
+
+
+class _TokenCarrier(InputMode):
+    """Text and tokens mode: the ids and their trace travel as keys of their own."""
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``tokens.prompt`` and ``trace``."""
+        return {
+            "tokens": RaggedSpec({"prompt": torch.int64}, shape=(size,)),
+            "trace": RaggedSpec(_TRACE, shape=(size,)),
+        }
+
+    @staticmethod
+    def _write_tokens(
+        out: TensorDictBase, prompts: Sequence[Tensor], trace: dict[str, Sequence[Tensor]]
+    ) -> None:
+        out.set("tokens", ragged_rows({"prompt": list(prompts)}))
+        out.set("trace", ragged_rows({name: list(rows) for name, rows in trace.items()}))
+
+    def _new_tokens(self, out: TensorDictBase, encoded: Sequence[tuple[Tensor, Tensor]]) -> None:
+        # At reset nothing is sampled: turn and version are -1, and no token is trained.
+        columns: dict[str, list[Tensor]] = {name: [] for name in _TRACE}
+        for ids, source in encoded:
+            size = ids.shape[0]
+            columns["source"].append(source.to(torch.int8))
+            columns["turn"].append(torch.full((size,), -1, dtype=torch.int16))
+            columns["policy_version"].append(torch.full((size,), -1, dtype=torch.int32))
+            columns["mask_reason"].append(torch.full((size,), 1, dtype=torch.int8))
+        self._write_tokens(out, [ids for ids, _ in encoded], columns)
+
+    def _step_tokens(
+        self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
+    ) -> None:
+        full = _valid_rows(td, ("tokens", "full"))
+        prompts = read_rows(td, ("tokens", "prompt"))
+        if full is None:
+            # A policy that writes text only leaves no ids; the next prompt is encoded anew.
+            full = [ids.new_zeros(0) for ids in prompts]
+        trace = {}
+        for name, dtype in _TRACE.items():
+            rows = _valid_rows(td, ("trace", name))
+            fits = rows is not None and all(
+                row.shape == ids.shape for row, ids in zip(rows, full, strict=True)
+            )
+            default = 0 if name == "source" else 1 if name == "mask_reason" else -1
+            trace[name] = (
+                rows if fits else [ids.new_full(ids.shape, default, dtype=dtype) for ids in full]
+            )
+        if stepped is not None:
+            full = _merge(full, prompts, stepped)
+            for name, rows in trace.items():
+                old = read_rows(td, ("trace", name))
+                trace[name] = [
+                    new if moved else before[: ids.shape[0]]
+                    for new, before, ids, moved in zip(rows, old, full, stepped, strict=True)
+                ]
+        self._write_tokens(out, full, trace)
+
+
+def _valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
+    """Ragged rows as they are, right-padded dense ones cut to their valid tokens."""
+    dense = td.get(key[0], None)
+    rows = read_rows(td, key, None)
+    if rows is None or not rows or dense is None:
+        return rows
+    mask = read_rows(td, ("masks", "all_attention_mask"), None)
+    if mask is None or any(m.shape != row.shape for m, row in zip(mask, rows, strict=True)):
+        return rows
+    if all(bool(m.all()) for m in mask):
+        return rows
+    return unpad_rows(torch.stack(rows), torch.stack(mask))
+
+
+class TextMode(_TokenCarrier):
+    """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
+
+    The sampled ids travel along in ``("tokens", "prompt")`` and ``"trace"``, which are empty at
+    reset, so that a turn that was sampled is not encoded again.
+    """
+
+    name = "text"
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``text.prompt`` beside the tokens."""
+        return {"text": self._spec("prompt", "A question?", size), **super().prompt_specs(size)}
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``text.full``."""
+        return {"text": self._spec("full", "A question? An answer.", size)}
+
+    @staticmethod
+    def _spec(field: str, example: str, size: int) -> Composite:
+        column = ColumnSpec((size, -1), example_data=example)
+        return Composite({field: column}, shape=(size,), data_cls=Text)
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Render the conversations, generation prompt included."""
+        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
+        texts = [
+            "" if chat is None else self.formatter.decode(next(encoded).token_ids) for chat in chats
+        ]
+        self._write(out, texts)
+        empty = torch.zeros(0, dtype=torch.int64)
+        self._new_tokens(out, [(empty, empty)] * len(chats))
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``text.prompt`` and the ids beside it."""
+        full = self._read(td, "full")
+        self._write(
+            out, full if stepped is None else _merge(full, self._read(td, "prompt"), stepped)
+        )
+        self._step_tokens(td, out, stepped)
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """``text.response``, or what ``text.full`` adds to the prompt."""
+        responses = td.get(("text", "response"), None)
+        if responses is not None:
+            return responses.tolist()
+        return [
+            full[len(prompt) :]
+            if full.startswith(prompt)
+            else DataError("text.full does not begin with text.prompt, so the response is unknown")
+            for full, prompt in zip(self._read(td, "full"), self._read(td, "prompt"), strict=True)
+        ]
+
+    @staticmethod
+    def _read(td: TensorDictBase, field: str) -> list[str]:
+        node = td.get("text", None)
+        # Attribute access of a tensorclass unwraps the column; reading the node keeps it.
+        node = getattr(node, "_tensordict", node)
+        column = None if node is None else node.get(field, None)
+        if column is None:
+            raise _missing(("text", field))
+        return column.tolist()
+
+    @staticmethod
+    def _write(out: TensorDictBase, texts: list[str]) -> None:
+        node = TensorDict._new_unsafe(
+            source={"prompt": Column.of(texts)}, batch_size=torch.Size([len(texts)])
+        )
+        out.set("text", Text._from_tensordict(node))
+
+
+class TokensMode(_TokenCarrier):
+    """Token ids: ``("tokens", "full")`` becomes the next ``("tokens", "prompt")``."""
+
+    name = "tokens"
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``tokens.full``."""
+        return {"tokens": RaggedSpec({"full": torch.int64}, shape=(size,))}
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Encode the conversations, generation prompt included."""
+        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
+        empty = torch.zeros(0, dtype=torch.int64)
+        rows = []
+        for chat in chats:
+            item = None if chat is None else next(encoded)
+            rows.append((empty, empty) if item is None else (item.token_ids, item.source))
+        self._new_tokens(out, rows)
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``tokens.prompt`` and its trace."""
+        if read_rows(td, ("tokens", "full"), None) is None:
+            raise _missing(("tokens", "full"))
+        self._step_tokens(td, out, stepped)
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The decoded ids of each response."""
+        rows = read_rows(td, ("tokens", "response"), None)
+        if rows is None:
+            full, prompts = _valid_rows(td, ("tokens", "full")), read_rows(td, ("tokens", "prompt"))
+            rows = [ids[len(prompt) :] for ids, prompt in zip(full, prompts, strict=True)]
+        return [self.formatter.decode(ids) for ids in rows]
+
+
+_MODES: dict[str, type[InputMode]] = {
+    mode.name: mode for mode in (HistoryMode, TextMode, TokensMode)
+}
+
+_FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools", "on_rewrite")
+
+
+def make_mode(
+    name: str,
+    *,
+    tokenizer: Any = None,
+    template_kwargs: dict[str, Any] | None = None,
+    example: Chat,
+    policy_role: str,
+) -> InputMode:
+    """The mode of that name.
+
+    Args:
+        name: ``"history"``, ``"text"`` or ``"tokens"``.
+        tokenizer: a Hugging Face tokenizer; text and tokens mode cannot do without.
+        template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` and ``on_rewrite`` of
+            :class:`~torchrl_llm.data.formatter.ChatFormatter`; any other name is a variable of the
+            template.
+        example: conversation for the specs.
+        policy_role: role of the model's messages.
+
+    Raises:
+        ConfigError: for an unknown mode, a missing tokenizer, or template arguments that would not
+            be used.
+        TemplateError: for a tokenizer without chat template.
+    """
+    if name not in _MODES:
+        raise ConfigError(f"input_mode must be one of {sorted(_MODES)}, got {name!r}")
+    if name == "history":
+        if template_kwargs:
+            raise ConfigError(
+                "template_kwargs have no effect in history mode, where the policy's wrapper "
+                f"applies the template; pass them there. Got {sorted(template_kwargs)}"
+            )
+        return HistoryMode(None, example, policy_role)
+    if tokenizer is None:
+        raise ConfigError(
+            f"input_mode={name!r} needs a tokenizer to render conversations: pass tokenizer=..."
+        )
+    named = {key: value for key, value in (template_kwargs or {}).items() if key in _FORMATTER_ARGS}
+    variables = {key: value for key, value in (template_kwargs or {}).items() if key not in named}
+    formatter = ChatFormatter(tokenizer, template_kwargs=variables, **named)
+    return _MODES[name](formatter, example, policy_role)

@@ -1,0 +1,331 @@
+"""Rewards as transforms: one :meth:`RewardParser.score` per task, everything else here.
+
+A score sees one response and one answer, and nothing of the prompt: neither an example in the
+system prompt nor another row can be mistaken for what the model wrote. A score that fails becomes
+data, a row with a NaN reward and ``reward_valid`` false, which no advantage counts as a zero.
+
+Next: :mod:`torchrl_llm.envs.reward.gsm8k` is an example in a few lines.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.envs.modes import InputMode, make_mode
+from torchrl_llm.envs.specs import ColumnSpec
+from torchrl_llm.errors import ConfigError, DataError, RewardError
+
+__all__ = ["RewardParser", "RewardScore", "extract_block", "extract_tags"]
+
+_FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
+
+
+class RewardScore(NamedTuple):
+    """What a score says about one response.
+
+    Attributes:
+        reward: the reward; it must be finite.
+        success: whether the task is solved.
+        has_answer: whether the response holds an answer block, right or wrong. It ends the episode
+            where ``set_done_if_answer`` is on.
+        has_think: whether the response holds a reasoning block.
+    """
+
+    reward: float
+    success: bool = False
+    has_answer: bool = False
+    has_think: bool = False
+
+
+def extract_block(text: str, tag: str) -> str | None:
+    """The contents of the last complete ``<tag>...</tag>`` block, stripped.
+
+    Args:
+        text: any text; time is linear in its length.
+        tag: name of the tag.
+
+    Returns:
+        ``None`` where no block is complete.
+
+    Example:
+        >>> extract_block("<answer>1</answer> no: <answer> 2 </answer>", "answer")
+        '2'
+    """
+    end = text.rfind(f"</{tag}>")
+    start = -1 if end < 0 else text.rfind(f"<{tag}>", 0, end)
+    return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+
+
+def extract_tags(response: str) -> tuple[str | None, str | None]:
+    """Reasoning and answer of a response.
+
+    An answer inside the reasoning does not count: it is looked for after ``</think>``.
+
+    Returns:
+        Contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None``
+        where there is none. A response that begins inside the reasoning (the prompt opened it)
+        has everything before its first ``</think>`` as reasoning.
+
+    Example:
+        >>> extract_tags("<think>2+2</think><answer>4</answer>")
+        ('2+2', '4')
+    """
+    before, closed, after = response.rpartition("</think>")
+    if not closed:
+        return None, extract_block(response, "answer")
+    opened = before.rpartition("<think>")
+    return opened[2].strip(), extract_block(after, "answer")
+
+
+class RewardParser(Transform):
+    """Base of the rewards: subclasses write :meth:`score`, nothing else.
+
+    At each step the responses of all rows that were stepped are scored and these keys written:
+
+    - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
+      last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
+    - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``;
+    - ``("error", "type")`` and ``("error", "message")``: strings, empty where all went well.
+
+    A score that raises, or returns something else than one finite number, gives that row a NaN in
+    every float key, ``reward_valid=False`` and the error; the other rows are untouched.
+
+    Args:
+        tokenizer: decodes responses in tokens mode where no environment does.
+        in_keys: the key of the completion, whose first part names the input mode, and the key of
+            the answer; ``[(input_mode, "full"), "answer"]`` if not given.
+        out_keys: new names for ``reward_answer, reward_think, reward_right, reward, success``, in
+            this order.
+        eos_token: removed from the end of a response before it is scored; the tokenizer's if not
+            given.
+        set_done_if_answer: end the episode (``done`` and ``terminated``) of rows whose response
+            holds an answer block.
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``; the environment's if not given.
+        num_threads: score rows in this many threads, for scores that wait (a judge, a sandbox).
+
+    Outside an environment the transform can be called on rows with a response; it then writes
+    ``("next", ...)`` and leaves ``done`` alone.
+
+    Example:
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> class Echo(RewardParser):
+        ...     def score(self, response, answer):
+        ...         return float(response == answer)
+        >>> env = DatasetChatEnv(dataset=[{"query": "Say hi", "answer": "hi"}])
+        >>> env = env.append_transform(Echo())
+        >>> td = env.reset()
+        >>> chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": "hi"}]
+        >>> td["history"].full = type(td["history"].prompt).of([chat])
+        >>> env.step(td)["next", "reward"]
+        tensor([[[1.]]])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+        *,
+        num_threads: int = 0,
+    ) -> None:
+        super().__init__()
+        names = ["reward_answer", "reward_think", "reward_right", "reward", "success"]
+        out_keys = names if out_keys is None else list(out_keys)
+        if len(out_keys) != len(names):
+            raise ConfigError(f"out_keys renames {names}, got {out_keys}")
+        self._names = dict(zip(names, out_keys, strict=True))
+        self._answer_key: NestedKey = "answer"
+        if in_keys is not None:
+            if len(in_keys) != 2 or isinstance(in_keys[0], str):
+                raise ConfigError(
+                    f'in_keys must be [(input_mode, "full"), answer_key], got {list(in_keys)}'
+                )
+            if input_mode not in (None, in_keys[0][0]):
+                raise ConfigError(f"in_keys {in_keys[0]!r} contradicts input_mode={input_mode!r}")
+            input_mode, self._answer_key = in_keys[0][0], in_keys[1]
+        self.tokenizer = tokenizer
+        self.eos_token = getattr(tokenizer, "eos_token", None) if eos_token is None else eos_token
+        self.set_done_if_answer = set_done_if_answer
+        self._input_mode = input_mode
+        self.num_threads = num_threads
+
+    @abstractmethod
+    def score(self, response: str, answer: Any) -> float | RewardScore:
+        """Score one response.
+
+        Called from several threads at once where ``num_threads`` is set, so it must not change
+        ``self``.
+
+        Args:
+            response: what the model wrote, without the prompt.
+            answer: the row's answer.
+
+        Returns:
+            A finite number, or a :class:`RewardScore`. A bare number counts as success where it is
+            above zero, with an answer in every case.
+        """
+
+    # Reading
+
+    def _mode(self) -> InputMode:
+        if self._input_mode is None and self.parent is not None:
+            return self.parent.mode
+        if self._input_mode is None:
+            raise ConfigError("outside an environment a reward parser needs input_mode")
+        mode = getattr(self.parent, "mode", None) if self.parent is not None else None
+        if mode is not None and mode.name == self._input_mode:
+            return mode
+        return _response_reader(self._input_mode, self.tokenizer)
+
+    def _answers(self, td: TensorDictBase, size: int) -> list[Any]:
+        answers = td.get(self._answer_key, None)
+        if answers is None:
+            raise DataError(
+                f"the rows lack {self._answer_key!r}, which the reward needs; they have "
+                f"{sorted(str(key) for key in td.keys())}"
+            )
+        if is_non_tensor(answers):
+            values = answers.tolist()
+            return values if isinstance(values, list) and len(values) == size else [values] * size
+        return list(answers)
+
+    # Scoring
+
+    def _score_row(self, response: str | Exception, answer: Any) -> RewardScore | Exception:
+        if isinstance(response, Exception):
+            return response
+        if self.eos_token:
+            response = response.removesuffix(self.eos_token)
+        try:
+            return _checked(self.score(response, answer))
+        except Exception as error:  # a failing reward is data, whatever it raised
+            return error
+
+    def _score_rows(
+        self, responses: Sequence[str | Exception], answers: Sequence[Any]
+    ) -> list[RewardScore | Exception]:
+        if not self.num_threads:
+            return [self._score_row(*row) for row in zip(responses, answers, strict=True)]
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            return list(pool.map(self._score_row, responses, answers))
+
+    def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
+        size = td.batch_size.numel()
+        mask = td.get("_step", None)
+        rows = list(range(size))
+        if mask is not None:
+            rows = mask.reshape(size, -1).any(-1).nonzero().flatten().tolist()
+        responses, answers = self._mode().responses(td), self._answers(td, size)
+        scored = self._score_rows([responses[i] for i in rows], [answers[i] for i in rows])
+        # Rows that were not stepped keep a neutral score, as EnvBase gives them a zero reward.
+        scores: list[RewardScore | Exception] = [RewardScore(0.0)] * size
+        for row, score in zip(rows, scored, strict=True):
+            scores[row] = score
+        self._write_scores(scores, next_td)
+        if ends and self.set_done_if_answer:
+            has_answer = [isinstance(s, RewardScore) and s.has_answer for s in scores]
+            flag = torch.tensor(has_answer, device=next_td.device).unsqueeze(-1)
+            for name in ("done", "terminated"):
+                before = next_td.get(name, None)
+                next_td.set(name, flag if before is None else before | flag)
+
+    def _write_scores(
+        self, scores: Sequence[RewardScore | Exception], next_td: TensorDictBase
+    ) -> None:
+        nan = float("nan")
+        table = [
+            (nan, nan, nan, nan, 0.0)
+            if isinstance(s, Exception)
+            else (s.reward, s.has_answer, s.has_think, s.success, s.success)
+            for s in scores
+        ]
+        columns = torch.tensor(table, dtype=torch.float32, device=next_td.device)
+        columns = columns.view(len(scores), 5, 1, 1).unbind(1)
+        for name, column in zip(_FLOAT_KEYS, columns[:4], strict=True):
+            next_td.set(self._names[name], column)
+        next_td.set(self._names["success"], columns[4].bool())
+        errors = [s if isinstance(s, Exception) else None for s in scores]
+        valid = torch.tensor([error is None for error in errors], device=next_td.device)
+        next_td.set("reward_valid", valid)
+        node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
+        node.set("type", Column.of("" if e is None else type(e).__name__ for e in errors))
+        node.set("message", Column.of("" if e is None else str(e) for e in errors))
+        next_td.set("error", node)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._write(tensordict, next_tensordict, ends=True)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score rows outside an environment, in a replay buffer for example.
+
+        Args:
+            tensordict: rows ``[B]`` with a response and an answer.
+
+        Returns:
+            The same rows, with the reward's keys under ``"next"``.
+        """
+        scores = TensorDict(batch_size=tensordict.batch_size, device=tensordict.device)
+        self._write(tensordict, scores, ends=False)
+        for key, value in scores.items():
+            tensordict.set(("next", key), value)
+        return tensordict
+
+    # Specs
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the reward's keys."""
+        size, device = reward_spec.shape, reward_spec.device
+        shape = (*size, 1, 1)
+        for name in _FLOAT_KEYS:
+            reward_spec[self._names[name]] = Unbounded(shape=shape, device=device)
+        reward_spec[self._names["success"]] = Binary(
+            n=1, shape=shape, dtype=torch.bool, device=device
+        )
+        reward_spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
+        text = {name: ColumnSpec((*size, -1), example_data="") for name in ("type", "message")}
+        reward_spec["error"] = Composite(text, shape=size, device=device)
+        return reward_spec
+
+
+def _checked(score: Any) -> RewardScore:
+    """A score whose reward is one finite number; raises ``RewardError`` for anything else."""
+    full = score if isinstance(score, RewardScore) else None
+    value = score if full is None else full.reward
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
+        value = value.item()
+    if isinstance(value, (str, bytes)) or value is None:
+        raise RewardError(f"a reward must be one number, got {value!r}")
+    try:
+        value = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"a reward must be one number, got {type(value).__name__}") from error
+    if not math.isfinite(value):
+        raise RewardError(f"a reward must be finite, got {value}")
+    if full is None:
+        return RewardScore(value, success=value > 0, has_answer=True)
+    return full._replace(reward=value)
+
+
+def _response_reader(name: str, tokenizer: Any) -> InputMode:
+    example = Chat([{"role": "user", "content": ""}])
+    if name == "tokens" and tokenizer is None:
+        raise ConfigError("scoring tokens outside an environment needs a tokenizer")
+    return make_mode(name, tokenizer=tokenizer, example=example, policy_role="assistant")

@@ -1,0 +1,143 @@
+"""The reward of GSM8K: is the number in the answer block the right one?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from tensordict.utils import NestedKey
+
+from torchrl_llm.envs.reward.base import RewardParser, RewardScore, extract_tags
+from torchrl_llm.errors import RewardError
+
+__all__ = ["GSM8KRewardParser", "parse_number"]
+
+# A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
+# where no word or number stands before it.
+_NUMBER = re.compile(
+    r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
+    r"(?P<body>\.?\d[\d.,]*)(?P<exponent>[eE][-+]?\d)?(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?"
+)
+_BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+# Python refuses to convert longer digit strings, and no answer is that long.
+_MAX_DIGITS = 1000
+_LATEX_FRACTION = re.compile(r"\\d?frac\{(\d+)\}\{(\d+)\}")
+_LATEX_WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+_NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−": "-", "–": "-"})
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The one number that a short answer states.
+
+    Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
+    looked through. Of an equation or a chain of them, the last right-hand side counts. An answer
+    with two different numbers states none.
+
+    Args:
+        text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
+
+    Returns:
+        The exact value, or ``None``.
+
+    Example:
+        >>> [parse_number(t) for t in ("72 dollars", r"\boxed{72}", "-3", "70 or 72")]
+        [Fraction(72, 1), Fraction(72, 1), Fraction(-3, 1), None]
+    """
+    text = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\\$", "$").replace("\\%", "%"))
+    while (unwrapped := _LATEX_WRAPPER.sub(r" \1 ", text)) != text:
+        text = unwrapped
+    text = re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
+    right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
+    values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
+    return values.pop() if len(values) == 1 else None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The value of one number, ``None`` for a malformed one (``1,2``, ``1.2.3``, ``5/0``)."""
+    body, below = match["body"].rstrip(".,"), match["below"]
+    if len(body) + len(below or "") > _MAX_DIGITS or not _BODY.fullmatch(body):
+        return None
+    if match["exponent"] or (below is not None and not int(below)):
+        return None
+    value = Fraction(body.replace(",", "")) / int(below or 1)
+    return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
+
+
+class GSM8KRewardParser(RewardParser):
+    r"""1.0 for the right number in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
+
+    Args:
+        tokenizer: see :class:`~torchrl_llm.envs.reward.RewardParser`.
+        in_keys: see there.
+        out_keys: see there.
+        eos_token: see there.
+        set_done_if_answer: see there.
+        input_mode: see there.
+        format_reward: reward of an answer block with a wrong answer.
+        correct_reward: reward of the right answer.
+        num_threads: see there.
+
+    Example:
+        >>> parser = GSM8KRewardParser()
+        >>> parser.score("<think>40 + 32</think><answer>x = \\boxed{72}</answer>", "#### 72").reward
+        1.0
+        >>> parser.score("<answer>73</answer>", "72").reward, parser.score("72", "72").reward
+        (0.1, 0.0)
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        *,
+        num_threads: int = 0,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            in_keys,
+            out_keys,
+            eos_token,
+            set_done_if_answer,
+            input_mode,
+            num_threads=num_threads,
+        )
+        self.format_reward = format_reward
+        self.correct_reward = correct_reward
+
+    @staticmethod
+    def extract_tags(response: str) -> tuple[str | None, str | None]:
+        """Reasoning and answer of a response, ``None`` where there is none."""
+        return extract_tags(response)
+
+    @staticmethod
+    def normalize_answer(answer: str) -> Fraction | None:
+        """The value of an answer, see :func:`parse_number`; ``####`` may stand before it."""
+        return parse_number(answer.rpartition("####")[2])
+
+    @classmethod
+    def answers_match(cls, answer: str, truth: str) -> bool:
+        """Whether two answers state the same number."""
+        value = cls.normalize_answer(answer)
+        return value is not None and value == cls.normalize_answer(truth)
+
+    def score(self, response: str, answer: Any) -> RewardScore:
+        """See :class:`GSM8KRewardParser`.
+
+        Raises:
+            RewardError: where the row's own answer is not a number.
+        """
+        truth = self.normalize_answer(str(answer))
+        if truth is None:
+            raise RewardError(f"the answer of the row is not a number: {answer!r}")
+        think, block = self.extract_tags(response)
+        right = block is not None and parse_number(block) == truth
+        reward = self.correct_reward if right else 0.0 if block is None else self.format_reward
+        return RewardScore(reward, right, block is not None, think is not None)

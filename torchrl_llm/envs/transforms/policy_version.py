@@ -1,0 +1,91 @@
+"""Which version of the policy acted: :class:`PolicyVersion` stamps every row."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["PolicyVersion"]
+
+
+class PolicyVersion(Transform):
+    """Writes ``"policy_version"`` at reset and step.
+
+    Whoever changes the policy's weights calls :meth:`increment_version`
+    (:class:`~torchrl_llm.collectors.LLMCollector` does). A transition's version is that of its
+    root: the version at the time the policy was called.
+
+    Args:
+        version_type: ``int`` or ``"int"`` counts from 0, int64 ``[B]``; ``str`` or ``"uuid"`` gives
+            each version a random name, a string per row.
+
+    Raises:
+        ConfigError: for another type.
+
+    Example:
+        >>> version = PolicyVersion(int)
+        >>> version.increment_version()
+        >>> version.version
+        1
+    """
+
+    def __init__(self, version_type: type | Literal["int", "uuid"] = int) -> None:
+        super().__init__()
+        if version_type not in (int, str, "int", "uuid"):
+            raise ConfigError(f'version_type must be int or "uuid", got {version_type!r}')
+        self.version_type: Literal["int", "uuid"] = (
+            "int" if version_type in (int, "int") else "uuid"
+        )
+        self.version: int | str = 0 if self.version_type == "int" else uuid.uuid4().hex
+
+    def increment_version(self) -> None:
+        """Name the next version: one more, or a new random name."""
+        self.version = uuid.uuid4().hex if isinstance(self.version, str) else self.version + 1
+
+    def _stamp(self, td: TensorDictBase) -> TensorDictBase:
+        size = td.batch_size.numel()
+        if isinstance(self.version, str):
+            td.set("policy_version", Column.of([self.version] * size))
+        else:
+            value = torch.full(td.batch_size, self.version, dtype=torch.int64, device=td.device)
+            td.set("policy_version", value)
+        return td
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._stamp(next_tensordict)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return self._stamp(tensordict_reset)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Stamp rows outside an environment."""
+        return self._stamp(tensordict)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds ``policy_version``."""
+        shape, device = observation_spec.shape, observation_spec.device
+        observation_spec["policy_version"] = (
+            Unbounded(shape=shape, dtype=torch.int64, device=device)
+            if self.version_type == "int"
+            else NonTensor(shape=shape, example_data="version", batched=True)
+        )
+        return observation_spec
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The current version."""
+        return {"version": self.version}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved version."""
+        self.version = state["version"]
