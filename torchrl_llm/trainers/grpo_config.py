@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.trainers.config import check_override_keys, from_mapping
+from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 __all__ = ["RENAMED", "GRPOConfig", "check_arguments", "load_config"]
 
@@ -266,63 +267,6 @@ class FilterConfig:
     zero_variance: Literal["keep", "drop", "resample"] = "keep"
     truncated: Literal["keep", "mask", "drop"] = "keep"
     max_resamples: int = 4
-
-
-@dataclass(kw_only=True)
-class LoggingConfig:
-    """Where numbers go; ``metrics.csv`` is always written.
-
-    Attributes:
-        backend: any of ``csv``, ``tensorboard``, ``wandb``.
-        experiment_name: name of the run for those.
-        project: W&B's project.
-        progress: show a progress bar.
-    """
-
-    backend: list[str] = field(default_factory=lambda: ["csv"])
-    experiment_name: str = "grpo"
-    project: str | None = None
-    progress: bool = True
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig:
-    """Checkpoints in ``<hydra.run.dir>/checkpoints``; the last step is always saved.
-
-    Attributes:
-        interval: steps between checkpoints; ``None`` for the last step only.
-        keep_last: how many are kept.
-        resume: ``auto`` continues from the newest checkpoint of the run's folder, or begins where
-            there is none; ``never`` begins, and refuses a folder that holds a run already.
-    """
-
-    interval: int | None = 100
-    keep_last: int | None = 2
-    resume: Literal["never", "auto"] = "never"
-
-    def __post_init__(self) -> None:
-        for name in ("interval", "keep_last"):
-            value = getattr(self, name)
-            _require(
-                value is None or value >= 1, f"checkpoint.{name} must be at least 1, got {value}"
-            )
-
-
-@dataclass(kw_only=True)
-class EvalConfig:
-    """Greedy accuracy on held-out prompts.
-
-    Attributes:
-        interval: steps between evaluations; ``None`` for the last step only.
-        num_prompts: held-out prompts; 0 switches evaluation off.
-        before_train: evaluate the model as it is first.
-        batch_size: prompts that are answered together.
-    """
-
-    interval: int | None = None
-    num_prompts: int = 512
-    before_train: bool = True
-    batch_size: int = 128
 
 
 @dataclass(kw_only=True)

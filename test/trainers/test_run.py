@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import csv
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.trainers import run as run_module
+from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
+
+
+@dataclass
+class Result:
+    accuracy: float
+    conversations: tuple[str, ...] = ("user: 1+1\nassistant: 2",)
+
+    def metrics(self):
+        return {"eval/accuracy": self.accuracy}
+
+
+class Model(nn.Module):
+    """One trained weight, one frozen one, and the two methods that saving needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def save_pretrained(self, path):
+        (path / "model.txt").write_text(str(self.weight.tolist()))
+
+
+class Tokenizer:
+    def save_pretrained(self, path):
+        (path / "tokenizer.txt").write_text("t")
+
+
+class Killed(BaseException):
+    pass
+
+
+class Toy:
+    """A loop whose every step depends on weights, optimizer moments and the random generator."""
+
+    def __init__(self, folder, *, max_steps=6, config=None, evaluate=False, **checkpoint):
+        self.model = Model()
+        self.optimizer = torch.optim.Adam([self.model.weight], lr=0.1)
+        self.run = TrainingRun(
+            folder,
+            max_steps=max_steps,
+            model=self.model,
+            tokenizer=Tokenizer(),
+            parts={"optimizer": self.optimizer},
+            evaluate=(lambda: Result(self.model.weight.detach().sum().item()))
+            if evaluate
+            else None,
+            config=config or {"optimizer.lr": 0.1},
+            logging=LoggingConfig(progress=False),
+            checkpoint=CheckpointConfig(**checkpoint),
+            evaluation=EvalConfig(interval=2),
+        )
+
+    def train(self, interrupt_at=None, kill_at=None):
+        for step in self.run.steps():
+            if step == kill_at:
+                raise Killed
+            loss = (self.model.weight - torch.randn(3)).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.run.record({"train/loss": loss.detach()}, reward=-loss.item(), tokens=10)
+            if step == interrupt_at:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [
+            {k: v for k, v in row.items() if not k.startswith("perf/")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def seeded(seed=0):
+    torch.manual_seed(seed)
+
+
+def test_k_steps_then_a_kill_then_the_rest_equal_an_uninterrupted_run(tmp_path):
+    seeded()
+    whole = Toy(tmp_path / "whole", evaluate=True).train()
+    seeded()
+    first = Toy(tmp_path / "cut", evaluate=True).train(interrupt_at=3)
+    assert first.run.step == 3
+    seeded(99)  # a new process begins with another state of the generator
+    rest = Toy(tmp_path / "cut", evaluate=True, resume="auto").train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+    assert [row["train/step"] for row in rows(tmp_path / "cut")] == list("0123456")
+
+
+def test_what_ran_after_the_last_checkpoint_is_run_again_not_skipped(tmp_path):
+    seeded()
+    whole = Toy(tmp_path / "whole", max_steps=5).train()
+    seeded()
+    toy = Toy(tmp_path / "cut", max_steps=5, interval=2)
+
+    with pytest.raises(Killed):
+        toy.train(kill_at=4)  # step 3 is behind the checkpoint of step 2
+    assert [row["train/step"] for row in rows(tmp_path / "cut")] == ["1", "2", "3"]
+    rest = Toy(tmp_path / "cut", max_steps=5, interval=2, resume="auto").train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo-sync.py", "seed=1", "hydra.run.dir=old"])
+    toy = Toy(tmp_path).train(interrupt_at=2)
+    text = capsys.readouterr().err
+    assert toy.run.step == 2
+    assert (tmp_path / "checkpoints" / "step_000002" / "model.txt").exists()
+    assert "stopping after step 2" in text
+    expected = f"python grpo-sync.py seed=1 hydra.run.dir={tmp_path} checkpoint.resume=auto"
+    assert expected in text
+
+
+def test_auto_begins_where_there_is_nothing_and_never_refuses_an_old_run(tmp_path):
+    Toy(tmp_path, max_steps=2, resume="auto").train()
+    with pytest.raises(CheckpointError, match=r"holds a run up to step 2.*checkpoint.resume=auto"):
+        Toy(tmp_path, max_steps=2)
+
+
+def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
+    Toy(tmp_path, max_steps=2).train()
+    changed = {"optimizer.lr": 0.2}
+    with pytest.raises(ConfigError, match=r"optimizer.lr: 0.1 -> 0.2"):
+        Toy(tmp_path, config=changed, resume="auto")
+    # Where the run ends and what it writes may change.
+    longer = {"optimizer.lr": 0.1, "train.max_steps": 4, "logging.progress": False}
+    assert Toy(tmp_path, config=longer, max_steps=4, resume="auto").train().run.step == 4
+
+
+def test_another_model_is_refused(tmp_path, monkeypatch):
+    Toy(tmp_path, max_steps=2).train()
+    original = Model.__init__
+
+    def bigger(self):
+        original(self)
+        self.extra = nn.Parameter(torch.zeros(1))
+
+    monkeypatch.setattr(Model, "__init__", bigger)
+    with pytest.raises(CheckpointError, match=r"written by another model.*extra"):
+        Toy(tmp_path, resume="auto")
+
+
+def test_evaluations_happen_before_at_the_interval_and_at_the_end(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=5, evaluate=True).train()
+    evaluated = [row["train/step"] for row in rows(tmp_path) if row["eval/accuracy"]]
+    assert evaluated == ["0", "2", "4", "5"]
+    toy.run.finish()
+    text = capsys.readouterr().err
+    assert "train/reward over steps" in text
+    assert "held-out conversation 1, before training" in text
+    assert "held-out conversation 1, after training" in text
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_that_records_nothing_is_an_error(tmp_path):
+    toy = Toy(tmp_path)
+    with pytest.raises(RuntimeError, match=r"step 1 ended without TrainingRun.record"):
+        for _ in toy.run.steps():
+            pass
+
+
+def test_a_disk_that_is_full_ends_the_run_with_the_last_checkpoint_intact(tmp_path, monkeypatch):
+    toy = Toy(tmp_path, interval=1)
+    real = torch.save
+    calls = []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*step 1 is intact"):
+        toy.train()
+    monkeypatch.undo()
+    assert Toy(tmp_path, interval=1, resume="auto").train().run.step == 6
+
+
+def test_settings_of_evaluation_and_checkpoints_are_checked():
+    with pytest.raises(ConfigError, match="no effect with"):
+        EvalConfig(num_prompts=0, interval=5)
+    with pytest.raises(ConfigError, match=r"checkpoint.interval must be at least 1"):
+        CheckpointConfig(interval=0)
+    assert run_module.EvalConfig().interval is None

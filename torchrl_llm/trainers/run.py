@@ -1,0 +1,343 @@
+"""The frame of a training loop: which step it is, what is recorded, when to save, how to go on.
+
+The loop itself stays in the recipe; :class:`TrainingRun` hands it the steps and looks after
+everything that is the same for every algorithm. It knows no loss and no environment: whatever has
+``state_dict`` and ``load_state_dict`` can be a part of the run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.trainers.checkpoint import (
+    CheckpointStore,
+    load_rng_state,
+    rng_state,
+    save_pretrained,
+)
+from torchrl_llm.trainers.curves import save_curves, terminal_curve
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
+from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
+
+__all__ = ["CheckpointConfig", "EvalConfig", "EvalResult", "LoggingConfig", "TrainingRun"]
+
+# What may differ between a run and its continuation: none of it changes what was computed so far.
+_FREE_ON_RESUME = (
+    "checkpoint.",
+    "logging.",
+    "eval.",
+    "train.max_steps",
+    "train.micro_token_budget",
+)
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where numbers go; ``metrics.csv`` is always written.
+
+    Attributes:
+        backend: any of ``csv``, ``tensorboard``, ``wandb``.
+        experiment_name: name of the run for those.
+        project: W&B's project.
+        progress: show a progress bar.
+    """
+
+    backend: list[str] = field(default_factory=lambda: ["csv"])
+    experiment_name: str = "run"
+    project: str | None = None
+    progress: bool = True
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints in ``<run folder>/checkpoints``; the last step is always saved.
+
+    Attributes:
+        interval: steps between checkpoints; ``None`` for the last step only.
+        keep_last: how many are kept.
+        resume: ``auto`` continues from the newest checkpoint of the run's folder, or begins where
+            there is none; ``never`` begins, and refuses a folder that holds checkpoints already.
+    """
+
+    interval: int | None = 100
+    keep_last: int | None = 2
+    resume: Literal["never", "auto"] = "never"
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpoint.{name} must be at least 1, got {value}")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Greedy accuracy on held-out prompts.
+
+    Attributes:
+        interval: steps between evaluations; ``None`` for the last step only.
+        num_prompts: held-out prompts; 0 switches evaluation off.
+        before_train: evaluate the model as it is first.
+        batch_size: prompts that are answered together.
+    """
+
+    interval: int | None = None
+    num_prompts: int = 512
+    before_train: bool = True
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 0 or self.batch_size < 1:
+            raise ConfigError(
+                "eval.num_prompts must not be negative and eval.batch_size at least 1, got "
+                f"{self.num_prompts} and {self.batch_size}"
+            )
+        if self.interval is not None and (self.interval < 1 or not self.num_prompts):
+            raise ConfigError(
+                f"eval.interval={self.interval} must be at least 1 and has no effect with "
+                "eval.num_prompts=0"
+            )
+
+
+class EvalResult(Protocol):
+    """What an evaluation returns to the run."""
+
+    conversations: Sequence[str]
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers named ``eval/...``."""
+
+
+class Stateful(Protocol):
+    """A part of a run: optimizer, schedule, collector, buffer, ledger."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Continue after :meth:`state_dict`."""
+
+
+class TrainingRun:
+    """Steps, records, evaluates, saves and resumes.
+
+    Args:
+        folder: the run's folder: ``metrics.csv``, ``reward.png``, ``checkpoints/``.
+        max_steps: training steps of the whole run.
+        model: its trainable parameters are part of every checkpoint, beside its Hugging Face form.
+        tokenizer: saved with the model.
+        parts: name to whatever else the next step depends on, in the order in which it is restored.
+        evaluate: runs an evaluation; ``None`` for none.
+        config: flat dotted key to value of the whole configuration; a resumed run must have the
+            same, but for where it ends and what it writes.
+        logging: where numbers go.
+        checkpoint: when to save.
+        evaluation: when to evaluate.
+
+    Raises:
+        CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``.
+
+    Iterate over :meth:`steps`, call :meth:`record` once in each, then :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_steps: int,
+        model: nn.Module,
+        tokenizer: Any,
+        parts: Mapping[str, Stateful],
+        evaluate: Callable[[], EvalResult] | None = None,
+        config: Mapping[str, Any] | None = None,
+        logging: LoggingConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        evaluation: EvalConfig | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.max_steps = max_steps
+        self.step = 0
+        self._model, self._tokenizer, self._parts = model, tokenizer, dict(parts)
+        self._evaluate, self._config = evaluate, dict(config or {})
+        self._logging = logging or LoggingConfig()
+        self._checkpoint = checkpoint or CheckpointConfig()
+        self._evaluation = evaluation or EvalConfig()
+        self._store = CheckpointStore(
+            self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
+        )
+        self._before: list[str] = []
+        self._after: list[str] = []
+        self._pending: dict[str, Any] | None = None
+        saved = self._store.steps()
+        if saved and self._checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{self.folder} holds a run up to step {saved[-1]}; continue it with "
+                "checkpoint.resume=auto, or choose another hydra.run.dir"
+            )
+        self._table = MetricsTable(
+            self.folder / "metrics.csv",
+            make_loggers(
+                self._logging.backend,
+                run_dir=self.folder,
+                experiment_name=self._logging.experiment_name,
+                project=self._logging.project,
+            ),
+            columns=("train/reward", "eval/accuracy"),
+        )
+        if saved:
+            self._load(saved[-1])
+        self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
+        if saved:
+            self.say(f"resumed from {self._store.path(self.step)}")
+
+    def say(self, text: str) -> None:
+        """Write a line for the person at the terminal."""
+        self._bar.say(text)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, from 1; ends early, and saved, at Ctrl-C or SIGTERM.
+
+        Yields:
+            The number of the step that the loop's body is to make.
+        """
+        stop = StopRequest(
+            lambda: self.say(
+                f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
+            )
+        )
+        with stop:
+            if self.step == 0 and self._evaluation.before_train:
+                self._begin()
+            while self.step < self.max_steps and not stop.requested:
+                self.step += 1
+                started = time.perf_counter()
+                yield self.step
+                self._complete(time.perf_counter() - started)
+            if self.step and self.step not in self._store.steps():
+                self._save()
+        self._bar.close()
+        if self.step == 0:
+            self.say("stopped before the first step; there is nothing to save")
+        elif self.step < self.max_steps:
+            command = [
+                a for a in sys.argv if not a.startswith(("checkpoint.resume", "hydra.run.dir"))
+            ]
+            self.say(
+                f"saved {self._store.path(self.step)}; to go on:\n  python {shlex.join(command)} "
+                f"hydra.run.dir={shlex.quote(str(self.folder))} checkpoint.resume=auto"
+            )
+
+    def record(self, metrics: Mapping[str, Any], *, reward: float, tokens: int) -> None:
+        """Hand in the metrics of the step, once, at the end of the loop's body.
+
+        Args:
+            metrics: ``train/`` and ``perf/`` names to numbers.
+            reward: mean reward, for the bar and ``train/reward``.
+            tokens: tokens sampled in the step, for the speed.
+        """
+        self._pending = {"train/reward": reward, **metrics, "_tokens": tokens}
+
+    def finish(self) -> None:
+        """Draw the reward curve and show what became of the held-out conversations."""
+        rewards = self._table.read("train/reward")
+        series = {"train/reward": rewards, "eval/accuracy": self._table.read("eval/accuracy")}
+        self.say(terminal_curve(*rewards, title="train/reward over steps"))
+        picture = save_curves(
+            self.folder / "reward.png", {name: data for name, data in series.items() if data[0]}
+        )
+        if self._before and self._after:
+            self.say(compare_conversations(self._before, self._after))
+        accuracy = series["eval/accuracy"][1]
+        if accuracy:
+            self.say(f"held-out greedy accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+        self.say(f"metrics {self._table.path}\ncurve {picture}")
+        if self._store.steps():
+            self.say(
+                f"model {self._store.path(self._store.steps()[-1])} "
+                "(AutoModelForCausalLM.from_pretrained opens it)"
+            )
+
+    def _begin(self) -> None:
+        if self._evaluate is None or not self._evaluation.num_prompts:
+            return
+        result = self._evaluate()
+        self._before = list(result.conversations)
+        self._table.write(0, result.metrics())
+
+    def _complete(self, seconds: float) -> None:
+        if self._pending is None:
+            raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
+        metrics, self._pending = self._pending, None
+        speed = metrics.pop("_tokens") / seconds
+        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
+        interval = self._evaluation.interval
+        due = self.step == self.max_steps or (interval is not None and self.step % interval == 0)
+        if due and self._evaluate is not None and self._evaluation.num_prompts:
+            result = self._evaluate()
+            self._after = list(result.conversations)
+            metrics |= result.metrics()
+        self._table.write(self.step, metrics)
+        self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
+        interval = self._checkpoint.interval
+        if interval is not None and self.step % interval == 0:
+            self._save()
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "config": self._config,
+            "before": self._before,
+            "after": self._after,
+            "model": {name: p.detach() for name, p in self._trainable()},
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "rng": rng_state(),
+        }
+        self._store.save(
+            self.step,
+            state,
+            write_model=lambda path: save_pretrained(path, self._model, self._tokenizer),
+        )
+
+    def _load(self, step: int) -> None:
+        state = self._store.load(step)
+        self._check_config(state["config"])
+        parameters = dict(self._trainable())
+        if parameters.keys() != state["model"].keys():
+            raise CheckpointError(
+                f"{self._store.path(step)} was written by another model: it trains "
+                f"{sorted(parameters.keys() ^ state['model'].keys())[:4]} differently"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state["model"][name])
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        self.step, self._before, self._after = step, state["before"], state["after"]
+        self._table.resume(step)
+        load_rng_state(state["rng"])
+
+    def _check_config(self, earlier: Mapping[str, Any]) -> None:
+        changed = [
+            f"{key}: {earlier.get(key)!r} -> {self._config.get(key)!r}"
+            for key in sorted(earlier.keys() | self._config.keys())
+            if earlier.get(key) != self._config.get(key) and not key.startswith(_FREE_ON_RESUME)
+        ]
+        if changed:
+            raise ConfigError(
+                "checkpoint.resume=auto continues a run as it was, but these keys differ: "
+                + "; ".join(changed)
+            )
+
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
