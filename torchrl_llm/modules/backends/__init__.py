@@ -5,13 +5,17 @@ from __future__ import annotations
 from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
 from torchrl_llm.modules.backends.modes import sampling_mode
+from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.transformers import TransformersBackend
 
 __all__ = [
     "Answer",
     "Backend",
     "BigramModel",
+    "CausalScorer",
     "Completion",
     "FakeBackend",
     "SamplingParams",
+    "TransformersBackend",
     "sampling_mode",
 ]

@@ -182,3 +182,22 @@ class Backend(TokenScorer):
                     f"row {row} holds the token id {int(bad[0])}, but the model's vocabulary has "
                     f"ids 0 to {self.vocab_size - 1}; tokenizer and model do not belong together"
                 )
+
+    def check_scoring(self, sequences: Sequence[Tensor], select: Sequence[Tensor]) -> None:
+        """Raise for arguments that :meth:`token_scores` cannot take.
+
+        Raises:
+            DataError: for masks of another shape than their rows, or a selected first token.
+            TokenizerError: for ids outside the vocabulary.
+        """
+        if len(sequences) != len(select):
+            raise DataError(f"{len(sequences)} sequences came with {len(select)} masks")
+        for row, (ids, mask) in enumerate(zip(sequences, select, strict=True)):
+            if ids.shape != mask.shape or mask.dtype != torch.bool:
+                raise DataError(
+                    f"row {row} has {ids.shape[0]} tokens and a mask {mask.dtype} of shape "
+                    f"{tuple(mask.shape)}; expected bool of the same length"
+                )
+            if bool(mask[:1].any()):
+                raise DataError(f"row {row} selects its first token, which has no prefix to score")
+        self.check_ids(sequences)

@@ -1,7 +1,7 @@
 """A backend that costs nothing: scripted answers, or draws from a tiny bigram model.
 
-Its log-probs are those of a real distribution (the bigram model's), so what it samples and what it
-scores agree exactly, and a loss on it has gradients. For tests, examples and dry runs of a pipeline.
+Its log-probs are those of a real distribution (the bigram model's), so what it samples and what
+it scores agree exactly, and a loss on it has gradients. For tests, examples and dry runs.
 
 Shape legend: ``B`` rows, ``V`` vocabulary, ``H`` hidden size, ``N`` scored positions.
 """
@@ -54,8 +54,8 @@ class Answer:
 
     Args:
         content: text, which needs a tokenizer, or token ids.
-        finish_reason: ``STOP`` ends it with the end-of-sequence id unless it has one; ``LENGTH`` and
-            ``ABORT`` leave it as it is.
+        finish_reason: ``STOP`` ends it with the end-of-sequence id unless it has one; ``LENGTH``
+            and ``ABORT`` leave it as it is.
     """
 
     content: str | Sequence[int]
@@ -219,7 +219,7 @@ class FakeBackend(Backend):
         entropy: bool = False,
     ) -> TokenScores:
         """See :meth:`TokenScorer.token_scores`."""
-        self.check_ids(sequences)
+        self.check_scoring(sequences, select)
         positions = [mask.nonzero().squeeze(-1) for mask in select]
         previous = torch.cat([ids[at - 1] for ids, at in zip(sequences, positions, strict=True)])
         targets = torch.cat([ids[at] for ids, at in zip(sequences, positions, strict=True)])

@@ -21,34 +21,31 @@ class ModelInputs(NamedTuple):
 
     Attributes:
         input_ids: int64 ``[B, T]``, or ``[1, S]`` when packed.
-        attention_mask: bool ``[B, T]``; packed: ``[1, 1, S, S]``, bool or additive float.
-        position_ids: int64, shaped as ``input_ids``.
+        attention_mask: packed: ``[1, 1, S, S]``, bool or additive float; padded: ``None``, for a
+            causal model does not look ahead at what stands behind a row.
+        position_ids: int64 ``[1, S]`` when packed, else ``None``: 0, 1, 2, ... in each row.
         select_mask: bool, shaped as ``input_ids``.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
     select_mask: Tensor
 
 
 def padded_inputs(sequences: Sequence[Tensor], select: Sequence[Tensor]) -> ModelInputs:
-    """Pad on the right. The pad id never matters: what it stands at is masked.
+    """Pad on the right; the pad id does not matter, nothing that is scored can see it.
 
     Example:
         >>> ids = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
-        >>> padded_inputs(ids, [x > 5 for x in ids]).attention_mask.int().tolist()
-        [[1, 1, 1], [1, 1, 0]]
+        >>> padded_inputs(ids, [x > 5 for x in ids]).select_mask.int().tolist()
+        [[0, 1, 1], [1, 1, 0]]
     """
-    lengths = torch.tensor([s.shape[0] for s in sequences])
-    input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    select_mask = torch.nn.utils.rnn.pad_sequence(list(select), batch_first=True)
-    positions = torch.arange(input_ids.shape[1])
     return ModelInputs(
-        input_ids=input_ids,
-        attention_mask=positions < lengths[:, None],
-        position_ids=positions.expand_as(input_ids),
-        select_mask=select_mask,
+        input_ids=torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True),
+        attention_mask=None,
+        position_ids=None,
+        select_mask=torch.nn.utils.rnn.pad_sequence(list(select), batch_first=True),
     )
 
 

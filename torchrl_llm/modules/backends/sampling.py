@@ -22,7 +22,8 @@ def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> T
         penalty: above 1 discourages, below 1 encourages.
 
     Example:
-        >>> penalize_repetition(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[1, 1, 0]]) > 0, 2.0)
+        >>> seen = torch.tensor([[True, True, False]])
+        >>> penalize_repetition(torch.tensor([[2.0, -2.0, 1.0]]), seen, 2.0)
         tensor([[ 1., -4.,  1.]])
     """
     penalized = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)

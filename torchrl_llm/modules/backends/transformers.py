@@ -170,7 +170,7 @@ class TransformersBackend(Backend):
         Without gradients the model runs as for sampling (no dropout), else in the mode that the
         trainer put it in.
         """
-        self.check_ids(sequences)
+        self.check_scoring(sequences, select)
         if self.pack:
             inputs = packed_inputs(
                 sequences,
@@ -181,7 +181,7 @@ class TransformersBackend(Backend):
         else:
             inputs = padded_inputs(sequences, select)
         device = _base(self.model).get_input_embeddings().weight.device
-        inputs = [tensor.to(device) for tensor in inputs]
+        inputs = [None if tensor is None else tensor.to(device) for tensor in inputs]
         if isinstance(temperature, Tensor):
             counts = torch.tensor([int(mask.sum()) for mask in select])
             temperature = temperature.float().cpu().repeat_interleave(counts).to(device)

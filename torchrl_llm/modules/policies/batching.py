@@ -1,0 +1,217 @@
+"""Run the requests of several threads together.
+
+There is no thread of its own: whichever caller finds enough work, or a request that has waited long
+enough, runs the batch for all. A failing batch is repeated request by request, so that an error
+reaches its own caller and nobody else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_llm.errors import BackendError, ConfigError
+
+__all__ = ["RequestBatcher"]
+
+Run = Callable[[list[Any], Any], list[Any]]
+
+
+@dataclass(eq=False)
+class _Request:
+    items: list[Any]
+    key: Any
+    run: Run
+    arrived: float = field(default_factory=time.monotonic)
+    results: list[Any] | None = None
+    error: BaseException | None = None
+    finished: bool = False
+
+
+class RequestBatcher:
+    """Collects items from several callers and runs those with equal keys in one call.
+
+    Args:
+        min_batch_size: items to wait for.
+        max_batch_size: most items of one call; a single larger request still runs, alone.
+        timeout_s: seconds that a request waits for company; then it runs with what there is.
+
+    Raises:
+        ConfigError: for sizes that contradict each other.
+
+    Example:
+        >>> batcher = RequestBatcher(min_batch_size=1)
+        >>> batcher.submit([1, 2], key="double", run=lambda items, key: [2 * x for x in items])
+        [2, 4]
+    """
+
+    def __init__(
+        self,
+        *,
+        min_batch_size: int = 1,
+        max_batch_size: int | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if min_batch_size < 1 or timeout_s < 0:
+            raise ConfigError(
+                f"min_batch_size must be at least 1 and batching_timeout at least 0, got "
+                f"{min_batch_size} and {timeout_s}"
+            )
+        if max_batch_size is not None and max_batch_size < min_batch_size:
+            raise ConfigError(
+                f"max_batch_size={max_batch_size} is below min_batch_size={min_batch_size}"
+            )
+        self.min_batch_size = min_batch_size
+        self.max_batch_size = max_batch_size
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._queue: list[_Request] = []
+        self._running = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "min_batch_size": self.min_batch_size,
+            "max_batch_size": self.max_batch_size,
+            "timeout_s": self.timeout_s,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Requests belong to the threads of the process that made them.
+        self.__init__(**state)
+
+    def submit(self, items: Sequence[Any], *, key: Any, run: Run) -> list[Any]:
+        """Wait until the items have been run, with others or alone.
+
+        Args:
+            items: the request.
+            key: requests with equal keys may run together.
+            run: takes the items of one or more requests and their key, returns a result for each
+                item.
+
+        Returns:
+            The results of these items, in order.
+
+        Raises:
+            Exception: what ``run`` raised for these items.
+        """
+        request = _Request(list(items), key, run)
+        with self._changed:
+            self._queue.append(request)
+            self._changed.notify_all()
+        while not request.finished:
+            batch = self._next_batch(request)
+            if batch:
+                self._execute(batch)
+        if request.error is not None:
+            raise request.error
+        return request.results
+
+    def _next_batch(self, own: _Request) -> list[_Request]:
+        """A batch that is due; empty once the own request has been run by another thread."""
+        with self._changed:
+            while not own.finished:
+                batch = [] if self._running else self._due()
+                if batch:
+                    self._queue = [request for request in self._queue if request not in batch]
+                    self._running = sum(len(request.items) for request in batch)
+                    return batch
+                self._changed.wait(self._wait_s())
+            return []
+
+    def _wait_s(self) -> float | None:
+        if self._running or not self._queue:
+            return None
+        oldest = min(request.arrived for request in self._queue)
+        return max(0.0, oldest + self.timeout_s - time.monotonic())
+
+    def _due(self) -> list[_Request]:
+        now = time.monotonic()
+        for first in self._queue:
+            group = [request for request in self._queue if request.key == first.key]
+            size = sum(len(request.items) for request in group)
+            if size >= self.min_batch_size or now >= first.arrived + self.timeout_s:
+                return self._fitting(group)
+        return []
+
+    def _fitting(self, group: list[_Request]) -> list[_Request]:
+        if self.max_batch_size is None:
+            return group
+        taken, size = [], 0
+        for request in group:
+            size += len(request.items)
+            if taken and size > self.max_batch_size:
+                break
+            taken.append(request)
+        return taken
+
+    def _execute(self, batch: list[_Request]) -> None:
+        try:
+            self._run_together(batch)
+        except BaseException as error:  # an interrupt: nobody may wait for ever
+            for request in batch:
+                if request.results is None and request.error is None:
+                    request.error = BackendError(
+                        f"the thread that ran the batch stopped: {error!r}"
+                    )
+            raise
+        finally:
+            with self._changed:
+                self._running = 0
+                for request in batch:
+                    request.finished = True
+                self._changed.notify_all()
+
+    @staticmethod
+    def _run_together(batch: list[_Request]) -> None:
+        items = [item for request in batch for item in request.items]
+        try:
+            results = batch[0].run(items, batch[0].key)
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].error = error
+                return
+            for request in batch:
+                RequestBatcher._run_together([request])
+            return
+        start = 0
+        for request in batch:
+            end = start + len(request.items)
+            request.results = results[start:end]
+            start = end
+
+    def cleanup(self, *, flush: bool = False) -> None:
+        """Empty the queue; a batch that is running is left alone.
+
+        Args:
+            flush: run what is queued; otherwise its callers get a
+                :class:`~torchrl_llm.errors.BackendError`.
+        """
+        with self._changed:
+            queued, self._queue = self._queue, []
+            if not flush:
+                for request in queued:
+                    request.error = BackendError("the request was taken back by cleanup_batching()")
+                    request.finished = True
+                self._changed.notify_all()
+                return
+        while queued:
+            together = [request for request in queued if request.key == queued[0].key]
+            queued = [request for request in queued if request not in together]
+            with self._changed:
+                while self._running:
+                    self._changed.wait()
+                self._running = sum(len(request.items) for request in together)
+            self._execute(together)
+
+    def state(self) -> dict[str, Any]:
+        """Settings, and how much is queued and running now."""
+        with self._changed:
+            return {
+                **self.__getstate__(),
+                "queued_requests": len(self._queue),
+                "queued_items": sum(len(request.items) for request in self._queue),
+                "running_items": self._running,
+            }
