@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, is_non_tensor
+from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
@@ -68,6 +68,8 @@ class ColumnSpec(NonTensor):
 
     def is_in(self, val: Any) -> bool:
         """Whether ``val`` is non-tensor data with one object a row."""
+        if not isinstance(val, Tensor) and not is_tensor_collection(val):
+            return True  # a tensorclass hands out the bare objects
         return is_non_tensor(val) and val.shape[-len(self.shape[:-1]) :] == self.shape[:-1]
 
 
