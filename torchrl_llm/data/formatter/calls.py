@@ -123,7 +123,7 @@ class _NamedJson(_Marked):
         self._head = re.compile(
             re.escape(before) + _NAME_PATTERN + _flexible(middle) + r"(?=[{\[])"
         )
-        self._tail = [m for m in _marks(after)]
+        self._tail = _marks(after)
 
     def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
         calls, cursor = [], at
@@ -141,7 +141,7 @@ class _NamedJson(_Marked):
 
 
 class _Tags(_Marked):
-    """One tag an argument: ``<function=N><parameter=K>V</parameter>`` or ``<arg_key>K</arg_key>``."""
+    """One tag an argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
 
     def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
         self.opening, self.closing, self.keyed = opening, closing, keyed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,7 +172,7 @@ class Codec:
         # on their own, each literal cut after its first character.
         cuts = sorted({0, len(piece.text), *(c for s, e in piece.literals for c in (s, s + 1, e))})
         parts: list[Encoding] = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             raw = _encoding(self._raw_batch([piece.text[start:end]])[0])
             parts.append(Encoding(raw.ids, raw.starts + start, raw.ends + start))
         if not parts:

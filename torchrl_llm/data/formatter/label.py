@@ -22,8 +22,8 @@ def assistant_regions(
     """What a model would have to generate for each assistant message.
 
     Returns:
-        Half-open character ranges ``(start, end, closed)``: from the end of the header to behind the
-        closer; ``closed`` is where the closer begins (``end`` if there is none).
+        Half-open character ranges ``(start, end, closed)``: from the end of the header to behind
+        the closer; ``closed`` is where the closer begins (``end`` if there is none).
     """
     if rendered.generation is not None:
         return [_with_closer(rendered, start, end, probe) for start, end in rendered.generation]

@@ -153,8 +153,8 @@ class _Prober:
             ended = self._closer(calling, VALUE, None, brackets)
         if last is not None and answer is not None and last.text.startswith(answer.text):
             last = answer  # the template only adds an eos at the end of the text
-        # Where the last turn is closed in another way than turns of the history (gpt-oss), the model
-        # samples the former, and what closes history may stand inside a response.
+        # Where the last turn is closed in another way than turns of the history (gpt-oss), the
+        # model samples the former, and what closes history may stand inside a response.
         terminal = [last if last is not None else answer, ended if ended is not None else called]
         if last is None or last == answer:
             terminal.append(called)
@@ -170,9 +170,8 @@ class _Prober:
             openers=self._openers(prompt, call is not None, closers),
             reasoning=self._reasoning_marks(form, header),
             call=self._call_text(call, header, called or ended or answer),
-            results=call is not None and RESULT in call,
-            system=RESULT
-            in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or ""),
+            results=self._writes_results(call),
+            system=self._writes_system(),
         )
 
     # -- form of the messages ---------------------------------------------------------------------
@@ -236,6 +235,14 @@ class _Prober:
             if any(THOUGHT in (self.text(chat, form=tried) or "") for chat in chats):
                 return tried
         return form
+
+    def _writes_system(self) -> bool:
+        return RESULT in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or "")
+
+    def _writes_results(self, call: str | None) -> bool:
+        if call is not None:
+            return RESULT in call
+        return RESULT in (self.text([_user(USER), _answer(ANSWER), _RESULT]) or "")
 
     # -- header and closers -----------------------------------------------------------------------
 

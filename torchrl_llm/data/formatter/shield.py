@@ -43,7 +43,8 @@ class Shield:
         )
         if len(ordered) > _CAPACITY:
             raise TokenizerError(
-                f"the tokenizer has {len(ordered)} special tokens, at most {_CAPACITY} can be shielded"
+                f"the tokenizer has {len(ordered)} special tokens, at most {_CAPACITY} can be "
+                "shielded"
             )
         self.markers = tuple(ordered)
         # The escape character itself is doubled, so that a content that holds it stays readable.
