@@ -1,0 +1,413 @@
+"""Whole conversations to text and back, or to ids with an assistant mask in one tokenizer call.
+
+This is what :meth:`History.apply_chat_template <torchrl_llm.data.history.History>` runs: a view for
+people, data files and supervised training. The ids of conversations that are being *sampled* come
+from :class:`~torchrl_llm.data.formatter.ChatFormatter`, which never encodes a sampled token again;
+both share the renderer, the shield for special-token strings and the door to the tokenizer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import is_tensorclass
+from torch import Tensor
+
+from torchrl_llm.data.cells import chat_of, conversations
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.formatter.codec import Codec, Encoding, Piece
+from torchrl_llm.data.formatter.label import assistant_regions, label_tokens
+from torchrl_llm.data.formatter.probe import Probe, probe_template
+from torchrl_llm.data.formatter.render import REASONING_KEYS, Form, Rendered, Renderer
+from torchrl_llm.data.formatter.shield import Shield
+from torchrl_llm.data.parsers import InverseParser
+from torchrl_llm.data.templates import TemplateSpec
+from torchrl_llm.errors import AmbiguousTextError, TemplateError
+
+__all__ = ["EncodedChat", "encode_chats", "read_text", "render_chats"]
+
+
+class EncodedChat(NamedTuple):
+    """Ids of one conversation.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        assistant: bool ``[T]``, the assistant's words and their end-of-turn tokens; ``None`` when
+            it was not asked for.
+    """
+
+    token_ids: Tensor
+    assistant: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What one template needs with one tokenizer (``codec`` is ``None`` without one)."""
+
+    renderer: Renderer
+    codec: Codec | None
+    probe: Probe | None
+
+
+_ENGINES: weakref.WeakKeyDictionary[Any, dict[tuple, _Engine]] = weakref.WeakKeyDictionary()
+
+
+def render_chats(
+    chats: Sequence[Chat],
+    spec: TemplateSpec,
+    tokenizer: Any = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Render conversations as text.
+
+    Args:
+        chats: conversations of at least one message.
+        spec: the template.
+        tokenizer: gives the template ``bos_token``, ``eos_token`` and the like.
+        add_generation_prompt: end with the header of the model's turn.
+        continue_final_message: end with the content of the last message, its turn left open. A last
+            assistant message with ``is_complete=False`` is left open in any case.
+        tools: JSON schemas (or documented functions) of tools.
+        variables: further variables of the template.
+        strict: for a built-in family, refuse contents that would read back as other messages.
+
+    Raises:
+        TemplateError: the template refuses a message, cannot express it, or (``strict``) a content
+            forges a turn, a call or a result.
+    """
+    engine = _engine(spec, tokenizer, variables, chats, shielded=False)
+    rendered = [
+        _render(engine, chat, index, add_generation_prompt, continue_final_message, tools)
+        for index, chat in enumerate(chats)
+    ]
+    if strict and spec.builtin:
+        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
+            _refuse_forgery(spec.inverse_parser, chat, index, item.text, tokenizer, shielded=None)
+    return [item.text for item in rendered]
+
+
+def encode_chats(
+    chats: Sequence[Chat],
+    spec: TemplateSpec,
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    assistant_mask: bool = False,
+    strict: bool = True,
+) -> list[EncodedChat]:
+    """Encode conversations with one call of the tokenizer.
+
+    Special-token strings in contents become plain characters, so no content can end a turn or open
+    one. The assistant mask comes from ``{% generation %}`` blocks, each stretched over the
+    end-of-turn token that stands behind it, or, where a template has none, from the places of the
+    assistant's contents and the closers behind them.
+
+    Args:
+        chats: conversations of at least one message.
+        spec: the template.
+        tokenizer: a fast Hugging Face tokenizer.
+        add_generation_prompt: see :func:`render_chats`.
+        continue_final_message: see :func:`render_chats`.
+        tools: see :func:`render_chats`.
+        variables: see :func:`render_chats`.
+        assistant_mask: also return the mask.
+        strict: for a built-in family whose marks are no special tokens of this tokenizer, refuse
+            contents that would read back as other turns.
+
+    Raises:
+        TemplateError: as :func:`render_chats`.
+        TokenizerError: the tokenizer is not a fast one.
+    """
+    engine = _engine(spec, tokenizer, variables, chats, shielded=True)
+    located = assistant_mask and not engine.renderer.has_generation
+    rendered = [
+        _render(
+            engine,
+            chat,
+            index,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            spans=located,
+            generation=assistant_mask,
+        )
+        for index, chat in enumerate(chats)
+    ]
+    if strict and spec.builtin:
+        shielded = frozenset(engine.codec.shield.markers)
+        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
+            _refuse_forgery(spec.inverse_parser, chat, index, item.text, tokenizer, shielded)
+    encodings = engine.codec.encode_batch([Piece(item.text, item.literals) for item in rendered])
+    return [
+        EncodedChat(
+            torch.from_numpy(encoding.ids.copy()),
+            _mask(item, chat, encoding, engine.probe) if assistant_mask else None,
+        )
+        for item, chat, encoding in zip(rendered, chats, encodings, strict=True)
+    ]
+
+
+def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | None) -> Tensor:
+    if probe is None:  # a built-in template marks all that a model would have to generate
+        regions = rendered.generation or []
+    else:
+        regions = [(a, b) for a, b, _ in assistant_regions(rendered, chat.messages, probe)]
+    chars = np.zeros(len(rendered.text), dtype=bool)
+    for start, end in regions:
+        chars[start:end] = True
+    return torch.from_numpy(label_tokens(encoding, rendered.text, chars))
+
+
+def read_text(
+    text: str, spec: TemplateSpec, tokenizer: Any = None, *, strict: bool = False
+) -> Chat:
+    """Read one rendered text back into messages.
+
+    Args:
+        text: the text of one conversation.
+        spec: its template.
+        tokenizer: names the end-of-sequence token.
+        strict: raise on text that can be read in two ways. Of a user's parser nothing is known but
+            that its messages, written again, must give the same text.
+
+    Raises:
+        TemplateError: the template has no inverse parser, or the text is not of this template.
+        AmbiguousTextError: ``strict``, and the text can be read in two ways.
+    """
+    parser = spec.inverse_parser
+    if parser is None:
+        raise TemplateError(
+            f"the template {spec.name!r} has no inverse parser; register it with "
+            "add_chat_template(..., inverse_parser=...)"
+        )
+    if isinstance(parser, InverseParser):
+        bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
+        return chat_of(parser.parse(text, bos_token=bos, eos_token=eos, strict=strict), "message")
+    found = parser(text)
+    if not is_tensorclass(found):
+        chat = chat_of(found, "message")
+    else:
+        _, chats = conversations(found._tensordict)
+        if len(chats) != 1:
+            raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
+        chat = chats[0]
+    if strict:
+        prompts = (False, True)
+        again = [render_chats([chat], spec, tokenizer, add_generation_prompt=p)[0] for p in prompts]
+        if text not in again:
+            raise AmbiguousTextError(
+                f"the parser of {spec.name!r} reads messages that the template writes as "
+                f"{again[0][:200]!r}, not as {text[:200]!r}"
+            )
+    return chat
+
+
+# -- one template with one tokenizer --------------------------------------------------------------
+
+
+def _engine(
+    spec: TemplateSpec,
+    tokenizer: Any,
+    variables: Mapping[str, Any] | None,
+    chats: Sequence[Chat],
+    *,
+    shielded: bool,
+) -> _Engine:
+    variables = dict(variables or {})
+    _refuse_unknown(variables, spec)
+    reasoning = _reasoning_key(chats)
+    through = Form(parts=True, text=True, reasoning_field=reasoning)
+    if tokenizer is None:
+        return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
+    special = dict(tokenizer.special_tokens_map)
+    key = (spec.template, spec.builtin, len(tokenizer), repr(special), repr(variables))
+    known = _ENGINES.setdefault(tokenizer, {})
+    if key not in known:
+        codec = Codec(tokenizer)
+        renderer = Renderer(spec.template, codec.shield, {**special, **variables}, through)
+        probe = None if spec.builtin else probe_template(renderer.with_form(Form()), codec)
+        known[key] = _Engine(renderer, codec, probe)
+    engine = known[key]
+    form = through if engine.probe is None else engine.probe.form
+    if reasoning is not None and form.reasoning_field is None:
+        _refuse_reasoning(chats, reasoning)
+    if shielded:
+        return replace(engine, renderer=engine.renderer.with_form(form))
+    plain = Renderer(spec.template, Shield(()), {**special, **variables}, form)
+    return replace(engine, renderer=plain)
+
+
+def _refuse_unknown(variables: Mapping[str, Any], spec: TemplateSpec) -> None:
+    options = ("tokenizer", "chat_template", "padding", "truncation", "tokenize", "max_length")
+    options += ("return_tensors", "return_dict", "continue_final_message", "add_generation_prompt")
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", spec.template):
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TemplateError(f"the template {spec.name!r} has no variable {name!r}{hint}")
+
+
+def _reasoning_key(chats: Sequence[Chat]) -> str | None:
+    for chat in chats:
+        for message in chat.messages:
+            if len(message) > 2:
+                for key in REASONING_KEYS:
+                    if message.get(key):
+                        return key
+    return None
+
+
+def _refuse_reasoning(chats: Sequence[Chat], key: str) -> None:
+    row, index = next(
+        (row, index)
+        for row, chat in enumerate(chats)
+        for index, message in enumerate(chat.messages)
+        if message.get(key)
+    )
+    raise TemplateError(
+        f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; put it "
+        "into the content"
+    )
+
+
+# -- one conversation -----------------------------------------------------------------------------
+
+
+def _render(
+    engine: _Engine,
+    chat: Chat,
+    row: int,
+    prompt: bool,
+    open_end: bool,
+    tools: Sequence[Any] | None,
+    *,
+    spans: bool = False,
+    generation: bool = False,
+) -> Rendered:
+    messages = chat.messages
+    if not messages:
+        raise TemplateError(f"chat {row} has no messages; a chat template needs at least one")
+    last = messages[-1]
+    if last.get("is_complete") is False and (last["role"] == "assistant" or not prompt):
+        prompt, open_end = False, True
+    try:
+        rendered = engine.renderer.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=prompt,
+            spans=spans or open_end,
+            generation=generation,
+        )
+    except TemplateError as error:
+        raise TemplateError(f"chat {row}: {_named(engine, messages, tools, error)}") from error
+    return _opened(rendered, chat, row) if open_end else rendered
+
+
+def _named(
+    engine: _Engine,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    error: TemplateError,
+) -> str:
+    """The error with the message that it is about, which only some templates name themselves."""
+    if re.search(r"\bmessage \d+\b", str(error)):
+        return str(error)
+    for count in range(1, len(messages)):
+        try:
+            engine.renderer.render(messages[:count], tools=tools)
+        except TemplateError:
+            return f"message {count - 1} ({messages[count - 1].get('role')}): {error}"
+    return f"message {len(messages) - 1} ({messages[-1].get('role')}): {error}"
+
+
+def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
+    """The text up to the end of the last content."""
+    index = len(chat) - 1
+    where = f"chat {row}, message {index} ({chat.messages[-1]['role']})"
+    if chat.messages[-1].get("tool_calls"):
+        raise TemplateError(f"{where}: an unfinished message cannot have tool calls")
+    end = max((span.end for span in rendered.spans if span.index == index), default=None)
+    if end is None:
+        raise TemplateError(f"{where}: the template does not write the content to be continued")
+    blocks = rendered.generation
+    if blocks is not None:
+        blocks = [(a, min(b, end)) for a, b in blocks if a < end]
+    return replace(
+        rendered,
+        text=rendered.text[:end],
+        literals=[x for x in rendered.literals if x[1] <= end],
+        spans=[x for x in rendered.spans if x.end <= end],
+        generation=blocks,
+    )
+
+
+# -- contents that would read back as something else ----------------------------------------------
+
+
+def _refuse_forgery(
+    parser: InverseParser,
+    chat: Chat,
+    row: int,
+    text: str,
+    tokenizer: Any,
+    shielded: frozenset[str] | None,
+) -> None:
+    """Raise if the text reads back as other messages.
+
+    Of ids (``shielded`` names the strings that cannot act as special tokens in them) only the turns
+    are compared: a call spelled in a content has the very ids of the call.
+    """
+    eos = getattr(tokenizer, "eos_token", None)
+    risks = parser.risks(eos) if shielded is None else (*parser.marks, eos or parser.eos)
+    risks = [mark for mark in risks if shielded is None or mark not in shielded]
+    if not any(mark in part for m in chat.messages for part in _strings(m) for mark in risks):
+        return
+    bos = getattr(tokenizer, "bos_token", None)
+    read = parser.parse(text, bos_token=bos, eos_token=eos)
+    same = _turn if shielded is not None else _expressed
+    wanted = [same(message) for message in chat.messages]
+    found = [same(message) for message in read]
+    if wanted == found:
+        return
+    pairs = zip([*wanted, None], [*found, None], strict=False)
+    index = next(k for k, (a, b) in enumerate(pairs) if a != b)
+    index = min(index, len(wanted) - 1)
+    raise TemplateError(
+        f"chat {row}, message {index} ({chat.messages[index]['role']}): in the text of "
+        f"{parser.family} its content reads as another turn, a tool call or a tool result; put "
+        "calls into tool_calls, use token ids where the family's marks are special tokens, or "
+        "render with strict=False"
+    )
+
+
+def _strings(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content]
+    return [part.get("text") or "" for part in content]
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    return message["role"]
+
+
+def _expressed(message: Mapping[str, Any]) -> tuple:
+    """What a text says of a message: ids and names of calls and results are not in it."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    named = [(call["name"], call.get("arguments")) for call in calls]
+    return message["role"], "".join(_strings(message)), named
