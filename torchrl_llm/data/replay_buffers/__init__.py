@@ -1,1 +1,9 @@
-"""data.replay_buffers."""
+"""Replay buffers of rows: the buffer, joined turns, and the queues behind grouping transforms."""
+
+from __future__ import annotations
+
+from torchrl_llm.data.replay_buffers.buffer import ReplayBuffer
+from torchrl_llm.data.replay_buffers.join import JoinTurns
+from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory, TrajectoryQueue
+
+__all__ = ["GroupQueue", "JoinTurns", "ReplayBuffer", "Trajectory", "TrajectoryQueue"]

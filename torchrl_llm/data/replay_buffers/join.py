@@ -1,0 +1,312 @@
+"""Join the turns of a trajectory into one row, so that each sampled token is trained once.
+
+A turn's row holds the whole conversation up to that turn: trained as they are, the tokens of the
+first turn of three would count three times, and three rows would be scored where one does.
+
+Shape legend: ``T`` tokens of the joined row, ``P`` its prompt, ``R = T - P`` its response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
+from torch import Tensor
+from torchrl.envs import Transform
+
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.replay_buffers.trajectories import TrajectoryQueue
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.wire import cell, plain_node, typed_node
+
+__all__ = ["JoinTurns"]
+
+_ROW = torch.Size([])
+# Columns along ``tokens.full`` whose values at a turn's response are those of that turn's own row.
+_OF_THE_TURN = (
+    ("log_probs", "full"),
+    ("masks", "all_assistant_mask"),
+    ("trace", "source"),
+    ("trace", "turn"),
+    ("trace", "policy_version"),
+    ("trace", "mask_reason"),
+)
+_UNSAMPLED = {
+    ("log_probs", "full"): 0.0,
+    ("masks", "all_assistant_mask"): False,
+    ("trace", "turn"): -1,
+    ("trace", "policy_version"): -1,
+    ("trace", "mask_reason"): int(MaskReason.NOT_SAMPLED),
+    ("trace", "source"): int(Source.PROMPT),
+}
+
+
+class JoinTurns(Transform):
+    """Inverse transform of a replay buffer: the turns of one trajectory become one row.
+
+    Rows wait until their trajectory is done (``traj_id`` tells which; see
+    :class:`~torchrl_llm.data.replay_buffers.trajectories.TrajectoryQueue`). A turn is joined to the
+    one before when its prompt begins with that turn's ids, token for token, and it was sampled at
+    the same temperature. Where it does not (a template rewrote the history), the trajectory goes on
+    in a second row, whose prompt is marked as prompt: its sampled tokens are trained in the first.
+
+    The joined row has the first turn's prompt; everything after it is the response, tool results
+    and templates included, which ``trace`` tells apart. Log-probs, masks and trace of each response
+    are those of the turn that sampled it; the reward is the sum of the turns' rewards (``[1, 1]``,
+    or ``[R, 1]`` when they are per token); an advantage that is already there is kept if the turns
+    agree, else spread over the tokens, ``[T, 1]``. Everything else is the last turn's.
+    ``"num_turns"``, int64, says how many turns a row holds.
+
+    Args:
+        done_key: where a row says that its trajectory ends with it.
+        reward_key: the reward that is summed.
+        advantage_key: the advantage that is spread.
+
+    In a buffer the transform appended last runs first, so ``JoinTurns`` comes after
+    ``MCAdvantage``; in the other order a trajectory still counts once, but its turns have
+    advantages of their own where rewards are not summed.
+
+    Example:
+        >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
+        >>> ids = torch.arange(5)
+        >>> def turn(prompt, full, done):
+        ...     tokens = {"prompt": ids[:prompt], "response": ids[prompt:full], "full": ids[:full]}
+        ...     next_ = {"reward": torch.ones(1, 1), "done": torch.tensor([done])}
+        ...     return TensorDict(tokens=tokens, next=next_, traj_id=torch.tensor(0))
+        >>> buffer = ReplayBuffer(transform=JoinTurns())
+        >>> buffer.extend([turn(1, 2, False), turn(3, 5, True)]).tolist()
+        [0]
+        >>> buffer[0]["tokens", "response"].tolist(), buffer[0]["next", "reward"].item()
+        ([1, 2, 3, 4], 2.0)
+    """
+
+    adds_keys_only = True
+    requires_shared_write_state = True
+
+    def __init__(
+        self,
+        *,
+        done_key: Any = ("next", "done"),
+        reward_key: Any = ("next", "reward"),
+        advantage_key: Any = "advantage",
+    ) -> None:
+        super().__init__()
+        self.reward_key = reward_key
+        self.advantage_key = advantage_key
+        self.queue = TrajectoryQueue(done_key)
+        self.stats = {"trajectories": 0, "turns": 0, "rows": 0, "forks": 0}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sampled rows pass through."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
+        if tensordict is None:
+            return None
+        joined = []
+        for turns in self.queue.push(split_rollout(tensordict).tensordicts):
+            chains = _chains(turns)
+            self.stats["trajectories"] += 1
+            self.stats["turns"] += len(turns)
+            self.stats["rows"] += len(chains)
+            self.stats["forks"] += len(chains) - 1
+            joined += [self._join(chain, continues=bool(i)) for i, chain in enumerate(chains)]
+        return lazy_rows(joined) if joined else None
+
+    def _join(self, turns: list[TensorDict], *, continues: bool) -> TensorDict:
+        last = turns[-1]
+        row = TensorDict._new_unsafe(source=dict(last._tensordict), batch_size=_ROW)
+        row.set("num_turns", torch.tensor(len(turns)))
+        if last.get(("tokens", "full"), None) is None:
+            return row
+        spans = [_span(turn) for turn in turns]
+        start = spans[0][0]
+        changed: dict[tuple[str, ...], Any] = {}
+        for key in _OF_THE_TURN:
+            column = _overlay([turn.get(key, None) for turn in turns], spans)
+            if column is not None:
+                changed[key] = column
+        if continues:
+            _forget_prompt(changed, start)
+        if len(turns) > 1:
+            changed |= self._joined_views(turns, start)
+            changed |= self._joined_reward(turns, spans)
+        if ("log_probs", "full") in changed:
+            changed["log_probs", "response"] = changed["log_probs", "full"][start:].clone()
+        for key, value in changed.items():
+            _set_copied(row, key, value)
+        return row
+
+    @staticmethod
+    def _joined_views(turns: list[TensorDict], start: int) -> dict[tuple[str, ...], Any]:
+        first, last = turns[0], turns[-1]
+        full = last.get(("tokens", "full"))
+        changed: dict[tuple[str, ...], Any] = {
+            ("tokens", "prompt"): first.get(("tokens", "prompt")),
+            ("tokens", "response"): full[start:].clone(),
+        }
+        cut = [turn.get(("tokens", "truncated_support"), None) for turn in turns]
+        if all(flag is not None for flag in cut):
+            changed["tokens", "truncated_support"] = torch.stack(cut).any(0)
+        if first.get(("log_probs", "prompt"), None) is not None:
+            changed["log_probs", "prompt"] = first.get(("log_probs", "prompt"))
+        for kind in ("history", "text"):
+            prompt, whole = first.get((kind, "prompt"), None), last.get((kind, "full"), None)
+            if prompt is None or whole is None:
+                continue
+            changed[kind, "prompt"] = prompt
+            response = _rest(prompt, whole)
+            if response is not None:
+                changed[kind, "response"] = response
+        return changed
+
+    def _joined_reward(
+        self, turns: list[TensorDict], spans: list[tuple[int, int]]
+    ) -> dict[tuple[str, ...], Any]:
+        changed: dict[tuple[str, ...], Any] = {}
+        rewards = [turn.get(self.reward_key, None) for turn in turns]
+        if all(reward is not None for reward in rewards):
+            changed[_path(self.reward_key)] = _sum_rewards(rewards, spans)
+        flag_key = ("next", "reward_valid")
+        flags = [turn.get(flag_key, None) for turn in turns]
+        if all(flag is not None for flag in flags):
+            changed[flag_key] = torch.stack(flags).all(0)
+            broken = next((t for t, flag in zip(turns, flags, strict=True) if not flag.all()), None)
+            error = None if broken is None else broken.get(("next", "error"), None)
+            if error is not None:
+                changed["next", "error"] = error
+        advantages = [turn.get(self.advantage_key, None) for turn in turns]
+        if all(advantage is not None for advantage in advantages):
+            changed[_path(self.advantage_key)] = _spread(advantages, spans)
+        return changed
+
+    # -- the queue --------------------------------------------------------------------------------
+
+    def get_stats(self) -> dict[str, int]:
+        """Trajectories, turns and rows so far, forks among them, and trajectories that wait."""
+        return {**self.stats, "open_trajectories": len(self.queue)}
+
+    def clear_queues(self) -> int:
+        """Give up trajectories that are not done; returns how many rows were dropped."""
+        return len(self.queue.clear())
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Waiting rows and counts."""
+        return {"queue": self.queue.state_dict(), "stats": dict(self.stats)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self.queue.load_state_dict(state["queue"])
+        self.stats = dict(state["stats"])
+
+
+def _path(key: Any) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _span(turn: TensorDict) -> tuple[int, int]:
+    """Where a turn's response begins and ends in ``tokens.full``."""
+    end = turn.get(("tokens", "full")).shape[0]
+    return end - turn.get(("tokens", "response")).shape[0], end
+
+
+def _chains(turns: list[TensorDict]) -> list[list[TensorDict]]:
+    """Runs of turns in which each prompt extends the row before it."""
+    chains = [[turns[0]]]
+    for before, turn in pairwise(turns):
+        if _extends(before, turn):
+            chains[-1].append(turn)
+        else:
+            chains.append([turn])
+    return chains
+
+
+def _extends(before: TensorDict, turn: TensorDict) -> bool:
+    old, prompt = before.get(("tokens", "full"), None), turn.get(("tokens", "prompt"), None)
+    if old is None or prompt is None or prompt.shape[0] < old.shape[0]:
+        return False
+    temperatures = [row.get(("tokens", "temperature"), None) for row in (before, turn)]
+    if None not in temperatures and not torch.equal(*temperatures):
+        return False
+    return torch.equal(prompt[: old.shape[0]], old)
+
+
+def _overlay(columns: Sequence[Tensor | None], spans: list[tuple[int, int]]) -> Tensor | None:
+    """The last turn's column, with each turn's own values at its response."""
+    if any(column is None for column in columns):
+        return None
+    column = columns[-1].clone()
+    for own, (start, end) in zip(columns[:-1], spans[:-1], strict=True):
+        column[start:end] = own[start:end]
+    return column
+
+
+def _forget_prompt(columns: dict[tuple[str, ...], Any], start: int) -> None:
+    """Mark sampled tokens of the prompt as prompt: another row trains them."""
+    source = columns.get(("trace", "source"))
+    if source is None:
+        return
+    sampled = source[:start] == Source.SAMPLED
+    for key, value in _UNSAMPLED.items():
+        if key in columns:
+            columns[key][:start][sampled] = value
+
+
+def _rest(prompt: Any, whole: Any) -> Any:
+    """What ``whole`` adds to ``prompt``: messages of a History, characters of a text."""
+    if isinstance(prompt, NonTensorData):
+        if isinstance(prompt.data, str) and whole.data.startswith(prompt.data):
+            return cell(whole.data[len(prompt.data) :])
+        return None
+    before, chat = (plain_node(node).get("messages").data for node in (prompt, whole))
+    if chat.messages[: len(before)] != before.messages:
+        return None
+    messages = cell(type(chat)(chat.messages[len(before) :]))
+    inner = TensorDict._new_unsafe(source={"messages": messages}, batch_size=_ROW)
+    return typed_node(type(whole), inner) if is_tensorclass(whole) else inner
+
+
+def _sum_rewards(rewards: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
+    if all(reward.numel() == 1 for reward in rewards):
+        return torch.stack(rewards).sum(0)
+    start = spans[0][0]
+    total = torch.zeros(spans[-1][1] - start, 1)
+    for reward, (begin, end) in zip(rewards, spans, strict=True):
+        # A reward of the whole turn falls on its last token.
+        begin = end - 1 if reward.numel() == 1 else begin
+        total[begin - start : end - start] += reward.reshape(-1, 1)
+    return total
+
+
+def _spread(advantages: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
+    first = advantages[0]
+    if all(a.numel() == 1 and torch.equal(a, first) for a in advantages):
+        return first
+    spread = torch.zeros(spans[-1][1], 1)
+    for advantage, (start, end) in zip(advantages, spans, strict=True):
+        own = advantage.reshape(-1, 1)
+        spread[start:end] = own if own.shape[0] == 1 else own[start:end]
+    return spread
+
+
+def _set_copied(row: TensorDict, key: tuple[str, ...], value: Any) -> None:
+    """Set a nested key through copies of the nodes on the way, which the turns' rows share."""
+    node = row
+    for name in key[:-1]:
+        child = node._get_str(name, None)
+        source = {} if child is None else dict(plain_node(child)._tensordict)
+        inner = TensorDict._new_unsafe(source=source, batch_size=_ROW)
+        typed = child is not None and is_tensorclass(child)
+        node._tensordict[name] = typed_node(type(child), inner) if typed else inner
+        node = inner
+    node._tensordict[key[-1]] = value

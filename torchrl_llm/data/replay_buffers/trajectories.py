@@ -1,0 +1,251 @@
+"""Rows to trajectories, trajectories to groups: the queues behind every grouping transform.
+
+Rows arrive in any order and in any portions. :class:`TrajectoryQueue` holds the rows of each
+trajectory until one is done; :class:`GroupQueue` holds trajectories until their group is full.
+Both can be emptied, count what they hold, and have a state that resumes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.wire import pack_rows, plain_node, unpack_row_list
+from torchrl_llm.errors import DataError
+
+__all__ = ["GroupQueue", "Trajectory", "TrajectoryQueue", "group_value"]
+
+
+def group_value(value: Any) -> Hashable:
+    """A hashable form of a group's identifier.
+
+    Args:
+        value: an integer tensor, a string, a chat, or nested lists and dicts of these.
+    """
+    match value:
+        case Tensor():
+            return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())
+        case NonTensorData():
+            return group_value(value.data)
+        case Chat():
+            return group_value(value.messages)
+        case dict():
+            return tuple((key, group_value(item)) for key, item in sorted(value.items()))
+        case list() | tuple():
+            return tuple(group_value(item) for item in value)
+    if hasattr(value, "chats"):
+        # A History of one row: its only cell is the conversation.
+        return group_value(plain_node(value).get("messages"))
+    return value
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The rows of one finished episode of one agent, in the order of its turns.
+
+    Attributes:
+        rows: tensordicts without batch dimension.
+        rewards: float32 ``[R_k]`` of each row; ``R_k`` is 1 unless rewards are per token.
+        valid: whether every reward is a number and none is marked invalid.
+    """
+
+    rows: list[TensorDict]
+    rewards: list[Tensor] = field(default_factory=list)
+    valid: bool = True
+
+    @classmethod
+    def of(cls, rows: list[TensorDict], rewards_key: NestedKey) -> Trajectory:
+        """Read rewards and validity.
+
+        Args:
+            rows: the rows.
+            rewards_key: where a row's rewards are.
+
+        Raises:
+            DataError: a row has no reward.
+        """
+        rewards, valid = [], True
+        for row in rows:
+            reward = row.get(rewards_key, None)
+            if reward is None:
+                raise DataError(
+                    f"a row has no reward at {rewards_key!r}: append a reward transform to the "
+                    f"environment, or name the key. The row has {sorted(map(str, row.keys(True)))}"
+                )
+            rewards.append(reward.reshape(-1).float())
+            flag = row.get(("next", "reward_valid"), None)
+            flag = row.get("reward_valid", None) if flag is None else flag
+            valid = valid and (flag is None or bool(flag.all()))
+        valid = valid and bool(torch.cat(rewards).isfinite().all())
+        return cls(rows, rewards, valid)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all rows."""
+        return sum(sampled_tokens(row) for row in self.rows)
+
+
+class TrajectoryQueue:
+    """Holds rows until their trajectory is done.
+
+    Rows of one trajectory have the same ``traj_id`` (and ``agent``, where there is one). Rows
+    without ``traj_id`` must come as whole trajectories, one after the other.
+
+    Args:
+        done_key: where a row says that its trajectory ends with it.
+        traj_key: the trajectory's identifier.
+        agent_key: the agent's, of rows that have one.
+    """
+
+    def __init__(
+        self,
+        done_key: NestedKey = ("next", "done"),
+        traj_key: NestedKey = "traj_id",
+        agent_key: NestedKey = "agent",
+    ) -> None:
+        self.done_key, self.traj_key, self.agent_key = done_key, traj_key, agent_key
+        self.open: dict[Hashable, list[TensorDict]] = {}
+
+    def push(self, rows: Iterable[TensorDictBase]) -> list[list[TensorDict]]:
+        """Add rows and take out the trajectories that they finish.
+
+        Args:
+            rows: tensordicts without batch dimension; rows of one trajectory in order.
+
+        Returns:
+            The finished trajectories in the order of their last rows.
+
+        Raises:
+            DataError: rows lack the done key, or rows without identifier do not end with a done.
+        """
+        finished = []
+        loose: list[TensorDict] = []
+        for row in rows:
+            done = row.get(self.done_key, None)
+            if done is None:
+                raise DataError(f"a row has no {self.done_key!r}, so where it ends is unknown")
+            identifier = row.get(self.traj_key, None)
+            if identifier is None:
+                loose.append(row)
+                if done.any():
+                    finished.append(loose)
+                    loose = []
+                continue
+            agent = row.get(self.agent_key, None)
+            key = group_value(identifier), None if agent is None else group_value(agent)
+            held = self.open.get(key)
+            if done.any():
+                if held is not None:
+                    del self.open[key]
+                    held.append(row)
+                finished.append([row] if held is None else held)
+            elif held is None:
+                self.open[key] = [row]
+            else:
+                held.append(row)
+        if loose:
+            raise DataError(
+                f"the last {len(loose)} rows have no {self.traj_key!r} and are not done at "
+                f"{self.done_key!r}: such rows must be written as whole trajectories (collect with "
+                "yield_completed_trajectories=True), or carry a trajectory id as ChatEnv's do"
+            )
+        return finished
+
+    def __len__(self) -> int:
+        return len(self.open)
+
+    def clear(self) -> list[TensorDict]:
+        """Give up the open trajectories; returns their rows."""
+        rows = [row for held in self.open.values() for row in held]
+        self.open.clear()
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open trajectories in wire form."""
+        return {
+            "keys": list(self.open),
+            "lengths": [len(held) for held in self.open.values()],
+            "rows": pack_rows(row for held in self.open.values() for row in held),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        rows = iter(unpack_row_list(state["rows"]))
+        self.open = {
+            key: [next(rows) for _ in range(length)]
+            for key, length in zip(state["keys"], state["lengths"], strict=True)
+        }
+
+
+class GroupQueue:
+    """Holds finished trajectories until ``size`` of one group have come.
+
+    Args:
+        size: trajectories of a group.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.groups: dict[Hashable, list[Trajectory]] = {}
+
+    def push(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
+        """Add a trajectory; returns its group when that fills it.
+
+        Args:
+            key: the group.
+            trajectory: a finished trajectory.
+        """
+        group = self.groups.setdefault(key, [])
+        group.append(trajectory)
+        if len(group) < self.size:
+            return None
+        return self.groups.pop(key)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that wait."""
+        return sum(len(group) for group in self.groups.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of the trajectories that wait."""
+        return sum(t.num_tokens for group in self.groups.values() for t in group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The waiting groups in wire form."""
+        waiting = [t for group in self.groups.values() for t in group]
+        return {
+            "keys": list(self.groups),
+            "sizes": [len(group) for group in self.groups.values()],
+            "lengths": [len(trajectory.rows) for trajectory in waiting],
+            "rewards": [[r.clone() for r in trajectory.rewards] for trajectory in waiting],
+            "valid": [trajectory.valid for trajectory in waiting],
+            "rows": pack_rows(row for trajectory in waiting for row in trajectory.rows),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        rows = iter(unpack_row_list(state["rows"]))
+        waiting = iter(
+            [
+                Trajectory([next(rows) for _ in range(length)], rewards, valid)
+                for length, rewards, valid in zip(
+                    state["lengths"], state["rewards"], state["valid"], strict=True
+                )
+            ]
+        )
+        self.groups = {
+            key: [next(waiting) for _ in range(size)]
+            for key, size in zip(state["keys"], state["sizes"], strict=True)
+        }

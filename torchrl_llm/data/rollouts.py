@@ -1,0 +1,167 @@
+"""From rollouts to rows: a batch that an environment stepped becomes one tensordict a turn.
+
+Environments work on batches: a dense root with lazy nodes for what is ragged, and columns for what
+is no tensor. Buffers and losses work on rows: plain tensordicts without batch dimension, stacked
+lazily. This is the one place where the first turns into the second.
+
+Shape legend: ``B`` rows of the environment, ``T`` steps of the rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
+from torch import Tensor
+
+from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenTrace
+from torchrl_llm.data.enums import Source
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.wire import cell, typed_node
+
+__all__ = ["sampled_tokens", "split_batch", "split_rollout"]
+
+_ROW = torch.Size([])
+# Read as columns of the whole batch; an instance in each row would cost more than the row itself.
+_TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace)
+
+
+def split_batch(batch: Any) -> list[TensorDict]:
+    """The rows of one step, as plain tensordicts.
+
+    Args:
+        batch: tensordict or tensorclass of batch size ``[B]``, dense, lazy, or a dense root with
+            lazy nodes.
+
+    Returns:
+        ``B`` tensordicts without batch dimension. Dense tensors are copied, so that no row keeps
+        its batch alive; ragged ones and objects are referenced. Conversations and text keep their
+        tensorclass; token-aligned nodes are plain.
+
+    Raises:
+        ValueError: for another number of batch dimensions.
+
+    Example:
+        >>> rows = split_batch(TensorDict({"x": torch.arange(2)}, batch_size=[2]))
+        >>> [row["x"].item() for row in rows]
+        [0, 1]
+    """
+    if batch.batch_dims != 1:
+        raise ValueError(f"expected one batch dimension, got batch size {tuple(batch.batch_size)}")
+    cls, node = _unwrap(batch)
+    return _split(node, cls)
+
+
+def split_rollout(rollout: Any) -> LazyStackedTensorDict:
+    """All rows of a rollout, trajectory by trajectory.
+
+    Args:
+        rollout: batch size ``[B]``, ``[B, T]``, or more batch dimensions with time as the last.
+
+    Returns:
+        A lazy stack of plain rows, ``[B * T]``, where row ``b * T + t`` is step ``t`` of batch row
+        ``b``, as ``rollout.reshape(-1)`` would order them.
+
+    Example:
+        >>> td = TensorDict({"x": torch.arange(4).view(2, 2)}, batch_size=[2, 2])
+        >>> [row["x"].item() for row in split_rollout(td).unbind(0)]
+        [0, 1, 2, 3]
+    """
+    return lazy_rows(_flatten(rollout))
+
+
+def _flatten(rollout: Any) -> list[TensorDict]:
+    if rollout.batch_dims == 1:
+        return split_batch(rollout)
+    if rollout.batch_dims == 0:
+        raise ValueError("a rollout needs a batch dimension; got batch size ()")
+    _, node = _unwrap(rollout)
+    if isinstance(node, LazyStackedTensorDict):
+        dim, parts = node.stack_dim, node.tensordicts
+    else:
+        dim, parts = node.batch_dims - 1, node.unbind(-1)
+    split = [_flatten(part) for part in parts]
+    # Rows of a part follow its remaining dimensions; put the stacked dimension in its place.
+    inner = rollout.batch_size[dim + 1 :].numel()
+    outer = rollout.batch_size[:dim].numel()
+    return [rows[o * inner + i] for o in range(outer) for rows in split for i in range(inner)]
+
+
+def sampled_tokens(row: TensorDictBase) -> int:
+    """How many tokens of a row the policy sampled in the turns that this row stands for.
+
+    These are the sampled tokens of the response: earlier turns of the same conversation stand
+    before it and belong to their own rows, unless the rows were joined.
+
+    Args:
+        row: a row without batch dimension; one without tokens counts 0.
+    """
+    response = row.get(("tokens", "response"), None)
+    if response is None:
+        return 0
+    source = row.get(("trace", "source"), None)
+    if source is None or not response.numel():
+        return response.numel()
+    return int((source[-response.shape[0] :] == Source.SAMPLED).sum())
+
+
+def _unwrap(value: Any) -> tuple[type | None, Any]:
+    if not is_tensorclass(value) or isinstance(value, (NonTensorData, NonTensorStack)):
+        return None, value
+    node = value._tensordict
+    lazy = isinstance(node, LazyStackedTensorDict)
+    return (None if lazy or isinstance(value, _TOKEN_VIEWS) else type(value)), node
+
+
+def _split(node: Any, cls: type | None) -> list[Any]:
+    if isinstance(node, LazyStackedTensorDict):
+        if node.stack_dim != 0:
+            return [_plain_row(row) for row in node.unbind(0)]
+        return [_plain_row(row) for row in node.tensordicts]
+    count = node.batch_size[0]
+    sources: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in node._tensordict.items():
+        for source, part in zip(sources, _parts(value, count), strict=True):
+            source[name] = part
+    rows = [TensorDict._new_unsafe(source=source, batch_size=_ROW) for source in sources]
+    return rows if cls is None else [typed_node(cls, row) for row in rows]
+
+
+def _parts(value: Any, count: int) -> Any:
+    if isinstance(value, Tensor):
+        return torch.unbind_copy(value, 0)
+    if isinstance(value, NonTensorStack):
+        return [item if isinstance(item, TensorDictBase) else cell(item) for item in value.tolist()]
+    if isinstance(value, NonTensorData):
+        return [cell(value.data) for _ in range(count)]
+    cls, node = _unwrap(value)
+    if isinstance(node, (TensorDict, LazyStackedTensorDict)):
+        return _split(node, cls)
+    return value.unbind(0)
+
+
+def _plain_row(row: Any) -> Any:
+    """A row of a lazy stack: same leaves, nodes of its own, so that nobody else sees new keys."""
+    _, node = _unwrap(row)
+    if not isinstance(node, TensorDict):
+        return row
+    source = {}
+    for name, value in node._tensordict.items():
+        if isinstance(value, (Tensor, NonTensorData)):
+            source[name] = value
+            continue
+        cls, inner = _unwrap(value)
+        if isinstance(inner, TensorDict) and not inner.batch_dims:
+            inner = _plain_row(inner)
+            source[name] = inner if cls is None else typed_node(cls, inner)
+        else:
+            source[name] = value
+    return TensorDict._new_unsafe(source=source, batch_size=node.batch_size)

@@ -1,0 +1,381 @@
+"""The wire form of rows: flat values and lengths, for pickles, queues and checkpoints.
+
+Rows live as one small tensor a row and key. Pickled like that, a batch costs twenty times what it
+should, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows
+into a few long tensors and lists, :func:`unpack_rows` back into the same rows: ragged tensors,
+strings, other objects, chats with their token records, keys that only some rows have, and the
+tensorclass of every node. :func:`own_rows` makes rows safe to keep for long.
+
+Shape legend: ``N`` rows that have a column, ``L_n`` length of row ``n``, ``L`` their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
+from torch import Tensor
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.record import TokenRecord
+
+__all__ = [
+    "PackedRows",
+    "cell",
+    "own_rows",
+    "pack_rows",
+    "plain_node",
+    "typed_node",
+    "unpack_row_list",
+    "unpack_rows",
+]
+
+Path = tuple[str, ...]
+_ROW = torch.Size([])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """One tensor a row: ``values`` with a leading row dimension, or flat with ``lengths``."""
+
+    rows: list[int] | None
+    values: Any
+    lengths: list[int] | None
+
+    @classmethod
+    def of(cls, rows: list[int] | None, tensors: list[Tensor]) -> _Tensors:
+        first = tensors[0]
+        alike = all(t.dtype == first.dtype and t.device == first.device for t in tensors)
+        if alike and all(t.shape == first.shape for t in tensors):
+            return cls(rows, torch.stack(tensors), None)
+        if alike and first.ndim and all(t.shape[1:] == first.shape[1:] for t in tensors):
+            return cls(rows, torch.cat(tensors), [t.shape[0] for t in tensors])
+        return cls(rows, [t.clone() for t in tensors], None)
+
+    def split(self) -> Sequence[Tensor]:
+        if isinstance(self.values, list):
+            return self.values
+        return self.values.unbind(0) if self.lengths is None else self.values.split(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    rows: list[int] | None
+    values: list[Any]
+
+    def split(self) -> list[NonTensorData]:
+        return [cell(value) for value in self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chats:
+    """Messages as they are, records by their place in the table of records (-1 for none)."""
+
+    rows: list[int] | None
+    messages: list[tuple]
+    records: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Sub-tensordicts that are kept whole, because they have a batch size of their own."""
+
+    rows: list[int] | None
+    values: list[Any]
+
+    def split(self) -> list[Any]:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    columns: dict[str, _Tensors]
+    num_messages: list[int]
+    finish_reason: list[Any]
+    response_start: list[int | None]
+    fork_cause: list[str | None]
+
+    @classmethod
+    def of(cls, records: list[TokenRecord]) -> _Records:
+        names = ("token_ids", "source", "turn", "policy_version", "log_probs")
+        columns = {name: _Tensors.of(None, [getattr(r, name) for r in records]) for name in names}
+        rest = ("num_messages", "finish_reason", "response_start", "fork_cause")
+        return cls(columns, *([getattr(r, name) for r in records] for name in rest))
+
+    def split(self) -> list[TokenRecord]:
+        columns = {name: column.split() for name, column in self.columns.items()}
+        return [
+            TokenRecord(
+                **{name: column[i] for name, column in columns.items()},
+                num_messages=self.num_messages[i],
+                finish_reason=self.finish_reason[i],
+                response_start=self.response_start[i],
+                fork_cause=self.fork_cause[i],
+            )
+            for i in range(len(self.num_messages))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows in wire form; made by :func:`pack_rows`, picklable, a few tensors whatever the rows.
+
+    Attributes:
+        num_rows: how many rows were packed.
+        columns: the packed columns by path.
+        nodes: inner nodes by path: the rows that have the node (``None`` for all) and its
+            tensorclass (``None`` for a plain tensordict).
+        records: the token records of all chats, each once.
+    """
+
+    num_rows: int
+    columns: dict[Path, Any]
+    nodes: dict[tuple[Path, type | None], list[int] | None]
+    records: _Records | None
+
+    def unpack(self) -> LazyStackedTensorDict:
+        """The rows; the same as :func:`unpack_rows`."""
+        return unpack_rows(self)
+
+
+def plain_node(value: Any) -> Any:
+    """The tensordict under a tensorclass; anything else as it is.
+
+    Args:
+        value: a node of a row or batch.
+    """
+    return value._tensordict if is_tensorclass(value) else value
+
+
+def typed_node(cls: type, node: TensorDictBase) -> Any:
+    """View a node as a tensorclass, without the checks of the public constructor.
+
+    Args:
+        cls: a tensorclass.
+        node: the tensordict that holds its fields.
+    """
+    view = cls.__new__(cls)
+    view.__dict__.update(_tensordict=node, _non_tensordict={})
+    return view
+
+
+def cell(value: Any) -> NonTensorData:
+    """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
+
+    Args:
+        value: a string, a chat, any object that nobody changes.
+    """
+    new = NonTensorData.__new__(NonTensorData)
+    new.__dict__.update(
+        _tensordict=TensorDict._new_unsafe(source={}, batch_size=_ROW),
+        _non_tensordict={"data": value, "_is_non_tensor": True, "_metadata": None},
+        _is_initialized=True,
+    )
+    return new
+
+
+def _members(rows: Any) -> list[TensorDictBase]:
+    rows = plain_node(rows)
+    if isinstance(rows, TensorDictBase):
+        if rows.batch_dims != 1:
+            raise ValueError(
+                f"rows must have one batch dimension, got batch size {tuple(rows.batch_size)}; "
+                "split a rollout with torchrl_llm.data.rollouts.split_rollout first"
+            )
+        return list(rows.unbind(0))
+    return list(rows)
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.leaves: dict[tuple[Path, str], tuple[list[int], list[Any]]] = {}
+        self.nodes: dict[tuple[Path, type | None], list[int]] = {}
+        self.records: dict[int, int] = {}
+        self.record_list: list[TokenRecord] = []
+
+    def add(self, row: int, node: TensorDict, path: Path) -> None:
+        for name, value in node._tensordict.items():
+            here, kind, cls = (*path, name), _kind(value), None
+            if kind == "class":
+                cls, inner = type(value), value._tensordict
+                kind = "node" if value._non_tensordict else _kind(inner)
+            else:
+                inner = value
+            if kind == "dict" and not inner.batch_dims:
+                self.nodes.setdefault((here, cls), []).append(row)
+                self.add(row, inner, here)
+                continue
+            if kind == "cell" and not value.batch_dims:
+                value = value.data
+                kind = "chat" if isinstance(value, Chat) else "object"
+            rows, values = self.leaves.setdefault((here, kind), ([], []))
+            rows.append(row)
+            values.append(value)
+
+    def record(self, record: TokenRecord | None) -> int:
+        if record is None:
+            return -1
+        place = self.records.setdefault(id(record), len(self.record_list))
+        if place == len(self.record_list):
+            self.record_list.append(record)
+        return place
+
+    def finish(self, num_rows: int) -> PackedRows:
+        columns: dict[Any, Any] = {}
+        for (path, kind), (rows, values) in self.leaves.items():
+            where = None if len(rows) == num_rows else rows
+            match kind:
+                case "tensor":
+                    column: Any = _Tensors.of(where, values)
+                case "chat":
+                    places = [self.record(chat.record) for chat in values]
+                    column = _Chats(where, [chat.messages for chat in values], places)
+                case "object":
+                    column = _Objects(where, values)
+                case _:
+                    column = _Nodes(where, values)
+            columns[path, kind] = column
+        nodes = {key: None if len(rows) == num_rows else rows for key, rows in self.nodes.items()}
+        records = _Records.of(self.record_list) if self.record_list else None
+        return PackedRows(num_rows, columns, nodes, records)
+
+
+_KINDS: dict[type, str] = {}
+
+
+def _kind(value: Any) -> str:
+    """What a value of a row is: tensor, cell, dict, class, or node for the rest."""
+    kind = _KINDS.get(type(value))
+    if kind is None:
+        if isinstance(value, Tensor):
+            kind = "tensor"
+        elif isinstance(value, NonTensorData):
+            kind = "cell"
+        elif isinstance(value, TensorDict):
+            kind = "dict"
+        else:
+            kind = "class" if is_tensorclass(value) else "node"
+        _KINDS[type(value)] = kind
+    return kind
+
+
+def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
+    """Turn rows into their wire form.
+
+    Args:
+        rows: a tensordict of batch size ``[N]``, or tensordicts without batch dimension. Rows may
+            differ in their keys.
+
+    Returns:
+        The packed rows. Tensors are copied; objects are referenced.
+
+    Raises:
+        ValueError: for a tensordict with more or less than one batch dimension.
+
+    Example:
+        >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
+        >>> packed = pack_rows(ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]}))
+        >>> [row.tolist() for row in read_rows(unpack_rows(packed), "ids")]
+        [[1, 2], [3]]
+    """
+    members = _members(rows)
+    packer = _Packer()
+    for i, row in enumerate(members):
+        if _kind(row) != "dict" or row.batch_dims:
+            raise ValueError(
+                f"row {i} must be a TensorDict without batch dimension, got {type(row).__name__} "
+                f"of batch size {tuple(getattr(row, 'batch_size', ()))}"
+            )
+        packer.add(i, row, ())
+    return packer.finish(len(members))
+
+
+def unpack_rows(packed: PackedRows, *, own: bool = False) -> LazyStackedTensorDict:
+    """Rows from their wire form.
+
+    Args:
+        packed: what :func:`pack_rows` returned.
+        own: copy each row's tensors. Without it they are views of the long tensors: cheaper, but
+            one kept row keeps the memory of all.
+
+    Returns:
+        A lazy stack of batch size ``[N]``.
+
+    Raises:
+        ValueError: for no rows at all, which a lazy stack cannot hold.
+    """
+    if not packed.num_rows:
+        raise ValueError("no rows were packed; a lazy stack needs at least one")
+    rows = unpack_row_list(packed)
+    return lazy_rows(own_rows(rows) if own else rows)
+
+
+def unpack_row_list(packed: PackedRows) -> list[TensorDict]:
+    """Rows from their wire form as a list, which may be empty."""
+    every = range(packed.num_rows)
+    sources: list[dict[str, Any]] = [{} for _ in every]
+    # What a node holds, by path and row; filled first and turned into tensordicts from the inside
+    # out, for a tensordict copies the dict that it is given.
+    inner: dict[Path, dict[int, dict[str, Any]]] = {(): dict(enumerate(sources))}
+    for (path, _), rows in packed.nodes.items():
+        inner.setdefault(path, {}).update({row: {} for row in (every if rows is None else rows)})
+    records = packed.records.split() if packed.records is not None else []
+    for (path, _), column in packed.columns.items():
+        if isinstance(column, _Chats):
+            column = _Objects(
+                column.rows,
+                [
+                    Chat._of(messages, records[place] if place >= 0 else None)
+                    for messages, place in zip(column.messages, column.records, strict=True)
+                ],
+            )
+        holders, name = inner[path[:-1]], path[-1]
+        rows = every if column.rows is None else column.rows
+        for row, value in zip(rows, column.split(), strict=True):
+            holders[row][name] = value
+    for (path, cls), rows in sorted(packed.nodes.items(), key=lambda item: -len(item[0][0])):
+        holders, own, name = inner[path[:-1]], inner[path], path[-1]
+        for row in every if rows is None else rows:
+            node = TensorDict._new_unsafe(source=own[row], batch_size=_ROW)
+            holders[row][name] = node if cls is None else typed_node(cls, node)
+    return [TensorDict._new_unsafe(source=source, batch_size=_ROW) for source in sources]
+
+
+def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
+    """Give each row memory of its own, copying only tensors that are parts of a larger storage.
+
+    A row that is a view keeps its whole batch alive and drags it into every pickle.
+
+    Args:
+        rows: tensordicts without batch dimension; their tensors are replaced in place.
+
+    Returns:
+        The same rows as a list.
+    """
+    rows = list(rows)
+    for row in rows:
+        _own(row)
+    return rows
+
+
+def _own(node: TensorDict) -> None:
+    leaves = node._tensordict
+    for name, value in leaves.items():
+        kind = _kind(value)
+        if kind == "tensor":
+            if value.untyped_storage().nbytes() > value.nbytes:
+                leaves[name] = value.clone()
+        elif kind == "dict":
+            _own(value)
+        elif kind == "class" and _kind(value._tensordict) == "dict":
+            _own(value._tensordict)
