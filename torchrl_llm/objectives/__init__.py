@@ -1,1 +1,23 @@
-"""objectives."""
+"""Losses over rows of tokens, and the credit rules that give them their advantages.
+
+A loss reads rows and asks a :class:`~torchrl_llm.data.scoring.TokenScorer` for log-probs; it never
+names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm.objectives.base import LLMLossOutput, PolicyGradientLoss, PolicyLossOutput
+from torchrl_llm.objectives.grpo import GRPOLoss, GRPOLossOutput
+from torchrl_llm.objectives.sft import SFTLoss, SFTLossOutput, minor_sft_loss, sft_loss
+
+__all__ = [
+    "GRPOLoss",
+    "GRPOLossOutput",
+    "LLMLossOutput",
+    "PolicyGradientLoss",
+    "PolicyLossOutput",
+    "SFTLoss",
+    "SFTLossOutput",
+    "minor_sft_loss",
+    "sft_loss",
+]

@@ -1,0 +1,141 @@
+"""Group relative policy optimisation: the clipped surrogate on advantages of a group of samples.
+
+The loss knows nothing of groups; they are in the advantages, which
+:class:`~torchrl_llm.objectives.credit.MCAdvantage` writes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional import ppo_clip
+from torchrl_llm.objectives.base import (
+    Aggregation,
+    PolicyGradientLoss,
+    PolicyLossOutput,
+    PolicyTokens,
+    Surrogate,
+)
+from torchrl_llm.objectives.rows import MaskingStrategy
+
+__all__ = ["GRPOLoss", "GRPOLossOutput"]
+
+
+class GRPOLossOutput(PolicyLossOutput):
+    """Output of :class:`GRPOLoss`; the fields are those of ``PolicyLossOutput``."""
+
+
+class GRPOLoss(PolicyGradientLoss):
+    r"""The GRPO loss, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)` per token.
+
+    arXiv:2402.03300 equation 3, with TorchRL's names and defaults: token mean, clip 0.2. The
+    paper's own average is ``aggregation="sequence_mean"``. :math:`r` is the ratio of current to
+    *sampled* probability, so the first pass over fresh rows has ratio one. Divergences are the
+    ``k3`` estimate, averaged as the objective.
+
+    Differences from TorchRL: the entropy is a metric and no bonus unless asked for; means are over
+    tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip cuts;
+    ``gamma``, ``clip_value`` and ``samples_mc_entropy`` are refused, because nothing reads them.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        clip_epsilon: a number, or ``(low, high)`` as in DAPO. May be assigned between steps.
+        kl_mask_threshold: tokens with ``log_ratio ** 2 / 2`` above it add nothing to the objective.
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's name for it,
+            ``"prompt_mean"``, is accepted), ``"sequence_sum"``, ``"constant"`` or ``"none"``.
+        constant_length: tokens that ``aggregation="constant"`` divides by.
+        entropy_bonus: subtract ``entropy_coeff`` times the entropy; by default only when a
+            coefficient is given.
+        entropy_coeff: weight of the bonus; 0.01 when ``entropy_bonus=True`` comes without it.
+        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
+            ``aggregation="none"``.
+        kl_to_ref_coeff: weight of the divergence from the reference policy, whose log-probs the
+            rows must have under ``("next", "ref_log_probs", "full")``.
+        kl_to_inference_coeff: weight of the divergence from the sampler.
+        device: where the loss is computed from the log-probs; theirs by default.
+        masking_strategy: which tokens count: ``"sft"``, those after the prompt; ``"rlhf"``, the
+            assistant's; ``"generic"``, all that have a prefix.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.data.ragged import write_rows
+        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> rows = TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2])
+        >>> ids = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
+        >>> write_rows(rows, ("tokens", "full"), ids)
+        >>> write_rows(rows, ("tokens", "prompt"), [x[:1] for x in ids])
+        >>> write_rows(rows, ("log_probs", "full"), [torch.full(x.shape, -3.4) for x in ids])
+        >>> loss = GRPOLoss(CausalScorer(Qwen2ForCausalLM(config)))
+        >>> output = loss(rows)
+        >>> output.total_loss().backward()
+        >>> output.clip_fraction
+        tensor(0.)
+    """
+
+    output_type = GRPOLossOutput
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_mask_threshold: float | None = None,
+        aggregation: Aggregation = "token_mean",
+        constant_length: int | None = None,
+        entropy_bonus: bool | None = None,
+        entropy_coeff: float | None = None,
+        reduction: Literal["mean", "none"] | None = None,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        device: torch.device | str | None = None,
+        masking_strategy: MaskingStrategy = "sft",
+    ) -> None:
+        if reduction not in (None, "mean", "none"):
+            raise ConfigError(
+                f"reduction must be mean or none, got {reduction!r}; sums are "
+                "aggregation='sequence_sum'"
+            )
+        super().__init__(
+            actor_network,
+            aggregation="none" if reduction == "none" else aggregation,
+            constant_length=constant_length,
+            kl_mask_threshold=kl_mask_threshold,
+            entropy_bonus=entropy_bonus,
+            entropy_coeff=entropy_coeff,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff,
+            masking_strategy=masking_strategy,
+            device=device,
+        )
+        self.clip_epsilon = clip_epsilon
+
+    @property
+    def clip_epsilon(self) -> tuple[float, float]:
+        """How far below and above one the ratio may go, ``(low, high)``."""
+        return self._clip_epsilon
+
+    @clip_epsilon.setter
+    def clip_epsilon(self, value: float | tuple[float, float]) -> None:
+        pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+        if len(pair) != 2 or not (0 <= pair[0] < 1 and pair[1] >= 0):
+            raise ConfigError(
+                f"clip_epsilon must be a number or (low, high) with 0 <= low < 1 and 0 <= high, "
+                f"got {value}"
+            )
+        self._clip_epsilon = (float(pair[0]), float(pair[1]))
+
+    def surrogate(self, tokens: PolicyTokens) -> Surrogate:
+        """See :func:`~torchrl_llm.functional.ppo_clip`."""
+        return Surrogate(*ppo_clip(tokens.log_ratio, tokens.advantage, *self.clip_epsilon))

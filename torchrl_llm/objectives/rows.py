@@ -1,0 +1,335 @@
+"""Reads rows of tokens for a loss: which tokens count, and the columns that go with them.
+
+Rows come as a one-dimensional lazy stack (ragged) or as padded tensors with an attention mask.
+Either way the columns are laid end to end without padding, so that a value and its token can only
+be aligned or refused. Nothing is inferred from token ids.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``N`` those that
+count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.errors import DataError
+from torchrl_llm.functional import pad_flat, row_index
+
+__all__ = ["MaskingStrategy", "RowKeys", "TokenRows", "read_token_rows"]
+
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+
+
+@dataclass
+class RowKeys:
+    """Where a loss finds the columns of its rows."""
+
+    action: NestedKey = ("tokens", "full")
+    prompt: NestedKey = ("tokens", "prompt")
+    attention_mask: NestedKey = ("masks", "all_attention_mask")
+    assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+    trace: NestedKey | None = "trace"
+    temperature: NestedKey = ("tokens", "temperature")
+    truncated_support: NestedKey = ("tokens", "truncated_support")
+
+
+class TokenRows:
+    """The tokens of a batch and those of them that count.
+
+    Args:
+        sequences: ``B`` int64 tensors ``[T_b]``, without padding.
+        stored: length of each row as it is stored, padding included.
+        kept: bool over the stored positions of all rows, false at padding; ``None`` without any.
+        mask: bool ``[L]``, the tokens that count.
+
+    Attributes:
+        sequences: as given.
+        select: ``B`` bool tensors ``[T_b]``, the tokens that count.
+        counts: how many count in each row.
+        row: int64 ``[N]``, the row of each token that counts.
+
+    Raises:
+        DataError: when no token counts, or the first token of a row does.
+    """
+
+    def __init__(
+        self, sequences: list[Tensor], stored: list[int], kept: Tensor | None, mask: Tensor
+    ) -> None:
+        lengths = [ids.shape[0] for ids in sequences]
+        self.sequences = sequences
+        self.select = list(mask.split(lengths))
+        self.counts = [0] * len(lengths)
+        self.row = row_index(lengths)[mask]
+        for row, count in zip(
+            *(x.tolist() for x in self.row.unique_consecutive(return_counts=True)), strict=True
+        ):
+            self.counts[row] = count
+        self._stored, self._kept = stored, kept
+        self._index = mask.nonzero()[:, 0]
+        if not self._index.numel():
+            raise DataError(
+                f"no token of these {len(lengths)} rows counts: the mask of the masking strategy, "
+                "or the trace's mask_reason, excludes them all; drop such batches before the loss"
+            )
+        first = [
+            b
+            for b, (count, s) in enumerate(zip(self.counts, self.select, strict=True))
+            if count and s[0]
+        ]
+        if first:
+            raise DataError(
+                f"the first token of row {first[0]} counts but has no prefix to be predicted from; "
+                "rows need a prompt of at least one token"
+            )
+
+    def column(self, td: Any, key: NestedKey, advice: str) -> Tensor:
+        """Values of a token-aligned column at the tokens that count, checked to be finite.
+
+        Args:
+            td: the rows.
+            key: the column, ``[T_b]`` or ``[T_b, 1]`` a row.
+            advice: how the column comes into being, for the error.
+
+        Returns:
+            float32 ``[N]``, without gradient.
+
+        Raises:
+            DataError: when the column is missing, has other lengths, or is not finite where it
+                counts.
+        """
+        values = self._flat(_column(td, key, advice), key)
+        if values.requires_grad:
+            raise DataError(f"{key!r} must be stored data, and this column requires gradients")
+        return self._finite(values.float()[self._index], key)
+
+    def advantage(self, td: Any, key: NestedKey) -> Tensor:
+        """Advantage of each token that counts.
+
+        Args:
+            td: the rows.
+            key: the column: one number a row (``[B, 1, 1]`` or ``[B, 1]``), or one a token of
+                ``tokens.full`` (``[B, T, 1]``).
+
+        Returns:
+            float32 ``[N]``.
+
+        Raises:
+            DataError: when it is missing, of another shape, or not finite where it counts.
+        """
+        values = _column(td, key, "MCAdvantage must run before sampling")
+        if all(value.numel() == 1 for value in values):
+            per_row = torch.stack([value.reshape(()) for value in values]).float()
+            return self._finite(per_row[self.row], key)
+        for row, (value, length) in enumerate(zip(values, self._stored, strict=True)):
+            if value.numel() != 1 and value.shape != (length, 1):
+                raise DataError(
+                    f"{_name(key)} must be [B, 1, 1] or [B, T, 1] with B={len(values)}, "
+                    f"T={length}, got {(len(values), *value.shape)} (row {row}); MCAdvantage must "
+                    "run before sampling"
+                )
+        expanded = [
+            value.reshape(-1).expand(length)
+            for value, length in zip(values, self._stored, strict=True)
+        ]
+        return self._finite(self._flat(expanded, key).float()[self._index], key)
+
+    def temperature(self, td: Any, key: NestedKey) -> float | Tensor:
+        """Temperature of each row, float32 ``[B]``; the number 1.0 when it is that of all."""
+        values = read_rows(td, key, None)
+        if values is None:
+            return 1.0
+        temperatures = torch.stack([value.reshape(()) for value in values]).float()
+        return 1.0 if bool((temperatures == 1.0).all()) else temperatures
+
+    def refuse_truncated_support(self, td: Any, key: NestedKey) -> None:
+        """Raise when a row that counts was sampled from a distribution that is not stored."""
+        values = read_rows(td, key, None)
+        if values is None:
+            return
+        bad = [b for b, v in enumerate(values) if self.counts[b] and bool(v)]
+        if bad:
+            raise DataError(
+                f"rows {bad[:8]} were sampled with top-k, top-p or min-p and the kept ids were not "
+                "stored, so their ratios are not defined; sample with top_p=1, top_k=0, min_p=0"
+            )
+
+    def scatter(self, values_N: Tensor) -> Tensor:
+        """Values of tokens that count at their places in a rectangle of the stored rows.
+
+        Args:
+            values_N: ``[N]``.
+
+        Returns:
+            ``[B, T]`` with ``T`` the longest stored row, 0 where a token does not count.
+        """
+        index = self._index
+        if self._kept is not None:
+            index = self._kept.nonzero()[:, 0][index]
+        flat = values_N.new_zeros(sum(self._stored))
+        return pad_flat(flat.index_put((index.to(values_N.device),), values_N), self._stored)
+
+    def _flat(self, values: list[Tensor], key: NestedKey) -> Tensor:
+        return _flatten(values, self._stored, self._kept, key)
+
+    def _finite(self, values_N: Tensor, key: NestedKey) -> Tensor:
+        fine = values_N.isfinite()
+        if not bool(fine.all()):
+            rows = self.row[~fine].unique().tolist()
+            raise DataError(
+                f"{_name(key)} is NaN or infinite at tokens that count, in rows {rows[:8]}"
+            )
+        return values_N
+
+
+def read_token_rows(td: Any, keys: RowKeys, strategy: MaskingStrategy) -> TokenRows:
+    """Read the tokens of a batch and decide which count.
+
+    Args:
+        td: rows: a lazy stack, a tensordict with lazy nodes, or padded tensors; batch size ``[B]``.
+        keys: where the columns are.
+        strategy: ``"sft"``, after the prompt; ``"rlhf"``, by the assistant mask; ``"generic"``,
+            every token with a prefix. With a trace, only sampled tokens with reason ``TRAINED``
+            remain.
+
+    Returns:
+        The rows.
+
+    Raises:
+        DataError: when a column that is needed is missing or misaligned, or no token counts.
+    """
+    if len(td.batch_size) != 1:
+        raise DataError(
+            f"a loss reads rows with one batch dimension, got batch size {tuple(td.batch_size)}; "
+            "flatten them first, as LLMCollector(flatten_data=True) and the replay buffer do"
+        )
+    ids = _column(td, keys.action, "the rows must hold token ids")
+    stored = [row.shape[0] for row in ids]
+    kept = _kept(td, keys, stored)
+    if kept is not None:
+        lengths = [int(part.sum()) for part in kept.split(stored)]
+        ids = list(torch.cat(ids)[kept].split(lengths))
+    flat = _Flat(td, keys, ids, stored, kept)
+    masks = {"sft": flat.after_prompt, "rlhf": flat.assistant, "generic": flat.with_prefix}
+    mask, trained = masks[strategy](), flat.trained()
+    return TokenRows(ids, stored, kept, mask if trained is None else mask & trained)
+
+
+class _Flat:
+    """Masks over the ``L`` tokens of all rows."""
+
+    def __init__(
+        self, td: Any, keys: RowKeys, ids: list[Tensor], stored: list[int], kept: Tensor | None
+    ) -> None:
+        self.td, self.keys, self.ids, self.stored, self.kept = td, keys, ids, stored, kept
+
+    def _read(self, key: NestedKey, default: Any = ...) -> Tensor | None:
+        values = read_rows(self.td, key, default)
+        return None if values is None else _flatten(values, self.stored, self.kept, key)
+
+    def with_prefix(self) -> Tensor:
+        return _positions([row.shape[0] for row in self.ids]) > 0
+
+    def assistant(self) -> Tensor:
+        mask = self._read(self.keys.assistant_mask, None)
+        if mask is None:
+            raise DataError(
+                f"the rows have no {self.keys.assistant_mask!r}; every policy writes it"
+            )
+        return mask.bool()
+
+    def after_prompt(self) -> Tensor:
+        prompts = read_rows(self.td, self.keys.prompt, None)
+        if prompts is None:
+            raise DataError(f"masking_strategy='sft' needs {self.keys.prompt!r}")
+        if all(
+            prompt.shape[0] <= row.shape[0] and torch.equal(row[: prompt.shape[0]], prompt)
+            for prompt, row in zip(prompts, self.ids, strict=True)
+        ):
+            lengths = [row.shape[0] for row in self.ids]
+            starts = torch.tensor([prompt.shape[0] for prompt in prompts])
+            return _positions(lengths) >= torch.repeat_interleave(starts, torch.tensor(lengths))
+        return self._last_turn()
+
+    def _last_turn(self) -> Tensor:
+        """The last sampled turn, by the trace: where the prompts are padded."""
+        turn = self.keys.trace and self._read(_under(self.keys.trace, "turn"), None)
+        if turn is None:
+            raise DataError(
+                f"{self.keys.prompt!r} is no prefix of {self.keys.action!r} (it is padded), and "
+                "there is no trace that tells where the response begins; use ragged rows or "
+                "masking_strategy='rlhf'"
+            )
+        parts = turn.split([row.shape[0] for row in self.ids])
+        return torch.cat([(part == part.max()) & (part >= 0) for part in parts])
+
+    def trained(self) -> Tensor | None:
+        """Sampled tokens that nothing has masked; ``None`` without a trace."""
+        if self.keys.trace is None:
+            return None
+        source = self._read(_under(self.keys.trace, "source"), None)
+        if source is None:
+            return None
+        mask = source == Source.SAMPLED
+        reason = self._read(_under(self.keys.trace, "mask_reason"), None)
+        return mask if reason is None else mask & (reason == MaskReason.TRAINED)
+
+
+def _positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def _under(node: NestedKey, name: str) -> NestedKey:
+    return (*((node,) if isinstance(node, str) else node), name)
+
+
+def _name(key: NestedKey) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
+    values = read_rows(td, key, None)
+    if values is None:
+        raise DataError(f"the rows have no {_name(key)}; {advice}")
+    return values
+
+
+def _is_ragged(td: Any) -> bool:
+    return isinstance(getattr(td, "_tensordict", td), LazyStackedTensorDict)
+
+
+def _kept(td: Any, keys: RowKeys, stored: list[int]) -> Tensor | None:
+    masks = read_rows(td, keys.attention_mask, None)
+    if masks is None:
+        if _is_ragged(td) or (
+            isinstance(keys.action, tuple) and _is_ragged(td.get(keys.action[:-1], None))
+        ):
+            return None
+        raise DataError(
+            f"padded rows need {keys.attention_mask!r}: padding is never inferred from token ids"
+        )
+    kept = _flatten(masks, stored, None, keys.attention_mask).bool()
+    return None if bool(kept.all()) else kept
+
+
+def _flatten(
+    values: list[Tensor], stored: list[int], kept: Tensor | None, key: NestedKey
+) -> Tensor:
+    if values and values[0].ndim == 2:
+        values = [value.squeeze(-1) for value in values]
+    shapes = [value.shape for value in values]
+    if shapes != [(length,) for length in stored]:
+        row = next(b for b, (s, n) in enumerate(zip(shapes, stored, strict=True)) if s != (n,))
+        raise DataError(
+            f"{_name(key)} must have one value a token: row {row} has {stored[row]} tokens and "
+            f"values of shape {tuple(shapes[row])}"
+        )
+    flat = torch.cat(values)
+    return flat if kept is None else flat[kept]

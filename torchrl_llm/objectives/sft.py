@@ -1,0 +1,314 @@
+"""Supervised fine-tuning on conversations: cross-entropy of the assistant's tokens, and MinorSFT.
+
+Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens of the assistant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorClass, TensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.objectives import LossModule
+
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.ragged import read_rows, write_rows
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
+from torchrl_llm.objectives.base import LLMLossOutput, check_scores
+from torchrl_llm.objectives.rows import RowKeys, TokenRows, read_token_rows
+
+__all__ = ["SFTLoss", "SFTLossOutput", "minor_sft_loss", "sft_loss"]
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def sft_loss(summed_log_probs: Tensor, reduction: Reduction) -> Tensor:
+    """Negative log-likelihood of responses.
+
+    Args:
+        summed_log_probs: ``[B]``, log-prob of each response (or its mean per token), nats.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Returns:
+        A scalar, or ``[B]``.
+
+    Raises:
+        ValueError: for an unknown reduction.
+
+    Example:
+        >>> sft_loss(torch.tensor([-1.0, -3.0]), "mean")
+        tensor(2.)
+    """
+    return _reduced(-summed_log_probs, reduction)
+
+
+def minor_sft_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, beta: float, reduction: Reduction
+) -> Tensor:
+    r"""MinorSFT, :math:`-\log \sigma(\beta (\log \pi - \log \pi_\mathrm{ref}))`.
+
+    arXiv:2408.10642 equation 8. The further a response is above the reference, the weaker its pull.
+
+    Args:
+        log_probs: ``[B]``, log-prob of each response under the trained policy, nats.
+        ref_log_probs: ``[B]``, under the reference.
+        beta: slope; larger forgets the reference less.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Returns:
+        A scalar, or ``[B]``.
+
+    Raises:
+        ValueError: for shapes that differ or an unknown reduction.
+
+    Example:
+        >>> minor_sft_loss(torch.tensor([-1.0]), torch.tensor([-1.0]), 0.1, "mean").exp()
+        tensor(2.)
+    """
+    if log_probs.shape != ref_log_probs.shape:
+        raise ValueError(
+            f"log-probs and reference log-probs must have one shape, got {tuple(log_probs.shape)} "
+            f"and {tuple(ref_log_probs.shape)}"
+        )
+    return _reduced(-nn.functional.logsigmoid(beta * (log_probs - ref_log_probs)), reduction)
+
+
+def _reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "mean":
+        return loss_B.mean()
+    if reduction == "sum":
+        return loss_B.sum()
+    if reduction == "none":
+        return loss_B
+    raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+
+
+class SFTLossOutput(TensorClass["nocast"], LLMLossOutput):
+    """Output of :class:`SFTLoss`; float32 scalars.
+
+    Attributes:
+        loss_sft: the objective; ``[B]`` when the reduction is ``"none"``.
+        loss_kl_to_ref: weighted divergence from the reference, where asked for.
+        kl_to_ref: its mean over the assistant's tokens, nats.
+    """
+
+    loss_sft: Tensor
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+
+
+class SFTLoss(LossModule):
+    """Supervised loss on the assistant's tokens, the token that ends each turn included.
+
+    Rows that have ids and an assistant mask (``("tokens", "full")``, ``("masks",
+    "all_assistant_mask")``) are used as they are; rows with a conversation alone (``("history",
+    "full")``) are encoded first. Only the assistant's positions reach the language-model head.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
+            have ids.
+        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.formatter.ChatFormatter`,
+            such as ``chat_template`` or ``chat_template_name``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows.
+        normalize_by_seq_length: use the mean instead of the sum over a row's tokens.
+        kl_to_ref_coeff: weight of the divergence from a reference policy (``k3``, a mean over
+            tokens), whose log-probs the rows must have under ``("next", "ref_log_probs", "full")``.
+        loss_function: ``"sft"`` or ``"minor_sft"``; the latter needs the reference's log-probs.
+        beta: slope of MinorSFT.
+        device: where the loss is computed from the log-probs; theirs by default.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> from torchrl_llm.data.ragged import write_rows
+        >>> rows = TensorDict(batch_size=[2])
+        >>> write_rows(rows, ("tokens", "full"), [torch.tensor([3, 4, 5]), torch.tensor([3, 7])])
+        >>> masks = [torch.tensor([False, True, True]), torch.tensor([False, True])]
+        >>> write_rows(rows, ("masks", "all_assistant_mask"), masks)
+        >>> loss = SFTLoss(CausalScorer(Qwen2ForCausalLM(config)))
+        >>> loss(rows).total_loss().backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(RowKeys):
+        """Keys that ``set_keys`` takes, with their defaults."""
+
+        # The assistant mask alone says what is learnt: demonstrations were not sampled.
+        trace: NestedKey | None = None
+        history: NestedKey = ("history", "full")
+        ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+
+    default_keys = _AcceptedKeys
+    default_value_estimator = None
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        tokenizer: Any = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        reduction: Reduction = "mean",
+        normalize_by_seq_length: bool = True,
+        kl_to_ref_coeff: float | None = None,
+        loss_function: Literal["sft", "minor_sft"] = "sft",
+        beta: float = 0.1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(actor_network, TokenScorer):
+            raise ConfigError(
+                f"actor_network must be a TokenScorer (a policy wrapper or a CausalScorer), got "
+                f"{type(actor_network).__name__}"
+            )
+        if reduction not in ("mean", "sum", "none"):
+            raise ConfigError(f"reduction must be mean, sum or none, got {reduction!r}")
+        if loss_function not in ("sft", "minor_sft"):
+            raise ConfigError(f"loss_function must be sft or minor_sft, got {loss_function!r}")
+        if loss_function == "minor_sft" and kl_to_ref_coeff:
+            raise ConfigError(
+                "minor_sft holds the policy to the reference already: no kl_to_ref_coeff"
+            )
+        self.actor_network = actor_network
+        self.formatter = _formatter(actor_network, tokenizer, tokenizer_kwargs)
+        self.reduction = reduction
+        self.normalize_by_seq_length = normalize_by_seq_length
+        self.kl_to_ref_coeff = float(kl_to_ref_coeff or 0.0)
+        self.loss_function = loss_function
+        self.beta = beta
+        self.device = None if device is None else torch.device(device)
+        self._forward_value_estimator_keys()
+
+    @property
+    def functional(self) -> bool:
+        """False: the actor's parameters stay in the actor."""
+        return False
+
+    def normalizer(self, tensordict: Any) -> Normalizer:
+        """Counts of a whole batch, for the ``normalizer`` argument of its micro-batches.
+
+        Args:
+            tensordict: the rows of the whole batch.
+        """
+        return Normalizer.of(self._rows(tensordict).counts)
+
+    def forward(self, tensordict: Any, *, normalizer: Normalizer | None = None) -> SFTLossOutput:
+        """The loss of a batch, or of a micro-batch of it.
+
+        Args:
+            tensordict: rows, a one-dimensional lazy stack or padded tensors with masks.
+            normalizer: counts of the whole batch when these rows are a part of it; read by the mean
+                over rows and by the divergence.
+
+        Returns:
+            The loss terms.
+
+        Raises:
+            DataError: when a row has no token of the assistant, a column is missing or misaligned,
+                or a value that counts is not finite.
+        """
+        rows = self._rows(tensordict)
+        reference = None
+        if self.loss_function == "minor_sft" or self.kl_to_ref_coeff:
+            reference = rows.column(
+                tensordict,
+                self.tensor_keys.ref_log_prob,
+                "RetrieveLogProb with the reference policy writes it",
+            )
+        scores = self.actor_network.token_scores(
+            rows.sequences,
+            rows.select,
+            temperature=rows.temperature(tensordict, self.tensor_keys.temperature),
+        )
+        log_probs = check_scores(scores.log_probs, rows)
+        log_probs = log_probs.to(self.device or log_probs.device)
+        if reference is not None:
+            reference = reference.to(log_probs.device)
+        normalizer = normalizer or Normalizer.of(rows.counts)
+        fields = {"loss_sft": self._objective(log_probs, reference, rows, normalizer)}
+        if self.kl_to_ref_coeff:
+            divergence = k3(reference - log_probs).sum() / normalizer.num_tokens
+            fields["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence
+            fields["kl_to_ref"] = divergence.detach()
+        return SFTLossOutput(**fields)
+
+    def _objective(
+        self,
+        log_probs: Tensor,
+        reference: Tensor | None,
+        rows: TokenRows,
+        normalizer: Normalizer,
+    ) -> Tensor:
+        reduction = "sum" if self.reduction == "mean" else self.reduction
+        per_row = self._per_row(log_probs, rows)
+        if self.loss_function == "sft":
+            loss = sft_loss(per_row, reduction)
+        else:
+            loss = minor_sft_loss(per_row, self._per_row(reference, rows), self.beta, reduction)
+        return loss / normalizer.num_sequences if self.reduction == "mean" else loss
+
+    def _per_row(self, values_N: Tensor, rows: TokenRows) -> Tensor:
+        sums = sequence_log_ratio(values_N, rows.row.to(values_N.device), len(rows.counts))
+        if self.normalize_by_seq_length:
+            sums = sums / torch.tensor(rows.counts, device=sums.device)
+        return sums
+
+    def _rows(self, tensordict: Any) -> TokenRows:
+        keys = self.tensor_keys
+        tokens = tensordict
+        if read_rows(tensordict, keys.action, None) is None:
+            tokens = self._encoded(tensordict)
+        rows = read_token_rows(tokens, keys, "rlhf")
+        silent = [row for row, count in enumerate(rows.counts) if not count]
+        if silent:
+            raise DataError(
+                f"rows {silent[:8]} have no token of the assistant to learn from; drop them"
+            )
+        return rows
+
+    def _encoded(self, tensordict: Any) -> TensorDict:
+        """Ids and assistant masks of rows that have conversations alone."""
+        keys = self.tensor_keys
+        history = tensordict.get(keys.history, None)
+        if history is None:
+            raise DataError(f"the rows have neither {keys.action!r} nor {keys.history!r}")
+        if self.formatter is None:
+            raise ConfigError(
+                "rows with conversations alone need a tokenizer: pass tokenizer= to SFTLoss"
+            )
+        encoded = self.formatter.encode_batch(history.chats, add_generation_prompt=False)
+        td = TensorDict(batch_size=tensordict.batch_size)
+        write_rows(td, keys.action, [row.token_ids for row in encoded])
+        write_rows(td, keys.assistant_mask, [row.assistant for row in encoded])
+        return td
+
+    def _forward_value_estimator_keys(self, **_: Any) -> None:
+        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        keys = self.tensor_keys
+        self.in_keys = [keys.action, keys.assistant_mask]
+        if self.kl_to_ref_coeff or self.loss_function == "minor_sft":
+            self.in_keys.append(keys.ref_log_prob)
+        self.out_keys = list(SFTLossOutput.__dataclass_fields__)
+
+
+def _formatter(
+    actor: Any, tokenizer: Any, settings: Mapping[str, Any] | None
+) -> ChatFormatter | None:
+    """The actor's own formatter unless another one is described."""
+    if tokenizer is None and not settings:
+        return getattr(actor, "formatter", None)
+    if tokenizer is None:
+        tokenizer = getattr(actor, "tokenizer", None)
+    if tokenizer is None:
+        raise ConfigError("tokenizer_kwargs need a tokenizer, and the actor has none")
+    return ChatFormatter(tokenizer, **(settings or {}))
