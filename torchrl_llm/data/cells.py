@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+_ROW = torch.Size([])
+
+
 class Message(Chat):
     """A cell that is one message rather than a conversation of one message."""
 
@@ -56,7 +59,7 @@ class Message(Chat):
 
 def cell_node(cell: Chat) -> TensorDict:
     """A tensordict of batch size ``[]`` around one cell."""
-    return TensorDict._new_unsafe(source={"messages": NonTensorData(cell)}, batch_size=[])
+    return TensorDict._new_unsafe(source={"messages": NonTensorData(cell)}, batch_size=_ROW)
 
 
 def row_node(column: Column) -> TensorDict:

@@ -403,6 +403,7 @@ def _init(
     node = build_node(given, None if batch is None else tuple(batch))
     _generated_init(self, batch_size=node.batch_size, device=device)
     object.__setattr__(self, "_tensordict", node)
+    object.__setattr__(self, "_non_tensordict", {})
 
 
 def _single(cell: Chat) -> History:

@@ -81,7 +81,8 @@ def render_chats(
             assistant message with ``is_complete=False`` is left open in any case.
         tools: JSON schemas (or documented functions) of tools.
         variables: further variables of the template.
-        strict: for a built-in family, refuse contents that would read back as other messages.
+        strict: refuse contents that read back as other messages, or for a template that is not
+            built in, as other turns.
 
     Raises:
         TemplateError: the template refuses a message, cannot express it, or (``strict``) a content
@@ -92,9 +93,9 @@ def render_chats(
         _render(engine, chat, index, add_generation_prompt, continue_final_message, tools)
         for index, chat in enumerate(chats)
     ]
-    if strict and spec.builtin:
+    if strict:
         for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
-            _refuse_forgery(spec.inverse_parser, chat, index, item.text, tokenizer, shielded=None)
+            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
     return [item.text for item in rendered]
 
 
@@ -126,8 +127,8 @@ def encode_chats(
         tools: see :func:`render_chats`.
         variables: see :func:`render_chats`.
         assistant_mask: also return the mask.
-        strict: for a built-in family whose marks are no special tokens of this tokenizer, refuse
-            contents that would read back as other turns.
+        strict: refuse contents that read back as other turns, which can only be where a mark of
+            the template is no special token of this tokenizer.
 
     Raises:
         TemplateError: as :func:`render_chats`.
@@ -148,10 +149,9 @@ def encode_chats(
         )
         for index, chat in enumerate(chats)
     ]
-    if strict and spec.builtin:
-        shielded = frozenset(engine.codec.shield.markers)
+    if strict:
         for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
-            _refuse_forgery(spec.inverse_parser, chat, index, item.text, tokenizer, shielded)
+            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
     encodings = engine.codec.encode_batch([Piece(item.text, item.literals) for item in rendered])
     return [
         EncodedChat(
@@ -360,39 +360,60 @@ def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
 
 
 def _refuse_forgery(
-    parser: InverseParser,
+    engine: _Engine,
+    spec: TemplateSpec,
     chat: Chat,
     row: int,
     text: str,
     tokenizer: Any,
-    shielded: frozenset[str] | None,
+    tools: Sequence[Any] | None,
 ) -> None:
-    """Raise if the text reads back as other messages.
+    """Raise if the rendering reads back as other messages than were rendered.
 
-    Of ids (``shielded`` names the strings that cannot act as special tokens in them) only the turns
-    are compared: a call spelled in a content has the very ids of the call.
+    The text of a built-in family must read back whole. Otherwise the turns must be those that are
+    read when the marks are taken out of the contents: for the text of any template whose marks are
+    known, and for ids where a mark is no special token (a call spelled in a content has the very
+    ids of a call).
     """
-    eos = getattr(tokenizer, "eos_token", None)
-    risks = parser.risks(eos) if shielded is None else (*parser.marks, eos or parser.eos)
-    risks = [mark for mark in risks if shielded is None or mark not in shielded]
+    parser = spec.inverse_parser
+    if not isinstance(parser, InverseParser):
+        return
+    bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
+    shielded = engine.renderer.shield.markers
+    whole = spec.builtin and not shielded
+    risks = parser.risks(eos) if whole else (*parser.marks, eos or parser.eos)
+    risks = [mark for mark in risks if mark not in shielded]
     if not any(mark in part for m in chat.messages for part in _strings(m) for mark in risks):
         return
-    bos = getattr(tokenizer, "bos_token", None)
     read = parser.parse(text, bos_token=bos, eos_token=eos)
-    same = _turn if shielded is not None else _expressed
-    wanted = [same(message) for message in chat.messages]
-    found = [same(message) for message in read]
+    if whole:
+        wanted = [_expressed(message) for message in chat.messages]
+        found = [_expressed(message) for message in read]
+    else:
+        found = [message["role"] for message in read]
+        clean = [_without(message, risks) for message in chat.messages]
+        text = engine.renderer.render(clean, tools=tools).text
+        wanted = [m["role"] for m in parser.parse(text, bos_token=bos, eos_token=eos)]
     if wanted == found:
         return
-    pairs = zip([*wanted, None], [*found, None], strict=False)
-    index = next(k for k, (a, b) in enumerate(pairs) if a != b)
-    index = min(index, len(wanted) - 1)
+    index = next(
+        k
+        for k, message in enumerate(chat.messages)
+        if any(mark in part for part in _strings(message) for mark in risks)
+    )
     raise TemplateError(
         f"chat {row}, message {index} ({chat.messages[index]['role']}): in the text of "
-        f"{parser.family} its content reads as another turn, a tool call or a tool result; put "
+        f"{parser.family} a content reads as another turn, a tool call or a tool result; put "
         "calls into tool_calls, use token ids where the family's marks are special tokens, or "
         "render with strict=False"
     )
+
+
+def _without(message: Mapping[str, Any], marks: Sequence[str]) -> dict[str, Any]:
+    content = "".join(_strings(message))
+    for mark in marks:
+        content = content.replace(mark, "-")
+    return {**message, "content": content}
 
 
 def _strings(message: Mapping[str, Any]) -> list[str]:
@@ -400,10 +421,6 @@ def _strings(message: Mapping[str, Any]) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part.get("text") or "" for part in content]
-
-
-def _turn(message: Mapping[str, Any]) -> str:
-    return message["role"]
 
 
 def _expressed(message: Mapping[str, Any]) -> tuple:
