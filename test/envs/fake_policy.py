@@ -6,7 +6,7 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.containers import ChatHistory, Text
+from torchrl_llm.data.containers import ChatHistory, Text, TokenTrace
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 
@@ -36,21 +36,32 @@ class AnsweringPolicy(TensorDictModuleBase):
     def forward(self, td):
         prompts, texts = getattr(self, f"_{self.mode}")(td)
         responses = [self._encode(text) for text in texts]
-        full = [torch.cat([p, r]) for p, r in zip(prompts, responses)]
+        full = [torch.cat([p, r]) for p, r in zip(prompts, responses, strict=True)]
         td.set("tokens", ragged_rows({"prompt": prompts, "response": responses, "full": full}))
         td.set("log_probs", ragged_rows({"full": [torch.full(x.shape, -0.5) for x in full]}))
-        source = [
-            torch.cat([torch.ones(len(p)), torch.full((len(r),), 3)]).to(torch.int8)
-            for p, r in zip(prompts, responses)
-        ]
-        trace = {
-            "source": source,
-            "turn": [torch.where(s == 3, 0, -1).to(torch.int16) for s in source],
-            "policy_version": [torch.where(s == 3, 0, -1).to(torch.int32) for s in source],
-            "mask_reason": [(s != 3).to(torch.int8) for s in source],
-        }
-        td.set("trace", ragged_rows(trace))
+        td.set("trace", ragged_rows(self._trace(td, prompts, responses)))
         return td
+
+    @staticmethod
+    def _trace(td, prompts, responses):
+        # sampled tokens of earlier turns keep their trace, as a real wrapper's do
+        defaults = {"source": 1, "turn": -1, "policy_version": -1, "mask_reason": 1}
+        trace = {}
+        for name, default in defaults.items():
+            old = read_rows(td, ("trace", name), None) or [None] * len(prompts)
+            old = [
+                row
+                if row is not None and row.shape == ids.shape
+                else ids.new_full(ids.shape, default)
+                for row, ids in zip(old, prompts, strict=True)
+            ]
+            new = {"source": 3, "policy_version": 0, "mask_reason": 0}.get(name)
+            trace[name] = [
+                torch.cat([row.long(), torch.full_like(ids, row.max() + 1 if new is None else new)])
+                for row, ids in zip(old, responses, strict=True)
+            ]
+            trace[name] = [row.to(TokenTrace._dtypes[name]) for row in trace[name]]
+        return trace
 
     def _history(self, td):
         chats = td.get(("history", "prompt")).chats
@@ -61,7 +72,7 @@ class AnsweringPolicy(TensorDictModuleBase):
             ChatHistory(
                 prompt=History.of(chats),
                 response=History.from_chats(turns),
-                full=History.of([chat + turn for chat, turn in zip(chats, turns)]),
+                full=History.of([chat + turn for chat, turn in zip(chats, turns, strict=True)]),
                 batch_size=td.batch_size,
             ),
         )
@@ -71,7 +82,9 @@ class AnsweringPolicy(TensorDictModuleBase):
         prompts = td.get("text")._tensordict.get("prompt").tolist()
         texts = [self.answer(prompt) for prompt in prompts]
         text = Text._from_tensordict(td.get("text")._tensordict.copy())
-        text._tensordict.set("full", Column.of([a + b for a, b in zip(prompts, texts)]))
+        text._tensordict.set(
+            "full", Column.of([a + b for a, b in zip(prompts, texts, strict=True)])
+        )
         td.set("text", text)
         return [self._encode(prompt) for prompt in prompts], texts
 

@@ -265,7 +265,12 @@ def _rows_of(queries: Any, size: int) -> list[Any]:
     if isinstance(queries, History):
         return queries.chats
     if isinstance(queries, NonTensorData):
-        return [queries.data] * size
+        # Where lists are not made into stacks, tensordict keeps them (or an array) as one object.
+        data = queries.data.tolist() if hasattr(queries.data, "tolist") else queries.data
+        one_a_row = isinstance(data, list) and len(data) == size
+        if one_a_row and not all(isinstance(item, Mapping) for item in data):
+            return data
+        return [data] * size
     if is_non_tensor(queries):
         return queries.tolist()
     if isinstance(queries, str):

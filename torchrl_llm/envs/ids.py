@@ -63,6 +63,11 @@ class IdCounter:
             self._worker_id = _own_worker_id(self.kind)
         return self._worker_id
 
+    def next_id(self) -> int:
+        """The next id."""
+        self.count += 1
+        return (self.worker_id << _COUNTER_BITS) + self.count - 1
+
     def take(self, num: int) -> Tensor:
         """The next ids.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from tensordict.utils import NestedKey
@@ -28,6 +29,7 @@ _LATEX_WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf)\s*\{([^{}]*)
 _NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−": "-", "–": "-"})
 
 
+@lru_cache(maxsize=4096)
 def parse_number(text: str) -> Fraction | None:
     r"""The one number that a short answer states.
 

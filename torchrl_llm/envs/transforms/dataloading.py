@@ -324,7 +324,7 @@ class DataLoadingPrimer(Transform):
         for _ in range(num):
             if not self._repeats_left:
                 self._row = self._feed.take()
-                self._group_id = int(self._groups.take(1))
+                self._group_id = self._groups.next_id()
                 self._repeats_left = self.repeats
             self._repeats_left -= 1
             rows.append(self._row)
