@@ -42,6 +42,8 @@ class MCAdvantage(CreditAssigner):
             trajectories. For single-turn trajectories the four are the same.
         keep_return_bounds: exclusive ``(low, high)`` bounds on the mean return of a group; groups
             outside are not written (dynamic sampling of DAPO, arXiv:2503.14476).
+        keep_zero_variance: ``False`` does not write groups whose valid returns are all equal: their
+            advantages are zero, so they add nothing but to the denominator of the loss.
         normalize: the deviation: ``"sample"`` (divides by G - 1), ``"population"`` (by G), or
             ``"none"`` for no division (Dr. GRPO, arXiv:2503.20783).
         max_queued_groups: bound on the groups that wait.
@@ -73,6 +75,7 @@ class MCAdvantage(CreditAssigner):
         *,
         trajectory_return: Literal["sum", "max", "mean"] | None = "sum",
         keep_return_bounds: tuple[float, float] | None = None,
+        keep_zero_variance: bool = True,
         normalize: Literal["sample", "population", "none"] = "sample",
         max_queued_groups: int = 4096,
     ) -> None:
@@ -103,7 +106,10 @@ class MCAdvantage(CreditAssigner):
             if not low < high:
                 raise ConfigError(f"keep_return_bounds must rise, got {keep_return_bounds}")
         self.trajectory_return = trajectory_return
+        if not keep_zero_variance and trajectory_return is None:
+            raise ConfigError("keep_zero_variance=False needs trajectory_return: sum, max or mean")
         self.keep_return_bounds = keep_return_bounds
+        self.keep_zero_variance = keep_zero_variance
         self.normalize = normalize
 
     @property
@@ -123,6 +129,8 @@ class MCAdvantage(CreditAssigner):
             low, high = self.keep_return_bounds
             if not low < returns[valid].mean() < high:
                 return None
+        if not self.keep_zero_variance and bool((returns[valid] == returns[valid][0]).all()):
+            return None
         advantages = group_advantages(returns, valid, normalize=self.normalize)
         return [
             [advantage.reshape(1, 1).clone() for _ in trajectory.rows]
