@@ -82,7 +82,7 @@ def test_sequences_are_taken_as_they_are_and_checked():
         load_rows(ROWS, columns=["answer"])
     with pytest.raises(DataError, match="no rows"):
         load_rows([])
-    with pytest.raises(DataError, match="row 0 .* must be a dict"):
+    with pytest.raises(DataError, match=r"row 0 .* must be a dict"):
         load_rows([1, 2])
     with pytest.raises(DataError, match="from_dataloader"):
         load_rows(iter(ROWS))

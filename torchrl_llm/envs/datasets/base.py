@@ -118,6 +118,7 @@ class DatasetChatEnv(TransformedEnv):
             group_repeats=group_repeats,
             worker_id=worker_id,
         )
+        primer.check_batch(num_envs)
         if data_key not in primer.data_keys:
             raise DataError(
                 f"the rows lack the column {data_key!r}; they have {sorted(primer.data_keys)}"

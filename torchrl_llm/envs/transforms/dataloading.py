@@ -257,6 +257,7 @@ class DataLoadingPrimer(Transform):
         self.data_device = device
         self._primers = primers
         self._groups = IdCounter("group", worker_id)
+        self._example: Row | None = None
         self._row: Row | None = None
         self._group_id = -1
         self._repeats_left = 0
@@ -266,8 +267,21 @@ class DataLoadingPrimer(Transform):
     @property
     def data_keys(self) -> tuple[str, ...]:
         """Names of the columns."""
-        source = self._feed.peek() if self._primers is None else self._primers
-        return tuple(source.keys())
+        return tuple((self._first_row() if self._primers is None else self._primers).keys())
+
+    def _first_row(self) -> Row:
+        # The first row that is seen decides names and specs of the columns, once and for all.
+        if self._example is None:
+            self._example = self._feed.peek()
+        return self._example
+
+    def check_batch(self, size: int) -> None:
+        """Raise ``ConfigError`` where ``group_repeats`` cannot be kept for ``size`` rows."""
+        if self.group_repeats and size % self.repeats:
+            raise ConfigError(
+                f"group_repeats needs a batch that is a multiple of repeats={self.repeats}, "
+                f"got {size}"
+            )
 
     def _column_specs(self, batch_size: torch.Size) -> dict[str, Any]:
         size = tuple(batch_size)
@@ -279,7 +293,7 @@ class DataLoadingPrimer(Transform):
             if primers.shape[: len(size)] != batch_size:
                 primers = primers.expand(*size, *primers.shape)
             return specs | dict(primers.items())
-        for name, value in self._feed.peek().items():
+        for name, value in self._first_row().items():
             if isinstance(value, Tensor):
                 shape = (-1,) * value.ndim if self.stack_method else value.shape
                 specs[name] = Unbounded(
@@ -291,13 +305,8 @@ class DataLoadingPrimer(Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the columns and ``group_id``."""
-        batch_size = observation_spec.shape
-        if self.group_repeats and batch_size.numel() % self.repeats:
-            raise ConfigError(
-                f"group_repeats needs a batch that is a multiple of repeats={self.repeats}, "
-                f"got {batch_size.numel()}"
-            )
-        for name, spec in self._column_specs(batch_size).items():
+        self.check_batch(observation_spec.shape.numel())
+        for name, spec in self._column_specs(observation_spec.shape).items():
             observation_spec[name] = spec
         return observation_spec
 
