@@ -5,6 +5,12 @@ from __future__ import annotations
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens, TokenTrace
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.history import (
+    ContentBase,
+    History,
+    add_chat_template,
+    remove_chat_template,
+)
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 
@@ -12,7 +18,9 @@ __all__ = [
     "Chat",
     "ChatHistory",
     "Column",
+    "ContentBase",
     "FinishReason",
+    "History",
     "LogProbs",
     "MaskReason",
     "Masks",
@@ -24,4 +32,6 @@ __all__ = [
     "TokenTrace",
     "Tokens",
     "TruncationReason",
+    "add_chat_template",
+    "remove_chat_template",
 ]

@@ -132,7 +132,7 @@ class InverseParser:
             mark, gap = self.ends.get(role, self.ends.get(None, ("", "")))
             mark = mark.replace("EOS", re.escape(eos))
             found = re.compile(f"{mark}(?:\\Z|{gap}(?:\\Z|{self.header}))").search(text, place)
-            if head is None and (found is None or self.headless is None):
+            if head is None and place == 0 and (found is None or self.headless is None):
                 raise TemplateError(f"not a text of {self.family}: no turn begins at {text[:60]!r}")
             if found is None:
                 yield role, text[place:], False

@@ -378,6 +378,12 @@ def _refuse_forgery(
     parser = spec.inverse_parser
     if not isinstance(parser, InverseParser):
         return
+    last = chat.messages[-1]
+    if not (engine.renderer.shield.markers or last.get("is_complete", True) or last["content"]):
+        raise TemplateError(
+            f"chat {row}, message {len(chat) - 1} ({last['role']}): an unfinished message without "
+            "content reads as a generation prompt; drop it and ask for a generation prompt"
+        )
     bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
     shielded = engine.renderer.shield.markers
     whole = spec.builtin and not shielded
