@@ -29,8 +29,8 @@ def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
         tensor(0.5000)
     """
     values = log_ratio_N.detach().float()
-    log_share = 2 * values.logsumexp(0) - (2 * values).logsumexp(0)
-    return log_share.exp() / values.shape[0]
+    weights = (values - values.max()).exp()
+    return weights.sum().square() / (weights.square().sum() * values.shape[0])
 
 
 class PolicyMismatch(NamedTuple):

@@ -44,7 +44,7 @@ def mask_to_spans(mask_T: Tensor) -> list[tuple[int, int]]:
         raise ValueError(f"mask must be bool [T], got {mask_T.dtype} {tuple(mask_T.shape)}")
     values, counts = run_lengths(mask_T)
     ends = counts.cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     triples = zip(values.tolist(), starts, ends, strict=True)
     return [(start, end) for value, start, end in triples if value]
 
