@@ -45,7 +45,7 @@ def make_rows() -> list[TensorDict]:
                         all_attention_mask=torch.ones(len(full), dtype=torch.bool),
                         all_assistant_mask=torch.arange(len(full)) >= prompt,
                     ),
-                    "trace": TensorDict(source=torch.zeros(len(full), dtype=torch.int8)),
+                    "trace": TensorDict({"source": torch.zeros(len(full), dtype=torch.int8)}),
                     "query": f"question {i // GROUP}",
                     "group_id": torch.tensor(i // GROUP),
                     "next": TensorDict(

@@ -25,9 +25,9 @@ from torch import Tensor
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.wire import cell, typed_node
+from torchrl_llm.data.wire import cell, leaf, typed_node
 
-__all__ = ["sampled_tokens", "split_batch", "split_rollout"]
+__all__ = ["row_list", "sampled_tokens", "split_batch", "split_rollout"]
 
 _ROW = torch.Size([])
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
@@ -78,6 +78,20 @@ def split_rollout(rollout: Any) -> LazyStackedTensorDict:
     return lazy_rows(_flatten(rollout))
 
 
+def row_list(data: Any) -> list[TensorDict]:
+    """The rows of whatever a transform of a replay buffer is given.
+
+    Args:
+        data: a lazy stack of rows, whose rows are returned as they are; or a rollout, which is
+            split.
+    """
+    if isinstance(data, LazyStackedTensorDict) and data.batch_dims == 1:
+        rows = data.tensordicts
+        if all(type(row) is TensorDict for row in rows):
+            return rows
+    return _flatten(data)
+
+
 def _flatten(rollout: Any) -> list[TensorDict]:
     if rollout.batch_dims == 1:
         return split_batch(rollout)
@@ -104,10 +118,10 @@ def sampled_tokens(row: TensorDictBase) -> int:
     Args:
         row: a row without batch dimension; one without tokens counts 0.
     """
-    response = row.get(("tokens", "response"), None)
+    response = leaf(row, ("tokens", "response"))
     if response is None:
         return 0
-    source = row.get(("trace", "source"), None)
+    source = leaf(row, ("trace", "source"))
     if source is None or not response.numel():
         return response.numel()
     return int((source[-response.shape[0] :] == Source.SAMPLED).sum())

@@ -157,6 +157,22 @@ def plain_node(value: Any) -> Any:
     return value._tensordict if is_tensorclass(value) else value
 
 
+def leaf(row: TensorDict, path: Path) -> Any:
+    """The value at a path of a row, or ``None``: ``row.get(path, None)`` at a tenth of its cost.
+
+    Args:
+        row: a row of plain tensordicts, with tensorclasses in it or not.
+        path: the key as a tuple.
+    """
+    value: Any = row
+    for name in path:
+        value = plain_node(value) if type(value) is not TensorDict else value
+        value = value._tensordict.get(name)
+        if value is None:
+            return None
+    return value
+
+
 def typed_node(cls: type, node: TensorDictBase) -> Any:
     """View a node as a tensorclass, without the checks of the public constructor.
 

@@ -1,1 +1,8 @@
-"""weight_update."""
+"""Weight updates: from the trainer's weights to the policy that samples."""
+
+from __future__ import annotations
+
+from torchrl_llm.weight_update.base import WeightUpdater, named_weights
+from torchrl_llm.weight_update.in_process import InProcessWeights, SharedWeights
+
+__all__ = ["InProcessWeights", "SharedWeights", "WeightUpdater", "named_weights"]

@@ -19,7 +19,7 @@ from torchrl.data import LazyStackStorage, ListStorage
 from torchrl.data import ReplayBuffer as _ReplayBuffer
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.rollouts import row_list, split_rollout
 from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
@@ -110,7 +110,7 @@ class ReplayBuffer(_ReplayBuffer):
                 data = transform.inv(data)
             if data is None:
                 return []
-        return _as_rows(data)
+        return row_list(data)
 
     # -- state ------------------------------------------------------------------------------------
 

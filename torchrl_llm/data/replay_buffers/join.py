@@ -25,8 +25,8 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectories import TrajectoryQueue
-from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.replay_buffers.trajectories import TrajectoryQueue, as_path
+from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import cell, plain_node, typed_node
 
 __all__ = ["JoinTurns"]
@@ -114,7 +114,7 @@ class JoinTurns(Transform):
         if tensordict is None:
             return None
         joined = []
-        for turns in self.queue.push(split_rollout(tensordict).tensordicts):
+        for turns in self.queue.push(row_list(tensordict)):
             chains = _chains(turns)
             self.stats["trajectories"] += 1
             self.stats["turns"] += len(turns)
@@ -176,7 +176,7 @@ class JoinTurns(Transform):
         changed: dict[tuple[str, ...], Any] = {}
         rewards = [turn.get(self.reward_key, None) for turn in turns]
         if all(reward is not None for reward in rewards):
-            changed[_path(self.reward_key)] = _sum_rewards(rewards, spans)
+            changed[as_path(self.reward_key)] = _sum_rewards(rewards, spans)
         flag_key = ("next", "reward_valid")
         flags = [turn.get(flag_key, None) for turn in turns]
         if all(flag is not None for flag in flags):
@@ -187,7 +187,7 @@ class JoinTurns(Transform):
                 changed["next", "error"] = error
         advantages = [turn.get(self.advantage_key, None) for turn in turns]
         if all(advantage is not None for advantage in advantages):
-            changed[_path(self.advantage_key)] = _spread(advantages, spans)
+            changed[as_path(self.advantage_key)] = _spread(advantages, spans)
         return changed
 
     # -- the queue --------------------------------------------------------------------------------
@@ -208,10 +208,6 @@ class JoinTurns(Transform):
         """Continue where :meth:`get_extra_state` was taken."""
         self.queue.load_state_dict(state["queue"])
         self.stats = dict(state["stats"])
-
-
-def _path(key: Any) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _span(turn: TensorDict) -> tuple[int, int]:

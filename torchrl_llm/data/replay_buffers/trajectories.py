@@ -9,19 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
-import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.rollouts import sampled_tokens
-from torchrl_llm.data.wire import pack_rows, plain_node, unpack_row_list
+from torchrl_llm.data.wire import leaf, pack_rows, plain_node, unpack_row_list
 from torchrl_llm.errors import DataError
 
-__all__ = ["GroupQueue", "Trajectory", "TrajectoryQueue", "group_value"]
+__all__ = ["GroupQueue", "Trajectory", "TrajectoryQueue", "as_path", "group_value"]
+
+
+def as_path(key: NestedKey) -> tuple[str, ...]:
+    """A key as a tuple of names.
+
+    Args:
+        key: a name or a tuple of names.
+    """
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def group_value(value: Any) -> Hashable:
@@ -73,18 +82,19 @@ class Trajectory:
             DataError: a row has no reward.
         """
         rewards, valid = [], True
+        path = as_path(rewards_key)
         for row in rows:
-            reward = row.get(rewards_key, None)
+            reward = leaf(row, path)
             if reward is None:
                 raise DataError(
                     f"a row has no reward at {rewards_key!r}: append a reward transform to the "
                     f"environment, or name the key. The row has {sorted(map(str, row.keys(True)))}"
                 )
             rewards.append(reward.reshape(-1).float())
-            flag = row.get(("next", "reward_valid"), None)
-            flag = row.get("reward_valid", None) if flag is None else flag
-            valid = valid and (flag is None or bool(flag.all()))
-        valid = valid and bool(torch.cat(rewards).isfinite().all())
+            flag = leaf(row, ("next", "reward_valid"))
+            flag = leaf(row, ("reward_valid",)) if flag is None else flag
+            # A sum is finite only if all its terms are.
+            valid = valid and (flag is None or bool(flag.all())) and isfinite(reward.sum().item())
         return cls(rows, rewards, valid)
 
     @property
@@ -128,18 +138,21 @@ class TrajectoryQueue:
         """
         finished = []
         loose: list[TensorDict] = []
+        done_path, traj_path, agent_path = map(
+            as_path, (self.done_key, self.traj_key, self.agent_key)
+        )
         for row in rows:
-            done = row.get(self.done_key, None)
+            done = leaf(row, done_path)
             if done is None:
                 raise DataError(f"a row has no {self.done_key!r}, so where it ends is unknown")
-            identifier = row.get(self.traj_key, None)
+            identifier = leaf(row, traj_path)
             if identifier is None:
                 loose.append(row)
                 if done.any():
                     finished.append(loose)
                     loose = []
                 continue
-            agent = row.get(self.agent_key, None)
+            agent = leaf(row, agent_path)
             key = group_value(identifier), None if agent is None else group_value(agent)
             held = self.open.get(key)
             if done.any():

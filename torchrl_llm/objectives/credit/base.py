@@ -26,7 +26,8 @@ from torchrl_llm.data.replay_buffers.trajectories import (
     TrajectoryQueue,
     group_value,
 )
-from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.data.rollouts import row_list, sampled_tokens
+from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["CreditAssigner"]
@@ -126,7 +127,7 @@ class CreditAssigner(Transform):
         if tensordict is None:
             return None
         ready: list[TensorDict] = []
-        for rows in self._trajectories.push(split_rollout(tensordict).tensordicts):
+        for rows in self._trajectories.push(row_list(tensordict)):
             trajectory = Trajectory.of(rows, self.rewards_key)
             self._counts["completed_trajectories"] += 1
             self._counts["invalid_trajectories"] += not trajectory.valid
@@ -145,7 +146,7 @@ class CreditAssigner(Transform):
     def _key(self, row: TensorDict) -> Hashable:
         if self.group_size == 1:
             return None
-        agent = row.get("agent", None)
+        agent = leaf(row, ("agent",))
         return self._group_of(row), None if agent is None else group_value(agent)
 
     def _group_of(self, row: TensorDict) -> Hashable:
@@ -156,10 +157,10 @@ class CreditAssigner(Transform):
                     f"rows are grouped by {self.prompt_key!r}, and one does not have it"
                 )
             return group_value(value)
-        value = row.get("group_id", None)
+        value = leaf(row, ("group_id",))
         if value is not None:
             return group_value(value)
-        value = row.get("query", None)
+        value = leaf(row, ("query",))
         if value is None:
             raise DataError(
                 'rows have neither "group_id" nor "query", so their group is unknown: append a '
