@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 
 from torchrl_llm.data.formatter.probe import NAME, VALUE
 
-__all__ = ["CallSyntax", "ParsedCalls", "syntax_of"]
+__all__ = ["Call", "CallSyntax", "ParsedCalls", "syntax_of"]
 
 _NAME_PATTERN = r"([\w.\-/]+?)"
 _DECODER = json.JSONDecoder()
+
+
+class Call(NamedTuple):
+    """One tool call; ``id`` if the model wrote one."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
 
 
 class ParsedCalls(NamedTuple):
@@ -26,12 +34,12 @@ class ParsedCalls(NamedTuple):
 
     Attributes:
         content: the text without its calls; broken calls stay in it.
-        calls: name and arguments of each call.
+        calls: the calls, in order.
         errors: what is wrong with each broken call.
     """
 
     content: str
-    calls: list[tuple[str, dict[str, Any]]]
+    calls: list[Call]
     errors: list[str]
 
 
@@ -55,7 +63,7 @@ class _Marked(CallSyntax):
 
     def parse(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ParsedCalls:
         kept: list[str] = []
-        calls: list[tuple[str, dict[str, Any]]] = []
+        calls: list[Call] = []
         errors: list[str] = []
         cursor = 0
         while (at := text.find(self.opening, cursor)) >= 0:
@@ -79,7 +87,7 @@ class _Marked(CallSyntax):
     @abstractmethod
     def read(
         self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+    ) -> tuple[list[Call], int]:
         """Read the calls that begin at ``at``; where they end. ValueError if they are broken."""
 
 
@@ -89,7 +97,7 @@ class _TaggedJson(_Marked):
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
 
-    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[Call], int]:
         value, end = _json_at(text, at + len(self.opening))
         calls = [_as_call(v) for v in (value if isinstance(value, list) else [value])]
         if not calls:
@@ -125,14 +133,14 @@ class _NamedJson(_Marked):
         )
         self._tail = _marks(after)
 
-    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[Call], int]:
         calls, cursor = [], at
         while head := self._head.search(text, cursor):
             gap = text[cursor : head.start()]
             if calls and _without(gap, [*self._tail, *_marks(self.opening), *_MARKS.findall(gap)]):
                 break
             arguments, cursor = _json_at(text, head.end())
-            calls.append((head.group(1), _arguments(arguments)))
+            calls.append(Call(head.group(1), _arguments(arguments)))
             for mark in self._tail:
                 cursor = _skip(text, cursor, mark)
         if not calls:
@@ -148,7 +156,7 @@ class _Tags(_Marked):
 
     def read(
         self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[list[tuple[str, dict]], int]:
+    ) -> tuple[list[Call], int]:
         start = at + len(self.opening)
         end = text.find(self.closing, start)
         if end < 0:
@@ -165,7 +173,7 @@ class _Tags(_Marked):
         known = (schemas.get(name.group(1)) or {}).get("properties", {})
         found = re.findall(pattern, body, re.DOTALL)
         arguments = {k.strip(): _typed(v, known.get(k.strip())) for k, v in found}
-        return [(name.group(1), arguments)], end + len(self.closing)
+        return [Call(name.group(1), arguments)], end + len(self.closing)
 
 
 class _Pythonic(_Marked):
@@ -174,7 +182,7 @@ class _Pythonic(_Marked):
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
 
-    def read(self, text: str, at: int, schemas: Any) -> tuple[list[tuple[str, dict]], int]:
+    def read(self, text: str, at: int, schemas: Any) -> tuple[list[Call], int]:
         start = at + len(self.opening)
         end = text.find(self.closing, start)
         if end < 0:
@@ -187,7 +195,7 @@ class _Pythonic(_Marked):
                 if not isinstance(node, ast.Call) or node.args:
                     raise ValueError("expected calls with named arguments")
                 arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-                calls.append((ast.unparse(node.func), arguments))
+                calls.append(Call(ast.unparse(node.func), arguments))
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"not a Python call: {error}") from error
         return calls, end + len(self.closing)
@@ -280,12 +288,14 @@ def _behind(text: str, at: int, closing: str) -> int:
     return end
 
 
-def _as_call(value: Any) -> tuple[str, dict[str, Any]]:
+def _as_call(value: Any) -> Call:
+    identity = value.get("id") if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError("a tool call must be an object with a name")
-    return value["name"], _arguments(value.get("arguments", value.get("parameters", {})))
+    arguments = _arguments(value.get("arguments", value.get("parameters", {})))
+    return Call(value["name"], arguments, identity if isinstance(identity, str) else None)
 
 
 def _arguments(value: Any) -> dict[str, Any]:

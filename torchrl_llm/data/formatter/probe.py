@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_llm.data.formatter.codec import Codec
-from torchrl_llm.data.formatter.render import REASONING_KEYS, Form, Renderer
+from torchrl_llm.data.formatter.fields import REASONING_KEYS
+from torchrl_llm.data.formatter.render import Form, Renderer
 from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.errors import TemplateError
 
@@ -169,7 +170,7 @@ class _Prober:
             terminal=terminal,
             openers=self._openers(prompt, call is not None, closers),
             reasoning=self._reasoning_marks(form, header),
-            call=self._call_text(call, header, called or ended or answer),
+            call=self._call_text(call, header, lead, called or ended or answer),
             results=self._writes_results(call),
             system=self._writes_system(),
         )
@@ -259,10 +260,14 @@ class _Prober:
         if bare is None or full is None or bare == full:
             return turn[user:answer].rstrip(), "", ""
         # The end of a user's turn may be missing from `bare` (it is written with the next header).
-        start = len(_common_prefix(_common_prefix(bare, full), turn))
+        start = self._outside(full, len(_common_prefix(_common_prefix(bare, full), turn)))
         prompt, gap = full[start:], turn[start:answer]
-        header = _common_prefix(prompt, gap)
+        header = prompt[: self._outside(prompt, len(_common_prefix(prompt, gap)))]
         return header, gap[len(header) :], prompt
+
+    def _outside(self, text: str, at: int) -> int:
+        """The position, or the beginning of the special token that it cuts in two."""
+        return next((a for a, b, _ in self.shield.markers_in(text) if a < at < b), at)
 
     def _closer(
         self,
@@ -349,13 +354,19 @@ class _Prober:
         opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
         if ANSWER not in text:  # found beside a call: keep only the first marker
             closing = closing.split("\n")[0]
+        if not opening and header.rstrip().endswith(closing.replace("/", "", 1)):
+            opening = closing.replace("/", "", 1)  # the generation prompt has it already
         return (opening, closing) if closing else None
 
-    def _call_text(self, call: str | None, header: str, closer: Closer | None) -> str | None:
+    def _call_text(
+        self, call: str | None, header: str, lead: str, closer: Closer | None
+    ) -> str | None:
         if call is None:
             return None
         at = call.rfind(NAME, 0, call.rindex(VALUE)) if NAME in call else -1
-        start = call.rfind(header, 0, at) + len(header) if header else call.find(USER) + len(USER)
+        heads = (header + lead, (header + lead).rstrip(), header, header.rstrip())
+        begin = next((h for h in heads if h and call.rfind(h, 0, at) >= 0), "")
+        start = call.rfind(begin, 0, at) + len(begin) if begin else call.find(USER) + len(USER)
         end = call.rindex(VALUE) + len(VALUE)
         stop = call.find(closer.text, end) if closer is not None else -1
         if stop < 0:

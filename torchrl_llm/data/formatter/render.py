@@ -1,8 +1,7 @@
-"""Messages to text through a chat template, with the place of every content in that text.
+"""Messages to text through a chat template: in its form, shielded, with the place of each content.
 
-The contents are rendered twice: as they are, and each between two private-use marks. Where the
-second text without its marks is the first, the marks say exactly which characters came from which
-message. Templates that look at a content in a way that the marks disturb fall back to a search.
+:mod:`~torchrl_llm.data.formatter.probe` finds out which form a template wants,
+:mod:`~torchrl_llm.data.formatter.locate` finds the contents in the text.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from transformers.utils.chat_template_utils import get_json_schema, render_jinja_template
 
-from torchrl_llm.data.formatter.shield import ESCAPE, Shield
+from torchrl_llm.data.formatter.fields import REASONING_KEYS, calls_of, reasoning_of
+from torchrl_llm.data.formatter.locate import Locator, Mark, Span
+from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.errors import TemplateError
 
 __all__ = ["REASONING_KEYS", "Form", "Rendered", "Renderer", "Span"]
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_KEYS = frozenset({"is_complete", "raw", "flags", "tool_call_errors"})
-_MARK, _END_MARK, _MAX_MARKED = 0xF0000, 0x100000, 0xFFFD
-_PRIVATE_USE = re.compile("[\U000f0000-\U0010fffd]")
-_MARKS = re.compile("[\U000f0000-\U0010fffd]|" + ESCAPE + ".", re.DOTALL)
 # The tracker behind {% generation %} lives in the compiled template, which all threads share.
 _GENERATION_LOCK = threading.Lock()
 
@@ -48,14 +45,6 @@ class Form:
     arguments_as_text: bool = False
     reasoning_field: str | None = None
     call_ids: bool = False
-
-
-class Span(NamedTuple):
-    """A half-open character range that holds a field of message ``index``."""
-
-    start: int
-    end: int
-    index: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +81,7 @@ class Renderer:
         self.shield = shield
         self.variables = dict(variables)
         self.form = form
+        self._locator = Locator(shield)
         self.has_generation = re.search(r"\{\%-?\s*generation\s*-?\%\}", template) is not None
 
     def with_form(self, form: Form) -> Renderer:
@@ -134,7 +124,16 @@ class Renderer:
             blocks = list(zip(lengths[::2], lengths[1::2], strict=True))
         found: list[Span] = []
         if spans:
-            found = self._locate(messages, tools, add_generation_prompt, text)
+
+            def marked(mark: Mark) -> str | None:
+                again = [self._prepare(m, i, mark) for i, m in enumerate(messages)]
+                try:
+                    return self._jinja(again, tools, add_generation_prompt)
+                except TemplateError:
+                    return None
+
+            key = (add_generation_prompt, tools is not None)
+            found = self._locator.locate(messages, text, marked, key)
         return Rendered(text, literals, found, blocks)
 
     # -- one call of the template -----------------------------------------------------------------
@@ -181,7 +180,7 @@ class Renderer:
     # -- messages as the template wants them ------------------------------------------------------
 
     def _prepare(
-        self, message: Mapping[str, Any], index: int, mark: Callable[[str, int], str] | None = None
+        self, message: Mapping[str, Any], index: int, mark: Mark | None = None
     ) -> dict[str, Any]:
         """A copy of one message in the template's form, shielded, and marked if asked."""
         if "role" not in message:
@@ -197,13 +196,11 @@ class Renderer:
             if key not in _PRIVATE_KEYS and key not in REASONING_KEYS and value is not None
         }
         out["content"] = self._content(message, index, text)
-        reasoning = _reasoning(message)
+        reasoning = reasoning_of(message)
         if reasoning is not None and form.reasoning_field is not None:
             out[form.reasoning_field] = text(reasoning)
-        if calls := message.get("tool_calls"):
-            out["tool_calls"] = [
-                self._call(call, index, k, text) for k, call in enumerate(_listed(calls))
-            ]
+        if calls := calls_of(message):
+            out["tool_calls"] = [self._call(c, index, k, text) for k, c in enumerate(calls)]
         if form.call_ids and message["role"] in ("tool", "ipython"):
             out.setdefault("tool_call_id", "call00000")
         return out
@@ -261,131 +258,6 @@ class Renderer:
         if identity is not None:
             out["id"] = identity
         return out
-
-    # -- where the contents stand -----------------------------------------------------------------
-
-    def _locate(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: list[dict] | None,
-        prompt: bool,
-        text: str,
-    ) -> list[Span]:
-        if len(messages) <= _MAX_MARKED and not any(_private(m) for m in messages):
-            # A mark in an empty content is worth a try: it may switch an `if content` of the
-            # template, and then the next round leaves it out.
-            empty = any(not _has_text(m) for m in messages)
-            for marker in (_mark_all, _mark_filled) if empty else (_mark_filled,):
-                try:
-                    marked = [self._prepare(m, i, marker) for i, m in enumerate(messages)]
-                    found = _unmark(self._jinja(marked, tools, prompt), self.shield)
-                except TemplateError:
-                    continue
-                if found is not None and found[0] == text:
-                    return _widened(found[1], messages, text)
-        return _searched(messages, text)
-
-
-def _mark_all(text: str, index: int) -> str:
-    core = text.strip()
-    if not core:
-        return chr(_MARK + index) + chr(_END_MARK + index) + text
-    lead = text[: len(text) - len(text.lstrip())]
-    # Inside the white space: a template that strips must still find it at the ends.
-    return (
-        f"{lead}{chr(_MARK + index)}{core}{chr(_END_MARK + index)}{text[len(lead) + len(core) :]}"
-    )
-
-
-def _mark_filled(text: str, index: int) -> str:
-    return _mark_all(text, index) if text.strip() else text
-
-
-def _unmark(marked: str, shield: Shield) -> tuple[str, list[Span]] | None:
-    """Text without marks and the marked spans; None if a mark has lost its partner."""
-    pieces: list[str] = []
-    spans: list[Span] = []
-    length = last = 0
-    opened: tuple[int, int] | None = None
-    for match in _MARKS.finditer(marked):
-        piece, code = marked[last : match.start()], match.group()
-        last = match.end()
-        if len(code) == 2:
-            piece += shield.uncover(code)[0]
-            pieces.append(piece)
-            length += len(piece)
-            continue
-        pieces.append(piece)
-        length += len(piece)
-        if ord(code) < _END_MARK:
-            if opened is not None:
-                return None
-            opened = (ord(code) - _MARK, length)
-        else:
-            if opened is None or opened[0] != ord(code) - _END_MARK:
-                return None
-            spans.append(Span(opened[1], length, opened[0]))
-            opened = None
-    if opened is not None:
-        return None
-    pieces.append(marked[last:])
-    return "".join(pieces), spans
-
-
-def _widened(spans: list[Span], messages: Sequence[Mapping[str, Any]], text: str) -> list[Span]:
-    """Spans with the white space that their contents had at the ends, where it was rendered."""
-    out = []
-    for start, end, index in spans:
-        core = text[start:end]
-        whole = next((t for t in _texts(messages[index]) if t.strip() == core), core)
-        lead = len(whole) - len(whole.lstrip()) if core else 0
-        if len(whole) > len(core) and text.startswith(whole, max(start - lead, 0)):
-            start, end = start - lead, start - lead + len(whole)
-        out.append(Span(start, end, index))
-    return out
-
-
-def _searched(messages: Sequence[Mapping[str, Any]], text: str) -> list[Span]:
-    """Contents found by looking for them from left to right; those not found are left out."""
-    spans, cursor = [], 0
-    for index, message in enumerate(messages):
-        for value in _texts(message):
-            core = value.strip()
-            at = text.find(core, cursor) if core else -1
-            if at >= 0:
-                spans.append(Span(at, at + len(core), index))
-                cursor = at + len(core)
-    return spans
-
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    content = message.get("content")
-    if isinstance(content, (list, tuple)):
-        parts = [p if isinstance(p, str) else p.get("text") for p in content]
-        texts = [p for p in parts if isinstance(p, str)]
-    else:
-        texts = [content] if isinstance(content, str) else []
-    reasoning = _reasoning(message)
-    calls = [str((c.get("function") or c).get("name")) for c in _listed(message.get("tool_calls"))]
-    return ([reasoning] if reasoning else []) + texts + calls
-
-
-def _has_text(message: Mapping[str, Any]) -> bool:
-    return any(t.strip() for t in _texts(message)) and all(t.strip() for t in _texts(message))
-
-
-def _private(message: Mapping[str, Any]) -> bool:
-    return any(_PRIVATE_USE.search(t) for t in _texts(message))
-
-
-def _reasoning(message: Mapping[str, Any]) -> str | None:
-    return next((message[k] for k in REASONING_KEYS if isinstance(message.get(k), str)), None)
-
-
-def _listed(calls: Any) -> list[Any]:
-    if not calls:
-        return []
-    return [calls] if isinstance(calls, Mapping) else list(calls)
 
 
 def _parsed(arguments: str) -> Any:

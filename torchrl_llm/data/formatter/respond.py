@@ -92,11 +92,15 @@ class ResponseParser:
         if parsed.calls:
             message["tool_calls"] = [
                 {
-                    "id": f"{len(prompt) % 10**6:06d}{k:03d}",  # nine characters, as Mistral asks
+                    # Nine characters, as Mistral asks, and unique in the conversation.
+                    "id": call.id or f"{len(prompt) % 10**6:06d}{k:03d}",
                     "type": "function",
-                    "function": {"name": self._plain(n), "arguments": self._plain_tree(arguments)},
+                    "function": {
+                        "name": self._plain(call.name),
+                        "arguments": self._plain_tree(call.arguments),
+                    },
                 }
-                for k, (n, arguments) in enumerate(parsed.calls)
+                for k, call in enumerate(parsed.calls)
             ]
         if parsed.errors:
             message["tool_call_errors"] = [self._plain(error) for error in parsed.errors]

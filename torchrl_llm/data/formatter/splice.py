@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.formatter.fields import reasoning_of
 from torchrl_llm.data.formatter.probe import Closer, Probe
-from torchrl_llm.data.formatter.render import REASONING_KEYS, Rendered
+from torchrl_llm.data.formatter.render import Rendered
 from torchrl_llm.data.formatter.shield import covers
 
 __all__ = [
@@ -185,7 +186,7 @@ def _by_own_form(
         return None
     at, ending = _last_closer(alone, said, probe)
     own = alone.text[:at] if ending is not None else alone.text.rstrip()
-    if not full.text.startswith(own) or not contains(own[said:], _reasoning(turn)):
+    if not full.text.startswith(own) or not contains(own[said:], reasoning_of(turn) or ""):
         return None
     start = len(own)
     if ending is None:
@@ -279,15 +280,11 @@ def fork_cause(
 
 def thoughts_of(message: Mapping[str, Any]) -> list[str]:
     """Reasoning of a message: its own field, or what a ``<think>`` block in its content holds."""
-    own = _reasoning(message)
+    own = reasoning_of(message)
     content = message.get("content")
     if own or not isinstance(content, str) or "</think>" not in content:
         return [own] if own else []
     return [content.split("</think>")[0].split("<think>")[-1]]
-
-
-def _reasoning(message: Mapping[str, Any]) -> str:
-    return next((message[k] for k in REASONING_KEYS if isinstance(message.get(k), str)), "")
 
 
 def contains(text: str, part: str) -> bool:
