@@ -1,1 +1,44 @@
-"""modules."""
+"""Policies over language models, and the backends that run these."""
+
+from __future__ import annotations
+
+from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from torchrl_llm.modules.backends import (
+    Answer,
+    Backend,
+    Completion,
+    FakeBackend,
+    SamplingParams,
+    TransformersBackend,
+    sampling_mode,
+)
+from torchrl_llm.modules.loading import load_model, load_tokenizer
+from torchrl_llm.modules.policies import (
+    FakeWrapper,
+    LLMWrapperBase,
+    LogProbDistribution,
+    TransformersWrapper,
+    vLLMWrapper,
+)
+
+__all__ = [
+    "Answer",
+    "Backend",
+    "ChatHistory",
+    "Completion",
+    "FakeBackend",
+    "FakeWrapper",
+    "LLMWrapperBase",
+    "LogProbDistribution",
+    "LogProbs",
+    "Masks",
+    "SamplingParams",
+    "Text",
+    "Tokens",
+    "TransformersBackend",
+    "TransformersWrapper",
+    "load_model",
+    "load_tokenizer",
+    "sampling_mode",
+    "vLLMWrapper",
+]

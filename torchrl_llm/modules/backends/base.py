@@ -157,6 +157,17 @@ class Backend(TokenScorer):
             OverlongError: for a prompt that leaves no room for one token.
         """
 
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """Logits after every token, padded on the right, ``[B, T, V]``; for inspection only.
+
+        Args:
+            sequences: ``B`` int64 tensors ``[T_b]``.
+
+        Raises:
+            ConfigError: when the model's logits are out of reach.
+        """
+        raise ConfigError(f"{type(self).__name__} gives no access to its logits")
+
     def check_prompts(self, prompts: Sequence[Tensor]) -> None:
         """Raise what :meth:`generate` promises for prompts that it cannot take."""
         self.check_ids(prompts)

@@ -230,6 +230,11 @@ class FakeBackend(Backend):
         spread = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if entropy else None
         return TokenScores(log_probs_NV.gather(-1, targets[:, None]).squeeze(-1), spread)
 
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.logits`."""
+        self.check_ids(sequences)
+        return self._model(torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True))
+
 
 def _tuple(token_id: int) -> tuple[int, ...]:
     return (token_id,)

@@ -190,6 +190,13 @@ class TransformersBackend(Backend):
         with self._lock, sampling_mode(self.model):
             return self.scorer(*inputs, temperature=temperature, entropy=entropy)
 
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.logits`; always padded, in the module's present mode."""
+        self.check_ids(sequences)
+        device = _base(self.model).get_input_embeddings().weight.device
+        input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
 
 class _CausalDecoder:
     """A causal model with its cache in the middle of a batch; see ``decoding.Decoder``."""

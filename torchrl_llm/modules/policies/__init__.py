@@ -1,1 +1,18 @@
-"""modules.policies."""
+"""Policies: rows of a tensordict through a backend and back."""
+
+from __future__ import annotations
+
+from torchrl_llm.modules.policies.base import LLMWrapperBase
+from torchrl_llm.modules.policies.distributions import LogProbDistribution, TokenDistribution
+from torchrl_llm.modules.policies.fake_wrapper import FakeWrapper
+from torchrl_llm.modules.policies.transformers_wrapper import TransformersWrapper
+from torchrl_llm.modules.policies.vllm_wrapper import vLLMWrapper
+
+__all__ = [
+    "FakeWrapper",
+    "LLMWrapperBase",
+    "LogProbDistribution",
+    "TokenDistribution",
+    "TransformersWrapper",
+    "vLLMWrapper",
+]

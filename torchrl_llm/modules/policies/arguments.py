@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.base import Backend, SamplingParams
 
-__all__ = ["DEFAULT_MAX_NEW_TOKENS", "GenerationArguments", "parse_generate_kwargs"]
+__all__ = [
+    "DEFAULT_MAX_NEW_TOKENS",
+    "GenerationArguments",
+    "check_effect",
+    "override_generation",
+    "parse_generate_kwargs",
+    "settle_generation",
+]
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Length of a response when ``max_new_tokens`` is not given."""
@@ -51,7 +58,7 @@ class GenerationArguments:
     Args:
         params: how to sample; ``num_samples`` is 1 unless it was given.
         skip_special_tokens: leave special tokens out of the text columns.
-        log_probs: whether the log-probs are to be written; ``None`` where nothing was said.
+        log_probs: whether the log-probs are written; ``None`` where nothing was said.
         num_samples: as given, ``None`` where it was not.
     """
 
@@ -116,6 +123,74 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     )
 
 
+def settle_generation(
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    generate: bool,
+    num_samples: int | None,
+    return_log_probs: bool | None,
+) -> GenerationArguments:
+    """A policy's generation arguments, with those that its constructor takes by name.
+
+    Args:
+        kwargs: see :func:`parse_generate_kwargs`.
+        backend: see :func:`parse_generate_kwargs`.
+        generate: whether the policy samples at all.
+        num_samples: the constructor's.
+        return_log_probs: the constructor's.
+
+    Raises:
+        ConfigError: for two values of one thing, or arguments without effect.
+    """
+    if not generate and (kwargs or num_samples is not None or return_log_probs is False):
+        raise ConfigError(
+            "generate_kwargs, num_samples and return_log_probs=False have no effect with "
+            "generate=False, which scores what is there"
+        )
+    arguments = parse_generate_kwargs(kwargs, backend)
+    samples = _agree("num_samples", num_samples, arguments.num_samples)
+    if samples is not None and samples < 1:
+        raise ConfigError(f"num_samples must be at least 1, got {samples}")
+    log_probs = _agree("return_log_probs (logprobs)", return_log_probs, arguments.log_probs)
+    return replace(
+        arguments,
+        params=replace(arguments.params, num_samples=samples or 1),
+        num_samples=samples,
+        log_probs=True if log_probs is None else log_probs,
+    )
+
+
+def override_generation(
+    kwargs: Mapping[str, Any], backend: Backend, own: GenerationArguments
+) -> GenerationArguments:
+    """Generation arguments of one call.
+
+    Args:
+        kwargs: those of the constructor, overridden by those of the call.
+        backend: see :func:`parse_generate_kwargs`.
+        own: what the policy settled at construction.
+
+    Raises:
+        ConfigError: for an argument that shapes the output, which is fixed at construction.
+    """
+    arguments = settle_generation(kwargs, backend, True, own.num_samples, own.log_probs)
+    if arguments.skip_special_tokens != own.skip_special_tokens:
+        raise ConfigError(
+            "skip_special_tokens shapes the output and is fixed at construction; use "
+            "get_new_version(...)"
+        )
+    return arguments
+
+
+def _agree(name: str, first: Any, second: Any) -> Any:
+    if first is not None and second is not None and first != second:
+        raise ConfigError(
+            f"{name}={first} and generate_kwargs, which say {second}, contradict each other; "
+            "what shapes the output is fixed at construction"
+        )
+    return second if first is None else first
+
+
 def _check_names(given: Mapping[str, Any], backend: Backend) -> None:
     known = {*_COMMON, *backend.native_arguments}
     for name in given:
@@ -146,3 +221,20 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
     if do_sample and temperature == 0:
         raise ConfigError("do_sample=True samples, which temperature=0 contradicts")
     return 1.0 if temperature is None else float(temperature)
+
+
+def check_effect(input_mode: str, settings: Mapping[str, Any]) -> None:
+    """Refuse arguments that the input mode would not use.
+
+    Args:
+        input_mode: of the policy.
+        settings: arguments by name; ``None`` where not given.
+
+    Raises:
+        ConfigError: for the first argument without effect.
+    """
+    for name, value in settings.items():
+        if value is not None:
+            wanted = "text" if name == "tokenizer_kwargs" else "history"
+            if input_mode != wanted:
+                raise ConfigError(f"{name} has no effect with input_mode={input_mode!r}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchrl_llm.errors import BackendError, ConfigError
 
-__all__ = ["RequestBatcher"]
+__all__ = ["RequestBatcher", "make_batcher"]
 
 Run = Callable[[list[Any], Any], list[Any]]
 
@@ -215,3 +215,29 @@ class RequestBatcher:
                 "queued_items": sum(len(request.items) for request in self._queue),
                 "running_items": self._running,
             }
+
+
+def make_batcher(
+    batching: bool | None, minimum: int | None, maximum: int | None, timeout_s: float
+) -> RequestBatcher | None:
+    """The batcher that a policy's arguments ask for, ``None`` for none.
+
+    Args:
+        batching: on, off, or by whether a size is given.
+        minimum: see :class:`RequestBatcher`.
+        maximum: see :class:`RequestBatcher`.
+        timeout_s: see :class:`RequestBatcher`.
+
+    Raises:
+        ConfigError: for sizes while ``batching`` is off.
+    """
+    sizes = minimum is not None or maximum is not None
+    if batching is False and sizes:
+        raise ConfigError("min_batch_size and max_batch_size have no effect: batching=False")
+    if not batching and not sizes:
+        return None
+    return RequestBatcher(
+        min_batch_size=1 if minimum is None else minimum,
+        max_batch_size=maximum,
+        timeout_s=timeout_s,
+    )

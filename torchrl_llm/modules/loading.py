@@ -1,0 +1,108 @@
+"""Load models and tokenizers: from the hub, from a folder, or those that ship with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["load_model", "load_tokenizer"]
+
+
+def load_model(
+    name_or_path: str | PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    lora: Mapping[str, Any] | Any | None = None,
+    gradient_checkpointing: bool = False,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """A Hugging Face causal language model, in eval mode.
+
+    Args:
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
+        dtype: of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: low
+            precision belongs to autocast, over float32 weights.
+        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``; the model's default.
+        lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
+            ``target_modules``, ...), to train adapters instead of the weights.
+        gradient_checkpointing: keep no activations of the layers in training, compute them again.
+        device: where to put it; the CPU by default.
+
+    Raises:
+        ConfigError: when there is no such model, or for an unknown dtype or LoRA argument.
+        MissingExtraError: for ``lora`` without peft.
+
+    Example:
+        >>> model = load_model()  # doctest: +SKIP
+    """
+    options: dict[str, Any] = {"dtype": _dtype(dtype)}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    model = _load(AutoModelForCausalLM, "model", name_or_path, options)
+    if device is not None:
+        model = model.to(device)
+    if gradient_checkpointing:
+        # The reentrant form loses gradients where the input needs none, as under LoRA.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if lora is not None:
+        model = _with_lora(model, lora)
+    return model.eval()
+
+
+def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
+    """A fast tokenizer.
+
+    Args:
+        name_or_path: a name on the hub or a folder; ``None`` for that of the embedded model.
+
+    Raises:
+        ConfigError: when there is no such tokenizer.
+
+    Example:
+        >>> tokenizer = load_tokenizer()  # doctest: +SKIP
+    """
+    return _load(AutoTokenizer, "tokenizer", name_or_path, {})
+
+
+def _load(
+    loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
+) -> Any:
+    if name_or_path is None:
+        from torchrl_llm.assets import embedded_model_path
+
+        name_or_path = embedded_model_path()
+    try:
+        return loader.from_pretrained(name_or_path, **options)
+    except OSError as error:
+        raise ConfigError(
+            f"there is no {kind} {str(name_or_path)!r}: neither a folder with one nor a name that "
+            f"the hub could deliver ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype must be a floating type such as 'bfloat16', got {dtype!r}")
+    return found
+
+
+def _with_lora(model: nn.Module, lora: Mapping[str, Any] | Any) -> nn.Module:
+    peft = require("peft", extra="peft", feature="lora")
+    if isinstance(lora, Mapping):
+        try:
+            lora = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
+        except TypeError as error:
+            raise ConfigError(
+                f"lora: {error}; its arguments are those of peft.LoraConfig"
+            ) from error
+    return peft.get_peft_model(model, lora)

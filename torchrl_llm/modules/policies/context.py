@@ -1,0 +1,90 @@
+"""Prompts that do not fit into the model's context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.errors import ConfigError, OverlongError
+
+__all__ = ["OnOverlong", "fit_context"]
+
+OnOverlong = Literal["error", "drop", "truncate"]
+
+
+class Fitted(NamedTuple):
+    """Prompts after :func:`fit_context`.
+
+    Attributes:
+        records: ``B`` records, cut where they were truncated.
+        overlong: ``B`` flags of prompts that did not fit.
+        answered: ``B`` flags of prompts that the model is asked.
+    """
+
+    records: list[TokenRecord]
+    overlong: list[bool]
+    answered: list[bool]
+
+
+def fit_context(
+    records: Sequence[TokenRecord],
+    max_length: int | None,
+    max_new_tokens: int,
+    on_overlong: OnOverlong,
+) -> Fitted:
+    """Deal with prompts that leave no room for one token.
+
+    Args:
+        records: ``B`` prompts.
+        max_length: tokens of the context; ``None`` without a limit.
+        max_new_tokens: room that a truncated prompt leaves, where the context is that large.
+        on_overlong: ``"error"`` raises; ``"drop"`` gives the row an empty, aborted response;
+            ``"truncate"`` cuts the beginning of the prompt off.
+
+    Raises:
+        OverlongError: for the first such prompt under ``"error"``.
+    """
+    overlong = [
+        max_length is not None and record.token_ids.shape[0] >= max_length for record in records
+    ]
+    if not any(overlong):
+        return Fitted(list(records), overlong, [True] * len(records))
+    if on_overlong == "error":
+        row = overlong.index(True)
+        raise OverlongError(
+            f"the prompt of row {row} has {records[row].token_ids.shape[0]} tokens and the model's "
+            f"context holds {max_length}, of which a response needs at least one; shorten it, or "
+            'set on_overlong="drop" or "truncate"'
+        )
+    if on_overlong == "drop":
+        return Fitted(list(records), overlong, [not flag for flag in overlong])
+    kept = max(1, max_length - max_new_tokens)
+    fitted = [
+        _last(record, kept) if flag else record
+        for record, flag in zip(records, overlong, strict=True)
+    ]
+    return Fitted(fitted, overlong, [True] * len(records))
+
+
+def check_on_overlong(value: str) -> OnOverlong:
+    """The value itself, or a :class:`~torchrl_llm.errors.ConfigError` for an unknown one."""
+    if value not in get_args(OnOverlong):
+        raise ConfigError(f"on_overlong must be one of {get_args(OnOverlong)}, got {value!r}")
+    return value
+
+
+def _last(record: TokenRecord, kept: int) -> TokenRecord:
+    start = record.response_start
+    cut = record.token_ids.shape[0] - kept
+    return replace(
+        record,
+        token_ids=record.token_ids[-kept:],
+        source=record.source[-kept:],
+        turn=record.turn[-kept:],
+        policy_version=record.policy_version[-kept:],
+        log_probs=record.log_probs[-kept:],
+        response_start=None if start is None else max(start - cut, 0),
+        fork_cause="overlong",
+    )
