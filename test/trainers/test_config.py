@@ -106,7 +106,7 @@ def test_pairs_that_cannot_go_together_are_refused(values, message):
 def test_optimizer_steps_count_epochs_and_minibatches():
     # 16 prompts x 8 = 128 responses, 4 optimizer steps of 32 each, 2 epochs, 100 steps.
     config = load_config({"train": {"optim_batch_size": 32, "epochs": 2}})
-    assert config.optimizer_steps == 100 * 2 * 4
+    assert config.num_updates == 100 * 2 * 4
 
 
 def test_overrides_are_checked_before_hydra_sees_them():

@@ -72,7 +72,7 @@ class Toy:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.run.record({"train/loss": loss.detach()}, reward=-loss.item(), tokens=10)
+            self.run.record({"train/reward": -loss.item(), "train/tokens_generated": 10})
             if step == interrupt_at:
                 signal.raise_signal(signal.SIGINT)
         return self

@@ -1,1 +1,44 @@
-"""trainers."""
+"""Parts of a training loop: configuration, batches, optimizer, ledger, metrics, checkpoints.
+
+There is no trainer class: a recipe writes its loop on one page and takes from here what is the same
+for every algorithm (see ``sota-implementations/grpo/grpo-sync.py``).
+"""
+
+from __future__ import annotations
+
+from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics
+from torchrl_llm.trainers.checkpoint import CheckpointStore, save_pretrained
+from torchrl_llm.trainers.config import check_override_keys, from_mapping
+from torchrl_llm.trainers.grpo_config import GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers.ledger import TokenLedger
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
+from torchrl_llm.trainers.microbatch import micro_batches
+from torchrl_llm.trainers.optim import clipped_step, make_optimizer, make_scheduler
+from torchrl_llm.trainers.progress import ProgressBar, StopRequest
+from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
+
+__all__ = [
+    "BatchSource",
+    "CheckpointConfig",
+    "CheckpointStore",
+    "EvalConfig",
+    "GRPOConfig",
+    "LoggingConfig",
+    "LossMeter",
+    "MetricsTable",
+    "ProgressBar",
+    "StopRequest",
+    "TokenLedger",
+    "TrainingRun",
+    "check_arguments",
+    "check_override_keys",
+    "clipped_step",
+    "from_mapping",
+    "load_config",
+    "make_loggers",
+    "make_optimizer",
+    "make_scheduler",
+    "micro_batches",
+    "rollout_metrics",
+    "save_pretrained",
+]

@@ -8,7 +8,7 @@ with the new one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from torchrl_llm.errors import ConfigError
@@ -62,11 +62,11 @@ class ModelConfig:
     """The policy.
 
     Attributes:
-        name: ``embedded`` (the model that ships with the package), a folder, or a hub name.
+        name: a folder or a hub name; ``None`` for the model that ships with the package.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
     """
 
-    name: str = "embedded"
+    name: str | None = None
     chat_template_name: str | None = None
 
 
@@ -222,6 +222,17 @@ class OptimizerConfig:
             f"optimizer.clip_grad_norm must be above 0 or null, got {self.clip_grad_norm}",
         )
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :func:`~torchrl_llm.trainers.optim.make_optimizer`."""
+        names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """Arguments of :func:`~torchrl_llm.trainers.optim.make_scheduler`."""
+        return {"name": self.scheduler, "warmup_steps": self.warmup_steps}
+
 
 @dataclass(kw_only=True)
 class LossConfig:
@@ -268,6 +279,22 @@ class FilterConfig:
     truncated: Literal["keep", "mask", "drop"] = "keep"
     max_resamples: int = 4
 
+    def __post_init__(self) -> None:
+        default = type(self).max_resamples
+        _require(
+            self.zero_variance == "resample" or self.max_resamples == default,
+            "filter.max_resamples has no effect without filter.zero_variance=resample",
+        )
+        _require(
+            self.max_resamples >= 1,
+            f"filter.max_resamples must be at least 1, got {self.max_resamples}",
+        )
+
+    @property
+    def resamples(self) -> int:
+        """Batches that a step may collect in addition."""
+        return self.max_resamples if self.zero_variance == "resample" else 0
+
 
 @dataclass(kw_only=True)
 class GRPOConfig:
@@ -298,10 +325,14 @@ class GRPOConfig:
         return self.train.prompts_per_batch * self.env.repeats
 
     @property
-    def optimizer_steps(self) -> int:
+    def num_updates(self) -> int:
         """Optimizer steps of the whole run, for the schedule."""
         size = self.train.optim_batch_size or self.rows_per_batch
         return self.train.max_steps * self.train.epochs * -(-self.rows_per_batch // size)
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key to value, for the record of a run."""
+        return _flat(asdict(self))
 
     def __post_init__(self) -> None:
         size, group = self.train.optim_batch_size, self.env.repeats
@@ -322,14 +353,24 @@ class GRPOConfig:
             "ref_model.name has no effect without train.kl_to_ref_coeff above 0",
         )
         _require(
-            self.optimizer.warmup_steps < self.optimizer_steps,
+            self.optimizer.warmup_steps < self.num_updates,
             f"optimizer.warmup_steps={self.optimizer.warmup_steps} is not below the "
-            f"{self.optimizer_steps} optimizer steps of the run",
+            f"{self.num_updates} optimizer steps of the run",
         )
         _require(
             not (self.train_model.dtype == "bfloat16" and self.train.mixed_precision == "float32"),
             "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
         )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 RENAMED: Mapping[str, str] = {

@@ -20,7 +20,7 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["MetricsTable", "make_loggers"]
+__all__ = ["LossMeter", "MetricsTable", "make_loggers"]
 
 STEP = "train/step"
 
@@ -162,6 +162,52 @@ class MetricsTable:
             writer.writerows([row.get(name, "") for name in self._columns] for row in self._rows)
         os.replace(temporary, self.path)
         self._written = True
+
+
+class LossMeter:
+    """Loss outputs of one training step as metrics.
+
+    Outputs of micro-batches add up to that of their batch, so they are summed; the batches of a
+    step (mini-batches, epochs) are averaged.
+
+    Example:
+        >>> meter = LossMeter()
+        >>> meter.add({"loss_objective": torch.tensor(1.0)})
+        >>> meter.add({"loss_objective": torch.tensor(2.0)})
+        >>> meter.close(grad_norm=0.5)
+        >>> meter.metrics()
+        {'train/loss_objective': 3.0, 'train/grad_norm': 0.5}
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, float] = {}
+        self._batches = 0
+
+    def add(self, output: Any) -> None:
+        """Add the output of a micro-batch.
+
+        Args:
+            output: the output of a loss, or a mapping of names to scalars.
+        """
+        for name, value in output.items():
+            value = value.detach()
+            self._open[name] = self._open[name] + value if name in self._open else value
+
+    def close(self, **values: torch.Tensor | float) -> None:
+        """End a batch, at its optimizer step.
+
+        Args:
+            values: further numbers of this batch, such as the norm of its gradient.
+        """
+        for name, value in {**self._open, **values}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + _number(value)
+        self._open.clear()
+        self._batches += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the batches, named ``train/<name>``; none before the first batch."""
+        return {f"train/{name}": total / self._batches for name, total in self._sums.items()}
 
 
 def _number(value: Any) -> float | int:

@@ -238,15 +238,14 @@ class TrainingRun:
                 f"hydra.run.dir={shlex.quote(str(self.folder))} checkpoint.resume=auto"
             )
 
-    def record(self, metrics: Mapping[str, Any], *, reward: float, tokens: int) -> None:
+    def record(self, metrics: Mapping[str, Any]) -> None:
         """Hand in the metrics of the step, once, at the end of the loop's body.
 
         Args:
-            metrics: ``train/`` and ``perf/`` names to numbers.
-            reward: mean reward, for the bar and ``train/reward``.
-            tokens: tokens sampled in the step, for the speed.
+            metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
+                ``train/tokens_generated`` gives the speed.
         """
-        self._pending = {"train/reward": reward, **metrics, "_tokens": tokens}
+        self._pending = dict(metrics)
 
     def finish(self) -> None:
         """Draw the reward curve and show what became of the held-out conversations."""
@@ -279,7 +278,7 @@ class TrainingRun:
         if self._pending is None:
             raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
         metrics, self._pending = self._pending, None
-        speed = metrics.pop("_tokens") / seconds
+        speed = metrics["train/tokens_generated"] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
         interval = self._evaluation.interval
         due = self.step == self.max_steps or (interval is not None and self.step % interval == 0)

@@ -1,0 +1,108 @@
+"""GRPO in one process: collect a batch, train on it, repeat.
+
+    python sota-implementations/grpo/grpo-sync.py
+    python sota-implementations/grpo/grpo-sync.py env=gsm8k env.data_files=train.jsonl
+
+Every key is in config/grpo.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from grpo_utils import (
+    autocast,
+    greedy,
+    make_buffer,
+    make_envs,
+    make_loss,
+    make_policy,
+    minibatches,
+    seed_everything,
+)
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.trainers import (
+    BatchSource,
+    LossMeter,
+    TrainingRun,
+    check_arguments,
+    clipped_step,
+    load_config,
+    make_optimizer,
+    make_scheduler,
+    micro_batches,
+    rollout_metrics,
+)
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    seed_everything(config.seed)
+
+    policy = make_policy(config)
+    env, eval_env = make_envs(config, policy)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=config.rows_per_batch)
+    buffer, credit = make_buffer(config)
+    source = BatchSource(
+        collector,
+        buffer,
+        credit=credit,
+        num_rows=config.rows_per_batch,
+        truncated=config.filter.truncated,
+        max_resamples=config.filter.resamples,
+    )
+    loss_module = make_loss(config, policy)
+    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    scheduler = make_scheduler(
+        optimizer, **config.optimizer.schedule, total_steps=config.num_updates
+    )
+
+    run = TrainingRun(
+        HydraConfig.get().runtime.output_dir,
+        max_steps=config.train.max_steps,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        parts={
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "collector": collector,
+            "buffer": buffer,
+            "source": source,
+        },
+        evaluate=None
+        if eval_env is None
+        else lambda: evaluate(
+            eval_env, greedy(policy, config), num_prompts=config.eval.num_prompts
+        ),
+        config=config.flat(),
+        logging=config.logging,
+        checkpoint=config.checkpoint,
+        evaluation=config.eval,
+    )
+    for _ in run.steps():
+        with autocast(config):
+            rows = source.fill()
+        meter = LossMeter()
+        for minibatch in minibatches(buffer, config.train.epochs):
+            normalizer = loss_module.normalizer(minibatch)
+            for micro_batch in micro_batches(minibatch, budget=config.train.micro_token_budget):
+                with autocast(config):
+                    output = loss_module(micro_batch, normalizer=normalizer)
+                output.total_loss().backward()
+                meter.add(output)
+            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
+            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+        collector.update_policy_weights_()
+        run.record(rollout_metrics(rows) | meter.metrics() | source.ledger.metrics())
+    run.finish()
+
+
+if __name__ == "__main__":
+    check_arguments(sys.argv[1:])
+    main()

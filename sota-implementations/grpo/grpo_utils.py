@@ -1,0 +1,165 @@
+"""What grpo-sync.py builds from its configuration: policy, environments, loss, state of the step.
+
+Each function takes the validated :class:`~torchrl_llm.trainers.grpo_config.GRPOConfig` and returns
+objects of the library; nothing here is needed by the library itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from tensordict import LazyStackedTensorDict
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
+from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+from torchrl_llm.envs import GSM8KEnv, TaskEnv
+from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
+from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.envs.transforms import RetrieveLogProb
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.objectives import GRPOLoss, MCAdvantage
+from torchrl_llm.trainers.grpo_config import GRPOConfig
+
+TASKS: dict[str, type[TaskEnv]] = {"arithmetic": ArithmeticEnv, "gsm8k": GSM8KEnv}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def device_of(config: GRPOConfig) -> torch.device:
+    """CUDA where there is one, unless the configuration says otherwise."""
+    if config.train.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.train.device)
+
+
+def autocast(config: GRPOConfig) -> AbstractContextManager[Any]:
+    """A context for sampling and scoring in the configured precision."""
+    device, precision = device_of(config).type, config.train.mixed_precision
+    enabled = precision == "bfloat16" or (precision == "auto" and device == "cuda")
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
+
+
+def make_policy(config: GRPOConfig) -> TransformersWrapper:
+    """The policy that samples and is trained; both use its one module."""
+    wanted, lora = config.train_model, None
+    if wanted.lora.enabled:
+        lora = {
+            "r": wanted.lora.r,
+            "lora_alpha": wanted.lora.alpha,
+            "lora_dropout": wanted.lora.dropout,
+            "target_modules": wanted.lora.target_modules or "all-linear",
+        }
+    model = load_model(
+        config.model.name,
+        dtype=wanted.dtype,
+        attn_implementation=wanted.attn_implementation,
+        gradient_checkpointing=wanted.gradient_checkpointing,
+        lora=lora,
+        device=device_of(config),
+    )
+    return TransformersWrapper(
+        model.train(),
+        tokenizer=load_tokenizer(config.model.name),
+        chat_template_name=config.model.chat_template_name,
+        chunk_size=wanted.logprob_chunk_size,
+        on_overlong=config.env.on_overlong,
+        generate_kwargs={
+            "max_new_tokens": config.inference_model.max_tokens,
+            "temperature": config.inference_model.temperature,
+        },
+    )
+
+
+def greedy(policy: TransformersWrapper, config: GRPOConfig) -> TransformersWrapper:
+    """The same policy, answering greedily."""
+    arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
+    return policy.get_new_version(generate_kwargs=arguments)
+
+
+def make_envs(config: GRPOConfig, policy: TransformersWrapper) -> tuple[TaskEnv, TaskEnv | None]:
+    """The environment to train in, and that of the held-out prompts."""
+    task = TASKS[config.env.dataset]
+    train_data, eval_data = _data(config, task)
+    env = task(
+        **train_data,
+        num_envs=config.rows_per_batch,
+        repeats=config.env.repeats,
+        group_repeats=True,
+        seed=config.seed,
+        tokenizer=policy.tokenizer,
+    )
+    if config.train.kl_to_ref_coeff:
+        name = config.ref_model.name or config.model.name
+        model = load_model(name, dtype=config.train_model.dtype, device=device_of(config))
+        reference = policy.get_new_version(model=model.requires_grad_(False), generate=False)
+        env.append_transform(RetrieveLogProb(reference))
+    if not config.eval.num_prompts:
+        return env, None
+    num_envs = min(config.eval.batch_size, config.eval.num_prompts)
+    return env, task(**eval_data, num_envs=num_envs, shuffle=False, tokenizer=policy.tokenizer)
+
+
+def _data(config: GRPOConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the two environments that say where their problems come from."""
+    files, held_out = config.env.data_files, config.env.eval_data_files
+    if files is None and held_out is None:
+        return {"split": "train"}, {"split": "test"}
+    if files is None or held_out is not None:
+        train = {"split": "train"} if files is None else {"data_files": files}
+        return train, {"data_files": held_out}
+    rows = load_rows(Path(files), columns=task.COLUMNS)
+    split = len(rows) - config.eval.num_prompts
+    if split < 1:
+        raise ConfigError(
+            f"eval.num_prompts={config.eval.num_prompts} leaves none of the {len(rows)} problems "
+            f"of {files} for training; lower it, or pass env.eval_data_files"
+        )
+    return {"dataset": rows[:split]}, {"dataset": rows[split:]}
+
+
+def make_buffer(config: GRPOConfig) -> tuple[ReplayBuffer, MCAdvantage]:
+    """A buffer of one step's rows, and the transform in it that writes advantages."""
+    credit = MCAdvantage(
+        grpo_size=config.env.repeats,
+        normalize=config.advantage.normalize,
+        keep_zero_variance=config.filter.zero_variance == "keep",
+    )
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(config.rows_per_batch),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=config.train.optim_batch_size or config.rows_per_batch,
+    )
+    # The transform appended last sees the rows first: advantages, then one row a trajectory.
+    buffer.append_transform(JoinTurns())
+    buffer.append_transform(credit)
+    return buffer, credit
+
+
+def make_loss(config: GRPOConfig, policy: TransformersWrapper) -> GRPOLoss:
+    """The loss over the sampled tokens of every turn."""
+    return GRPOLoss(
+        policy,
+        aggregation=config.loss.aggregation,
+        clip_epsilon=config.loss.clip_epsilon,
+        entropy_coeff=config.loss.entropy_coeff or None,
+        kl_to_ref_coeff=config.train.kl_to_ref_coeff or None,
+        masking_strategy="rlhf",
+    )
+
+
+def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
+    """The rows of an optimizer step at a time, each row once an epoch."""
+    for _ in range(epochs if len(buffer) else 0):
+        yield from buffer

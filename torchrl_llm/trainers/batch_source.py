@@ -1,0 +1,216 @@
+"""The rows of one training step: collected, filtered, grouped, and every token accounted for.
+
+:class:`BatchSource` stands between a collector and the loop. It marks responses that were cut,
+writes the rows into the buffer (whose transforms group them and write advantages), collects further
+prompts where filtered groups left room, and closes the token ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source
+from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives.credit.base import CreditAssigner
+from torchrl_llm.trainers.ledger import TokenLedger
+
+__all__ = ["BatchSource", "mark_truncated", "rollout_metrics", "tokens_by_reason"]
+
+
+class BatchSource:
+    """Fills a replay buffer with the rows of one step.
+
+    Args:
+        collector: iterated for batches of finished trajectories; it goes on where it was left.
+        buffer: emptied at each step; its transform ends with ``credit``.
+        credit: the buffer's credit assigner, whose counts say what was filtered.
+        num_rows: rows that a step needs, the size of the buffer's storage.
+        truncated: responses cut by their length limit: ``keep`` trains them, ``mask`` keeps them in
+            their group's baseline only, ``drop`` takes them out of that too.
+        max_resamples: batches that may be collected in addition while filtered groups leave the
+            buffer short of ``num_rows``; 0 for none.
+
+    Raises:
+        ConfigError: the storage cannot hold exactly the rows of a step.
+    """
+
+    def __init__(
+        self,
+        collector: Iterable[Any],
+        buffer: ReplayBuffer,
+        *,
+        credit: CreditAssigner,
+        num_rows: int,
+        truncated: Literal["keep", "mask", "drop"] = "keep",
+        max_resamples: int = 0,
+    ) -> None:
+        if buffer.storage.max_size != num_rows:
+            raise ConfigError(
+                f"the storage must hold the {num_rows} rows of a step, so that surplus rows leave "
+                f"it; its max_size is {buffer.storage.max_size}"
+            )
+        self.ledger = TokenLedger()
+        self._collector, self._buffer, self._credit = collector, buffer, credit
+        self._num_rows, self._truncated = num_rows, truncated
+        self._max_resamples = max_resamples
+        self._batches: Iterator[Any] | None = None
+        self._dropped = 0
+
+    def fill(self) -> LazyStackedTensorDict:
+        """Collect the rows of a step into the buffer.
+
+        Returns:
+            Every row that was collected, also those that were filtered out, for metrics.
+
+        Raises:
+            DataError: the token ledger does not close.
+            ConfigError: the collector has no further batch.
+        """
+        self._buffer.empty()
+        before = self._credit.get_stats()
+        collected: list[TensorDictBase] = []
+        written = 0
+        for _ in range(1 + self._max_resamples):
+            rows = self._next()
+            collected += rows.unbind(0)
+            written += len(self._buffer.extend(self._marked(rows)))
+            if written >= self._num_rows:
+                break
+        self._account(collected, before, written)
+        return lazy_rows(collected)
+
+    def _next(self) -> LazyStackedTensorDict:
+        if self._batches is None:
+            self._batches = iter(self._collector)
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
+        return split_rollout(batch)
+
+    def _marked(self, rows: LazyStackedTensorDict) -> LazyStackedTensorDict:
+        if self._truncated == "keep":
+            return rows
+        # Copies of the nodes, for metrics report the rows as they were collected.
+        rows = lazy_rows([row.clone(False) for row in rows.unbind(0)])
+        self._dropped += mark_truncated(rows, drop=self._truncated == "drop")
+        return rows
+
+    def _account(
+        self, collected: list[TensorDictBase], before: dict[str, int], written: int
+    ) -> None:
+        after = self._credit.get_stats()
+        kept = self._buffer[:] if len(self._buffer) else None
+        reasons = {} if kept is None else tokens_by_reason(kept)
+        invalid = after["invalid_tokens"] - before["invalid_tokens"]
+        # Dropped responses are invalid to the credit assigner; the ledger calls them truncated.
+        dropped = min(invalid, self._dropped)
+        self._dropped -= dropped
+        filtered = after["filtered_tokens"] - before["filtered_tokens"]
+        unfilled = after["unfilled_tokens"] - before["unfilled_tokens"]
+        generated = sum(map(sampled_tokens, collected))
+        ledger = self.ledger
+        ledger.count(
+            generated=generated,
+            trained=reasons.pop(MaskReason.TRAINED, 0),
+            truncated=reasons.pop(MaskReason.TRUNCATED, 0) + dropped,
+            stale=reasons.pop(MaskReason.STALE, 0),
+            invalid=invalid - dropped,
+            surplus=unfilled,
+            pending=after["queued_tokens"],
+        )
+        ledger.count(filtered=filtered + sum(reasons.values()))
+        if written > self._num_rows:
+            # The storage holds the newest rows; the older ones it overwrote were surplus.
+            spent = ledger.trained + ledger.truncated + ledger.stale + ledger.invalid
+            spent += ledger.filtered + ledger.surplus + ledger.pending
+            ledger.count(surplus=ledger.carried + generated - spent)
+        ledger.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger's carry; collector and buffer have states of their own."""
+        return {"ledger": self.ledger.state_dict(), "dropped": self._dropped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after :meth:`state_dict`."""
+        self.ledger.load_state_dict(state["ledger"])
+        self._dropped = state["dropped"]
+
+
+def mark_truncated(rows: LazyStackedTensorDict, *, drop: bool) -> int:
+    """Take the sampled tokens of responses that were cut by their length limit out of the loss.
+
+    Args:
+        rows: rows with ``("tokens", "finish_reason")`` and a trace; changed in place.
+        drop: also make their reward invalid, so that they leave their group's baseline.
+
+    Returns:
+        Sampled tokens of the rows that were dropped; 0 without ``drop``.
+    """
+    dropped = 0
+    for row in rows.unbind(0):
+        if int(row.get(("tokens", "finish_reason"))) != FinishReason.LENGTH:
+            continue
+        source, reason = row.get(("trace", "source")), row.get(("trace", "mask_reason"))
+        cut = reason.masked_fill(source == Source.SAMPLED, int(MaskReason.TRUNCATED))
+        row.set(("trace", "mask_reason"), cut)
+        if drop:
+            valid = row.get(("next", "reward_valid"), None)
+            flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
+            row.set(("next", "reward_valid"), flag)
+            dropped += sampled_tokens(row)
+    return dropped
+
+
+def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
+    """Sampled tokens of rows by their mask reason.
+
+    Args:
+        rows: 1-d stack of rows with a trace.
+
+    Returns:
+        Code of :class:`~torchrl_llm.data.enums.MaskReason` to number of sampled tokens.
+    """
+    source = torch.cat(read_rows(rows, ("trace", "source")))
+    reason = torch.cat(read_rows(rows, ("trace", "mask_reason")))
+    counts = torch.bincount(reason[source == Source.SAMPLED].long(), minlength=len(MaskReason))
+    return {code: number for code, number in enumerate(counts.tolist()) if number}
+
+
+def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
+    """What the policy did in a step, from every row that was collected.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one row a turn.
+
+    Returns:
+        ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
+        ``train/reward_std``, ``train/invalid`` and ``train/truncated`` (fractions of the rows),
+        ``train/response_length`` (mean tokens), and ``train/success`` where rows say it.
+    """
+    rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
+    done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
+    valid = rewards.isfinite()
+    flags = read_rows(rows, ("next", "reward_valid"), None)
+    if flags is not None:
+        valid &= torch.stack([flag.all() for flag in flags])
+    lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
+    finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
+    episodes = int((done & valid).sum())
+    metrics = {
+        "train/reward": rewards[valid].sum().item() / episodes if episodes else float("nan"),
+        "train/reward_std": rewards[valid].std(correction=0).item() if episodes else float("nan"),
+        "train/invalid": (~valid).float().mean().item(),
+        "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
+        "train/response_length": sum(lengths) / len(lengths),
+    }
+    success = read_rows(rows, ("next", "success"), None)
+    if success is not None and episodes:
+        metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
+    return metrics
