@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import is_tensorclass
 from torch import Tensor
@@ -167,10 +166,10 @@ def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | Non
         regions = rendered.generation or []
     else:
         regions = [(a, b) for a, b, _ in assistant_regions(rendered, chat.messages, probe)]
-    chars = np.zeros(len(rendered.text), dtype=bool)
+    chars = torch.zeros(len(rendered.text), dtype=torch.bool)
     for start, end in regions:
         chars[start:end] = True
-    return torch.from_numpy(label_tokens(encoding, rendered.text, chars))
+    return torch.from_numpy(label_tokens(encoding, rendered.text, chars.numpy()))
 
 
 def read_text(
