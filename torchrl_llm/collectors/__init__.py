@@ -1,1 +1,9 @@
-"""collectors."""
+"""Collectors: an environment and a policy, turned into batches or into rows of a buffer."""
+
+from __future__ import annotations
+
+from torchrl_llm.collectors.base import LLMCollector
+from torchrl_llm.collectors.ray_collector import RayLLMCollector
+from torchrl_llm.collectors.weight_update import vLLMUpdater, vLLMUpdaterV2
+
+__all__ = ["LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]

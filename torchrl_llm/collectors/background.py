@@ -1,0 +1,88 @@
+"""A thread that collects until it is stopped, whose failure reaches whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from torchrl._utils import logger
+
+__all__ = ["BackgroundLoop"]
+
+_EXIT_TIMEOUT_S = 10.0
+
+
+def _stop_at_exit(stop: threading.Event, thread: threading.Thread) -> None:
+    # A daemon thread that is inside torch while the interpreter goes down may crash the process.
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(_EXIT_TIMEOUT_S)
+
+
+class BackgroundLoop:
+    """Calls a function again and again in a daemon thread.
+
+    Args:
+        work: called until it returns ``False``, raises, or :meth:`stop` is called.
+        name: of the thread.
+
+    Example:
+        >>> left = [3]
+        >>> def work():
+        ...     left[0] -= 1
+        ...     return left[0] > 0
+        >>> loop = BackgroundLoop(work, name="example")
+        >>> loop.start(); loop.stop(); loop.failure is None
+        True
+    """
+
+    def __init__(self, work: Callable[[], bool], *, name: str) -> None:
+        self._work = work
+        self.failure: BaseException | None = None
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._finalizer = weakref.finalize(self, _stop_at_exit, self.stopping, self._thread)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Ask the thread to stop and wait for the end of its current call.
+
+        Args:
+            timeout_s: seconds to wait; ``None`` for as long as it takes.
+
+        Raises:
+            TimeoutError: it still runs; it will stop after its current call.
+        """
+        self.stopping.set()
+        if self._thread is threading.current_thread() or self._thread.ident is None:
+            return
+        # Joined in slices, because a join without limit cannot be interrupted on every platform.
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._thread.is_alive():
+            self._thread.join(
+                0.2 if deadline is None else max(0.0, min(0.2, deadline - time.monotonic()))
+            )
+            if deadline is not None and self._thread.is_alive() and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"the thread {self._thread.name!r} did not end within {timeout_s} s; it stops "
+                    "after the call that it is in"
+                )
+
+    def _run(self) -> None:
+        try:
+            while not self.stopping.is_set() and self._work():
+                pass
+        # Anything at all must reach the thread that waits for rows, or it would wait for ever.
+        except BaseException as error:
+            self.failure = error
+            logger.error(f"{self._thread.name} stopped: {type(error).__name__}: {error}")

@@ -1,0 +1,500 @@
+"""The collector: an environment and a policy, turned into batches or into rows of a buffer.
+
+How it rolls out is in :mod:`torchrl_llm.collectors.rollout`; here are its options, its budget,
+collection beside training, versions and weights of the policy, and exact resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue as queues
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.collectors import BaseCollector
+from torchrl.envs import AsyncEnvPool, EnvBase
+
+from torchrl_llm.collectors.background import BackgroundLoop
+from torchrl_llm.collectors.policy import VersionedPolicy
+from torchrl_llm.collectors.rollout import (
+    AsyncTrajectoryRollout,
+    Rollout,
+    StepRollout,
+    TrajectoryRollout,
+)
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.envs.transforms.policy_version import PolicyVersion
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.weight_update import InProcessWeights, WeightUpdater
+
+__all__ = ["LLMCollector"]
+
+_POLL_S = 0.05
+
+
+class LLMCollector(BaseCollector):
+    """Rolls out a policy in an environment of conversations.
+
+    Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
+    step by step, or :meth:`start` it to fill it beside training.
+
+    A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
+    (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows, one
+    trajectory after the other, in the order in which they end.
+
+    Args:
+        env: an environment, or a callable that builds one.
+        policy: tensordict to tensordict; ragged output is welcome.
+        policy_factory: builds the policy; exactly one of the two.
+        dialog_turns_per_batch: turns of a batch, reached or exceeded; 1 for completed trajectories
+            if not given.
+        yield_only_last_steps: only the last row of each trajectory, which holds the whole
+            conversation. Implies completed trajectories.
+        yield_completed_trajectories: only trajectories that are done. The environment must end its
+            episodes, or nothing is ever yielded.
+        postproc: batch to batch, before it is yielded or written.
+        total_dialog_turns: turns after which the collector ends, those dropped by
+            ``yield_only_last_steps`` included; -1 for no end.
+        async_envs: the environments are an ``AsyncEnvPool``, whose members step on their own;
+            completed trajectories only. Found out if not given.
+        replay_buffer: gets the batches by ``extend``.
+        reset_at_each_iter: begin each batch with new conversations.
+        flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
+        weight_updater: brings weights to the policy, or a callable that makes it.
+            :class:`~torchrl_llm.weight_update.InProcessWeights` by default: weights that are shared
+            stay shared, others are copied in place.
+        queue: gets the batches by ``put``: tensordicts where it is a queue of this process, else
+            :class:`~torchrl_llm.data.wire.PackedRows`, to be unpacked by the receiver.
+        track_policy_version: stamp ``"policy_version"`` into every row, by a
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` of the collector or the given one.
+        verbose: log progress.
+
+    Raises:
+        ConfigError: for arguments that contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl_llm.data import Chat, History
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> from torchrl.envs import StepCounter
+        >>> rows = [{"query": "Hi"}, {"query": "Bye"}]
+        >>> env = DatasetChatEnv(dataset=rows, shuffle=False, num_envs=2)
+        >>> env = env.append_transform(StepCounter(max_steps=1))
+        >>> def policy(td):
+        ...     chats = td["history"].prompt.chats
+        ...     answer = [{"role": "assistant", "content": "Hello"}]
+        ...     td["history"].full = History.of([chat + answer for chat in chats])
+        ...     return td
+        >>> options = {"dialog_turns_per_batch": 2, "total_dialog_turns": 4, "flatten_data": True}
+        >>> collector = LLMCollector(env, policy=policy, **options)
+        >>> [batch["history", "full"].content for batch in collector]
+        [[['Hi', 'Hello'], ['Bye', 'Hello']], [['Hi', 'Hello'], ['Bye', 'Hello']]]
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        *,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: Any = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
+        queue: Any = None,
+        track_policy_version: bool | PolicyVersion = False,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__()
+        if (policy is None) == (policy_factory is None):
+            raise ConfigError("pass exactly one of policy and policy_factory")
+        if queue is not None and replay_buffer is not None:
+            raise ConfigError("pass a replay_buffer or a queue, not both")
+        last_only = bool(yield_only_last_steps)
+        completed = (
+            last_only if yield_completed_trajectories is None else (yield_completed_trajectories)
+        )
+        self._check_options(
+            completed, last_only, yield_completed_trajectories, flatten_data, reset_at_each_iter
+        )
+        if dialog_turns_per_batch is None:
+            if not completed:
+                raise ConfigError(
+                    "dialog_turns_per_batch is needed: how many turns make a batch (a multiple of "
+                    "the environment's batch size)"
+                )
+            dialog_turns_per_batch = 1
+        if dialog_turns_per_batch < 1:
+            raise ConfigError(
+                f"dialog_turns_per_batch must be at least 1, got {dialog_turns_per_batch}"
+            )
+        self.env = env if isinstance(env, EnvBase) else env()
+        self.policy = policy if policy_factory is None else policy_factory()
+        self.replay_buffer, self.queue = replay_buffer, queue
+        self.postproc = postproc
+        self.reset_at_each_iter = reset_at_each_iter
+        self.flatten_data = (
+            replay_buffer is not None or queue is not None if flatten_data is None else flatten_data
+        )
+        self.yield_completed_trajectories, self.yield_only_last_steps = completed, last_only
+        self.total_frames = total_dialog_turns
+        self.requested_frames_per_batch = dialog_turns_per_batch
+        self.verbose = verbose
+        self.async_envs = isinstance(self.env, AsyncEnvPool)
+        if async_envs is not None and async_envs != self.async_envs:
+            raise ConfigError(
+                f"async_envs={async_envs}, but the environment is a {type(self.env).__name__}; "
+                "asynchronous environments are an AsyncEnvPool"
+            )
+        self._policy = VersionedPolicy(self.policy, track_policy_version)
+        self._iter = -1
+        self._background: BackgroundLoop | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+        self._paused = threading.RLock()
+        self._rollout = self._make_rollout()
+        self.weight_updater = InProcessWeights() if weight_updater is None else weight_updater
+
+    @staticmethod
+    def _check_options(
+        completed: bool,
+        last_only: bool,
+        asked: bool | None,
+        flatten: bool | None,
+        reset_at_each_iter: bool,
+    ) -> None:
+        if last_only and asked is False:
+            raise ConfigError(
+                "yield_only_last_steps=True needs yield_completed_trajectories=True (or None)"
+            )
+        if completed and reset_at_each_iter:
+            raise ConfigError(
+                "reset_at_each_iter=True would give up the trajectories in flight; it does not go "
+                "with completed trajectories"
+            )
+        if completed and flatten is False:
+            raise ConfigError(
+                "completed trajectories differ in length and are yielded as rows; "
+                "flatten_data=False has no effect with them"
+            )
+
+    def _make_rollout(self) -> Rollout:
+        common: dict[str, Any] = {
+            "turns_per_batch": self.requested_frames_per_batch,
+            "lock": self._lock,
+            "verbose": self.verbose,
+        }
+        positional = (self.env, self.policy, self._policy.stamp)
+        if self.async_envs:
+            if not self.yield_completed_trajectories:
+                raise ConfigError(
+                    "the environments of an AsyncEnvPool are never at the same step: pass "
+                    "yield_completed_trajectories=True"
+                )
+            return AsyncTrajectoryRollout(
+                *positional, last_only=self.yield_only_last_steps, **common
+            )
+        if self.yield_completed_trajectories:
+            return TrajectoryRollout(*positional, last_only=self.yield_only_last_steps, **common)
+        return StepRollout(
+            *positional, reset_first=self.reset_at_each_iter, flatten=self.flatten_data, **common
+        )
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    @property
+    def total_dialog_turns(self) -> int:
+        """Turns after which the collector ends; -1 for no end."""
+        return self.total_frames
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns of a batch."""
+        return self.requested_frames_per_batch
+
+    @property
+    def dialog_turns(self) -> int:
+        """Turns collected so far."""
+        return self._rollout.turns
+
+    @property
+    def _frames(self) -> int:
+        # TorchRL's ``stats`` reads this name.
+        return self._rollout.turns
+
+    @property
+    def _exhausted(self) -> bool:
+        return 0 <= self.total_frames <= self._rollout.turns
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch, without writing it anywhere."""
+        self._check_usable()
+        if self._pre_collect_hook is not None:
+            self._pre_collect_hook()
+        with self._paused:
+            batch = self._rollout.collect()
+            self._iter += 1
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self._post_collect_hook is not None:
+            self._post_collect_hook(batch)
+        return batch
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until the budget is used up; ``None`` for each that went to buffer or queue."""
+        if self._background is not None:
+            raise ConfigError("this collector was started and fills its buffer by itself")
+        while not self._exhausted:
+            batch = self.rollout()
+            if self.replay_buffer is None and self.queue is None:
+                yield batch
+            else:
+                self._deliver(batch)
+                yield None
+
+    def _deliver(self, batch: TensorDictBase) -> None:
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+            return
+        in_process = isinstance(self.queue, (queues.Queue, queues.SimpleQueue))
+        item = batch if in_process else pack_rows(split_rollout(batch))
+        stopping = None if self._background is None else self._background.stopping
+        while True:
+            try:
+                # A full queue that nobody empties must not keep the thread from stopping.
+                self.queue.put(item, timeout=_POLL_S)
+                return
+            except queues.Full:
+                if stopping is not None and stopping.is_set():
+                    return
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the post-processing of batches.
+
+        Args:
+            postproc: batch to batch.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if self.postproc is not None:
+            raise ConfigError("this collector has a postproc already")
+        self.postproc = postproc
+
+    # -- beside training --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the buffer or queue in a thread of its own, until :meth:`shutdown`.
+
+        An error of policy or environment ends the thread; it is logged at once, and raised by the
+        next call of :meth:`wait_for_rows`, :meth:`update_policy_weights_`, :meth:`state_dict` or
+        :meth:`shutdown`.
+
+        Raises:
+            ConfigError: there is neither buffer nor queue, or it was started before.
+        """
+        if self.replay_buffer is None and self.queue is None:
+            raise ConfigError("start() needs a replay_buffer or a queue to collect into")
+        self._check_usable()
+        if self._background is not None:
+            raise ConfigError("this collector was started before")
+        self._background = BackgroundLoop(self._collect_once, name="LLMCollector")
+        self._background.start()
+
+    def _collect_once(self) -> bool:
+        if self._exhausted:
+            return False
+        self._deliver(self.rollout())
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread of :meth:`start` collects."""
+        return self._background is not None and self._background.is_running
+
+    def wait_for_rows(self, num_rows: int, *, timeout_s: float | None = None) -> None:
+        """Wait until the buffer has enough rows.
+
+        Args:
+            num_rows: rows that the buffer must hold.
+            timeout_s: seconds to wait; ``None`` for no limit.
+
+        Raises:
+            TimeoutError: they have not come in time.
+            ConfigError: the collector does not run, so they will never come.
+            Exception: whatever ended the collector's thread.
+        """
+        if self.replay_buffer is None:
+            raise ConfigError("wait_for_rows needs a replay_buffer")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(self.replay_buffer) < num_rows:
+            self._raise_failure()
+            # Asked before the length is read again: the last rows may have come in between.
+            running = self.is_running
+            if len(self.replay_buffer) >= num_rows:
+                return
+            if not running:
+                self._raise_failure()
+                raise ConfigError(
+                    f"the buffer holds {len(self.replay_buffer)} of {num_rows} rows, and the "
+                    "collector does not run: start() it, raise total_dialog_turns, or see whether "
+                    "a transform of the buffer holds rows back"
+                )
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"the buffer holds {len(self.replay_buffer)} of {num_rows} rows after "
+                    f"{timeout_s} s"
+                )
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """No batch is collected inside this context; the one under way is finished first."""
+        with self._paused:
+            yield
+
+    def _raise_failure(self) -> None:
+        if self._background is not None and self._background.failure is not None:
+            failure, self._background.failure = self._background.failure, None
+            raise failure
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ConfigError("this collector was shut down")
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Stop the thread, close the environment, and raise what the thread failed of.
+
+        Args:
+            timeout: seconds to wait for the batch under way; ``None`` for as long as it takes.
+            close_env: close the environment.
+            raise_on_error: raise an error of the thread that was not raised yet.
+
+        Raises:
+            TimeoutError: the thread still runs; the environment is left open then.
+        """
+        if self._background is not None:
+            self._background.stop(timeout)
+        if not self._closed and close_env and not self.env.is_closed:
+            self.env.close(raise_if_closed=False)
+        self._closed = True
+        if raise_on_error:
+            self._raise_failure()
+
+    def __enter__(self) -> LLMCollector:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # An error of the block is not hidden behind one of the thread.
+        self.shutdown(raise_on_error=error is None)
+
+    # -- weights and versions ---------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        policy: nn.Module | None = None,
+        state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Bring weights to the policy and count a new version; waits for the policy call under way.
+
+        Args:
+            policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
+                Without any, the weights are taken to be shared and only the version counts up.
+            weights: the same by another name of TorchRL's.
+            policy: the same.
+            state_dict: the same.
+
+        Raises:
+            ConfigError: more than one source, or weights that are not the policy's.
+        """
+        self._raise_failure()
+        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
+        if len(given) > 1:
+            raise ConfigError("pass the weights once")
+        with self._lock:
+            self.weight_updater.push_weights(given[0] if given else None)
+            self.increment_version()
+
+    def increment_version(self) -> None:
+        """Count a new version of the policy, in the rows' stamp and in the tokens' trace."""
+        self._policy.increment_version()
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """The version: the tracker's, else the policy's own, ``None`` where neither has one."""
+        return self._policy.version
+
+    def get_policy_version(self) -> int | str | None:
+        """The same as :attr:`policy_version`, for callers that can only call methods."""
+        return self._policy.version
+
+    @property
+    def policy_version_tracker(self) -> PolicyVersion | None:
+        """What stamps the version into rows, where that was asked for."""
+        return self._policy.tracker
+
+    def get_policy_model(self) -> nn.Module:
+        """The model inside the policy.
+
+        Raises:
+            ConfigError: it is not in this process.
+        """
+        return self._policy.model
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment; returns the next seed."""
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """What the next batch depends on: trajectories in flight, environment, counts, version.
+
+        Not the policy's weights, nor the random generators, which belong to the process. Waits for
+        the batch under way.
+
+        Raises:
+            CheckpointError: for an ``AsyncEnvPool``.
+        """
+        self._raise_failure()
+        with self._paused:
+            return OrderedDict(
+                rollout=self._rollout.state_dict(),
+                iterations=self._iter,
+                versions=self._policy.state_dict(),
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, bit for bit.
+
+        Args:
+            state_dict: of a collector that was built alike.
+        """
+        with self._paused:
+            self._rollout.load_state_dict(state_dict["rollout"])
+            self._iter = state_dict["iterations"]
+            self._policy.load_state_dict(state_dict["versions"])
+
+    def __repr__(self) -> str:
+        return (
+            f"LLMCollector({type(self.env).__name__}, {type(self.policy).__name__}, "
+            f"dialog_turns={self.dialog_turns}/{self.total_dialog_turns})"
+        )

@@ -1,0 +1,357 @@
+"""How a collector rolls out: fixed numbers of turns, whole trajectories, or a pool of environments.
+
+Each way has ``collect() -> batch`` and a state; :class:`~torchrl_llm.collectors.LLMCollector`
+chooses one and does the rest.
+
+Shape legend: ``B`` rows of the environment, ``T`` steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl._utils import logger
+from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
+
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import split_batch, split_rollout
+from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
+from torchrl_llm.errors import CheckpointError, ConfigError
+
+__all__ = ["AsyncTrajectoryRollout", "Rollout", "StepRollout", "TrajectoryRollout", "env_state"]
+
+Stamp = Callable[[TensorDictBase], TensorDictBase]
+
+
+def env_state(env: EnvBase) -> list[dict[str, Any]]:
+    """States of an environment and of its transforms, outermost first.
+
+    A ``TransformedEnv`` has its transforms in ``state_dict()`` and not the environment below.
+
+    Args:
+        env: the environment.
+    """
+    states = []
+    while isinstance(env, TransformedEnv):
+        states.append(env.transform.state_dict())
+        env = env.base_env
+    states.append(env.state_dict())
+    return states
+
+
+def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
+    """Continue where :func:`env_state` was taken.
+
+    Args:
+        env: an environment that was built alike.
+        states: what :func:`env_state` returned.
+
+    Raises:
+        CheckpointError: the environment has another number of layers.
+    """
+    layers: list[Any] = []
+    while isinstance(env, TransformedEnv):
+        layers.append(env.transform)
+        env = env.base_env
+    layers.append(env)
+    if len(layers) != len(states):
+        raise CheckpointError(
+            f"the environment has {len(layers)} layers and the saved one had {len(states)}; build "
+            "it as it was"
+        )
+    for layer, state in zip(layers, states, strict=True):
+        layer.load_state_dict(state)
+
+
+class Rollout(ABC):
+    """One way to roll out.
+
+    Args:
+        env: the environment.
+        policy: tensordict to tensordict.
+        stamp: writes the policy's version into what the policy reads.
+        turns_per_batch: turns of a batch.
+        lock: held during a policy call, so that weights do not change within one.
+        verbose: log progress.
+
+    Attributes:
+        turns: turns of the batches so far, intermediate turns that were not yielded among them.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        stamp: Stamp,
+        *,
+        turns_per_batch: int,
+        lock: threading.RLock,
+        verbose: bool = False,
+    ) -> None:
+        self.env, self.policy, self.stamp = env, policy, stamp
+        self.turns_per_batch, self.lock, self.verbose = turns_per_batch, lock, verbose
+        self.turns = 0
+
+    @abstractmethod
+    def collect(self) -> TensorDictBase:
+        """Roll out one batch."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next batch depends on, but for the policy."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+
+    def _act(self, carrier: TensorDictBase) -> TensorDictBase:
+        with self.lock, torch.no_grad():
+            return self.policy(self.stamp(carrier))
+
+    def _log(self, collected: int) -> None:
+        if self.verbose:
+            logger.info(f"LLMCollector: {collected} of {self.turns_per_batch} turns")
+
+
+class _Lockstep(Rollout):
+    """Steps one environment, all its rows at a time."""
+
+    carrier: TensorDictBase | None = None
+
+    def _step(self) -> TensorDictBase:
+        """One step of all rows; the carrier moves on only when it has succeeded."""
+        if self.carrier is None:
+            self.carrier = self.env.reset()
+        with torch.no_grad():
+            # The policy may write into its input; a step that fails must not find that there.
+            stepped, carrier = self.env.step_and_maybe_reset(
+                self._act(self.carrier.clone(recurse=False))
+            )
+        self.carrier = carrier
+        return stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The carrier between two steps, the environment's state, and the count of turns."""
+        carrier = None if self.carrier is None else self.carrier.clone(recurse=False)
+        return {"carrier": carrier, "env": env_state(self.env), "turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        load_env_state(self.env, state["env"])
+        carrier = state["carrier"]
+        self.carrier = None if carrier is None else carrier.clone(recurse=False)
+        self.turns = state["turns"]
+
+
+class StepRollout(_Lockstep):
+    """Batches of a fixed number of turns, whatever they begin or end.
+
+    Args:
+        reset_first: begin every batch with new conversations; those in flight are given up.
+        flatten: rows instead of ``[*B, T]``.
+        **kwargs: of :class:`Rollout`.
+    """
+
+    def __init__(self, *args: Any, reset_first: bool, flatten: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reset_first, self.flatten = reset_first, flatten
+
+    def collect(self) -> TensorDictBase:
+        """``[*B, T]`` lazily stacked steps, or ``[B * T]`` rows, row ``b * T + t`` being step t."""
+        if self.reset_first:
+            self.carrier = None
+        steps: list[TensorDictBase] = []
+        collected = 0
+        while collected < self.turns_per_batch:
+            self._log(collected)
+            steps.append(self._step())
+            collected += steps[-1].numel()
+        self.turns += collected
+        if not self.flatten:
+            return lazy_stack(steps, -1)
+        if steps[0].batch_dims != 1:
+            return split_rollout(lazy_stack(steps, -1))
+        split = [split_batch(step) for step in steps]
+        return lazy_rows([row for rows in zip(*split, strict=True) for row in rows])
+
+
+class _Assembly:
+    """Rows by place in the environment until their trajectory is done.
+
+    Args:
+        last_only: keep the last row of each trajectory only.
+        pack: state in wire form.
+    """
+
+    def __init__(self, num_places: int, last_only: bool) -> None:
+        self.last_only = last_only
+        self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
+        self.finished: deque[tuple[int, list[TensorDict]]] = deque()
+
+    def add(self, place: int, row: TensorDict) -> None:
+        held = self.open[place]
+        held.append(row)
+        if leaf(row, ("next", "done")).any():
+            self.finished.append((len(held), held[-1:] if self.last_only else held))
+            self.open[place] = []
+
+    def take(self, turns: int) -> tuple[int, list[TensorDict]]:
+        """Finished trajectories of at least ``turns`` turns, or all there are."""
+        taken, rows = 0, []
+        while self.finished and taken < turns:
+            number, trajectory = self.finished.popleft()
+            taken += number
+            rows += trajectory
+        return taken, rows
+
+    @property
+    def finished_turns(self) -> int:
+        return sum(number for number, _ in self.finished)
+
+    def state_dict(self) -> dict[str, Any]:
+        finished = list(self.finished)
+        rows = [row for held in self.open for row in held]
+        rows += [row for _, trajectory in finished for row in trajectory]
+        return {
+            "open": [len(held) for held in self.open],
+            "finished": [(number, len(trajectory)) for number, trajectory in finished],
+            "rows": pack_rows(rows),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rows = iter(unpack_row_list(state["rows"]))
+        self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
+        self.finished = deque(
+            (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
+        )
+
+
+class TrajectoryRollout(_Lockstep):
+    """Whole trajectories, in the order in which they end.
+
+    Args:
+        last_only: the last turn of each trajectory only.
+        **kwargs: of :class:`Rollout`.
+    """
+
+    def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if len(self.env.batch_size) != 1:
+            raise ConfigError(
+                "yield_completed_trajectories needs an environment with one batch dimension, got "
+                f"batch size {tuple(self.env.batch_size)}"
+            )
+        self.assembly = _Assembly(self.env.batch_size[0], last_only)
+
+    def collect(self) -> TensorDictBase:
+        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
+        while (finished := self.assembly.finished_turns) < self.turns_per_batch:
+            self._log(finished)
+            for place, row in enumerate(split_batch(self._step())):
+                self.assembly.add(place, row)
+        taken, rows = self.assembly.take(self.turns_per_batch)
+        self.turns += taken
+        return lazy_rows(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As above, with the trajectories in flight."""
+        return {**super().state_dict(), "assembly": self.assembly.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        super().load_state_dict(state)
+        self.assembly.load_state_dict(state["assembly"])
+
+
+class AsyncTrajectoryRollout(Rollout):
+    """Whole trajectories of a pool whose environments step on their own.
+
+    While some environments run (a tool, a slow reward), the policy answers those that are ready,
+    all of them in one call.
+
+    Args:
+        last_only: the last turn of each trajectory only.
+        **kwargs: of :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments with one batch
+            dimension.
+    """
+
+    env: AsyncEnvPool
+
+    def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if len(self.env.batch_size) != 2:
+            raise ConfigError(
+                "the environments of an AsyncEnvPool must have one batch dimension, so that the "
+                f"pool has two; got batch size {tuple(self.env.batch_size)}"
+            )
+        if self.env.stack == "dense":
+            raise ConfigError(
+                "AsyncEnvPool(stack='dense') cannot hold rows of different length; build it with "
+                "stack='lazy'"
+            )
+        self.last_only = last_only
+        self.num_envs, self.env_size = self.env.batch_size
+        self.assembly = _Assembly(self.num_envs * self.env_size, last_only)
+        self.running = 0
+
+    def collect(self) -> TensorDictBase:
+        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
+        if not self.running and not self.assembly.finished:
+            self._send(list(self.env.reset().unbind(0)))
+        while (finished := self.assembly.finished_turns) < self.turns_per_batch:
+            self._log(finished)
+            stepped, carriers = self.env.async_step_and_maybe_reset_recv(min_get=1)
+            parts = list(stepped.unbind(0))
+            self.running -= len(parts)
+            for part in parts:
+                first = self._index(part) * self.env_size
+                for offset, row in enumerate(split_batch(part.exclude("env_index"))):
+                    self.assembly.add(first + offset, row)
+            self._send(list(carriers.unbind(0)))
+        taken, rows = self.assembly.take(self.turns_per_batch)
+        self.turns += taken
+        return lazy_rows(rows)
+
+    @staticmethod
+    def _index(part: TensorDictBase) -> int:
+        value = part.get("env_index")
+        value = getattr(value, "data", value)
+        while isinstance(value, (list, tuple)):
+            value = value[0]
+        return int(value)
+
+    def _send(self, carriers: list[TensorDictBase]) -> None:
+        indices = [self._index(carrier) for carrier in carriers]
+        plain = [carrier.exclude("env_index") for carrier in carriers]
+        whole = plain[0] if len(plain) == 1 else torch.cat(plain, 0)
+        acted = self._act(whole)
+        size = self.env_size
+        parts = [acted[i * size : (i + 1) * size] for i in range(len(indices))]
+        for index, part in zip(indices, parts, strict=True):
+            self.env.async_step_and_maybe_reset_send(part.unsqueeze(0), env_index=[index])
+        self.running += len(indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: environments are in the middle of their steps.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            "a collector over an AsyncEnvPool cannot be saved: its environments run on their own "
+            "and are never all between two steps. Use one batched environment for exact resume"
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refused as :meth:`state_dict` is.
+
+        Raises:
+            CheckpointError: always.
+        """
+        self.state_dict()
