@@ -26,7 +26,15 @@ from torchrl_llm.data.ragged import ragged_rows, read_rows, unpad_rows
 from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["HistoryMode", "InputMode", "TextMode", "TokensMode", "make_mode", "message_text"]
+__all__ = [
+    "HistoryMode",
+    "InputMode",
+    "TextMode",
+    "TokensMode",
+    "make_mode",
+    "message_text",
+    "response_reader",
+]
 
 
 def message_text(message: dict[str, Any]) -> str:
@@ -270,7 +278,7 @@ class TextMode(_TokenCarrier):
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
         """``text.response``, or what ``text.full`` adds to the prompt."""
-        responses = td.get(("text", "response"), None)
+        responses = self._column(td, "response")
         if responses is not None:
             return responses.tolist()
         return [
@@ -281,11 +289,14 @@ class TextMode(_TokenCarrier):
         ]
 
     @staticmethod
-    def _read(td: TensorDictBase, field: str) -> list[str]:
+    def _column(td: TensorDictBase, field: str) -> Any:
         node = td.get("text", None)
-        # Attribute access of a tensorclass unwraps the column; reading the node keeps it.
+        # Attribute access of a tensorclass unwraps the column; reading its tensordict keeps it.
         node = getattr(node, "_tensordict", node)
-        column = None if node is None else node.get(field, None)
+        return None if node is None else node.get(field, None)
+
+    def _read(self, td: TensorDictBase, field: str) -> list[str]:
+        column = self._column(td, field)
         if column is None:
             raise _missing(("text", field))
         return column.tolist()
@@ -380,3 +391,31 @@ def make_mode(
     variables = {key: value for key, value in (template_kwargs or {}).items() if key not in named}
     formatter = ChatFormatter(tokenizer, template_kwargs=variables, **named)
     return _MODES[name](formatter, example, policy_role)
+
+
+class _Decoder:
+    """The one method of a formatter that reading responses takes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, token_ids: Tensor) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def response_reader(name: str, tokenizer: Any = None, policy_role: str = "assistant") -> InputMode:
+    """A mode that can only read responses, for rows outside an environment.
+
+    Args:
+        name: ``"history"``, ``"text"`` or ``"tokens"``.
+        tokenizer: decodes in tokens mode.
+        policy_role: role of the model's messages.
+
+    Raises:
+        ConfigError: for an unknown mode, or tokens mode without a tokenizer.
+    """
+    if name not in _MODES:
+        raise ConfigError(f"input_mode must be one of {sorted(_MODES)}, got {name!r}")
+    if name == "tokens" and tokenizer is None:
+        raise ConfigError("reading responses from tokens needs a tokenizer")
+    return _MODES[name](_Decoder(tokenizer), Chat(), policy_role)

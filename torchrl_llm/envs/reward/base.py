@@ -22,8 +22,8 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.envs.modes import InputMode, make_mode
+from torchrl_llm.data.column import Column
+from torchrl_llm.envs.modes import InputMode, response_reader
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 
@@ -190,7 +190,7 @@ class RewardParser(Transform):
         mode = getattr(self.parent, "mode", None) if self.parent is not None else None
         if mode is not None and mode.name == self._input_mode:
             return mode
-        return _response_reader(self._input_mode, self.tokenizer)
+        return response_reader(self._input_mode, self.tokenizer)
 
     def _answers(self, td: TensorDictBase, size: int) -> list[Any]:
         answers = td.get(self._answer_key, None)
@@ -322,10 +322,3 @@ def _checked(score: Any) -> RewardScore:
     if full is None:
         return RewardScore(value, success=value > 0, has_answer=True)
     return full._replace(reward=value)
-
-
-def _response_reader(name: str, tokenizer: Any) -> InputMode:
-    example = Chat([{"role": "user", "content": ""}])
-    if name == "tokens" and tokenizer is None:
-        raise ConfigError("scoring tokens outside an environment needs a tokenizer")
-    return make_mode(name, tokenizer=tokenizer, example=example, policy_role="assistant")

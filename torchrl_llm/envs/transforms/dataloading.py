@@ -74,7 +74,7 @@ class _RowFeed:
     ) -> None:
         self._source, self._lazy, self._batch_size = loader, lazy, batch_size
         self._loader = None if lazy else loader
-        self.restart()
+        self._clear()
 
     @property
     def loader(self) -> Any:
@@ -152,11 +152,28 @@ class _RowFeed:
 
     def state_dict(self) -> dict[str, Any]:
         self.peek()  # a position names the element that holds the next row
+        return self._position()
+
+    def _position(self) -> dict[str, Any]:
         return {
             "loader": self._before,
             "element": self._num_elements - 1,
             "offset": self._offset,
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators do not travel to workers; positions do. A factory builds anew over there.
+        return {
+            "source": self._source,
+            "lazy": self._lazy,
+            "batch_size": self._batch_size,
+            "position": None if self._iterator is None else self._position(),
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["source"], lazy=state["lazy"], batch_size=state["batch_size"])
+        if state["position"] is not None:
+            self.load_state_dict(state["position"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clear()
@@ -329,6 +346,7 @@ class DataLoadingPrimer(Transform):
         return self
 
     def _draw(self, num: int) -> tuple[list[Row], Tensor]:
+        self._first_row()
         rows, ids = [], []
         for _ in range(num):
             if not self._repeats_left:

@@ -1,0 +1,136 @@
+"""The environments in TorchRL's own rollouts, collectors, env pools and replay buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from envs.fake_policy import AnsweringPolicy, answer_four, chatter
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
+from torchrl.envs import RewardSum, SerialEnv
+
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.envs import GSM8KEnv
+
+MODES = ("history", "text", "tokens")
+ROWS = [{"question": "Q" * n, "answer": f"#### {n}"} for n in range(1, 6)]
+
+
+class Alternating:
+    """Answers at every second call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, prompt):
+        self.calls += 1
+        return answer_four(prompt) if self.calls % 2 else chatter(prompt)
+
+
+def make_env(mode, tokenizer, **kwargs):
+    kwargs = {"num_envs": 4, "max_steps": 2, "shuffle": False} | kwargs
+    return GSM8KEnv(dataset=ROWS, repeats=2, input_mode=mode, tokenizer=tokenizer, **kwargs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_goes_on_over_resets_of_single_rows(mode, tokenizer):
+    env = make_env(mode, tokenizer)
+    policy = AnsweringPolicy(mode, Alternating(), tokenizer)
+    td = env.rollout(3, policy, break_when_any_done=False)
+    assert td.shape == (4, 3)
+    # rows 0 and 2 answer at once and start anew; rows 1 and 3 are cut after two turns
+    assert td["turn"].tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert td["next", "truncated"].squeeze(-1)[1].tolist() == [False, True, False]
+    rows = [list(row) for row in td["query"]]
+    assert rows[0] == ["Q", "QQQ", "QQQQ"]
+    assert rows[1] == ["Q", "Q", "QQQQ"]
+    assert list(td["answer"][1]) == ["1", "1", "4"]
+    ids = td["traj_id"]
+    assert ids[1, 0] == ids[1, 1] != ids[1, 2]
+    groups = td["group_id"]
+    assert groups[0, 0] == groups[1, 0]
+    assert groups[0, 1] == groups[2, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_prompt_continues_the_last_turn_token_for_token(mode, tokenizer):
+    env = make_env(mode, tokenizer)
+    policy = AnsweringPolicy(mode, chatter, tokenizer)
+    td = env.rollout(2, policy)
+    for row in range(4):
+        full = read_rows(td[:, 0], ("tokens", "full"))[row]
+        prompt = read_rows(td[:, 1], ("tokens", "prompt"))[row]
+        assert prompt[: len(full)].tolist() == full.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_can_wait_until_all_rows_are_done(mode, tokenizer):
+    env = make_env(mode, tokenizer, max_steps=3)
+    policy = AnsweringPolicy(mode, Alternating(), tokenizer)
+    td = env.rollout(5, policy, break_when_any_done=False, break_when_all_done=True)
+    assert td["next", "done"][:, -1].all()
+    assert td["next", "turn"][:, -1].tolist() == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torchrls_plain_collector_and_replay_buffers_hold_the_rows(mode, tokenizer):
+    policy = AnsweringPolicy(mode, Alternating(), tokenizer)
+    env = make_env(mode, tokenizer)
+    collector = Collector(env, policy, frames_per_batch=12, total_frames=24)
+    batches = list(collector)
+    collector.shutdown()
+    assert [batch.shape for batch in batches] == [(4, 3), (4, 3)]
+    rows = batches[-1].reshape(-1)
+    texts = [row["query"] for row in rows.unbind(0)]
+    ids = [row.tolist() for row in read_rows(rows, ("tokens", "full"))]
+    known = list(zip(texts, ids, strict=True))
+
+    lazy = ReplayBuffer(storage=LazyStackStorage(100), batch_size=6)
+    lazy.extend(rows)
+    sample = lazy.sample()
+    pairs = zip(sample["query"], read_rows(sample, ("tokens", "full")), strict=True)
+    assert all((text, row.tolist()) in known for text, row in pairs)
+
+    listed = ReplayBuffer(storage=ListStorage(100), batch_size=6, collate_fn=list)
+    listed.extend(rows)
+    assert all((row["query"], row["tokens", "full"].tolist()) in known for row in listed.sample())
+
+    if mode == "history":
+        chats = [row["history"].full.chats[0] for row in rows.unbind(0)]
+        assert all(row["history"].full.chats[0] in chats for row in sample.unbind(0))
+
+
+def test_dense_rows_go_through_memory_mapped_storage(tokenizer, tmp_path):
+    td = make_env("tokens", tokenizer).rollout(1, AnsweringPolicy("tokens", tokenizer=tokenizer))
+    rows = td.reshape(-1)
+    full = torch.nn.utils.rnn.pad_sequence(read_rows(rows, ("tokens", "full")), batch_first=True)
+    dense = TensorDict(
+        ids=full, reward=rows["next", "reward"], group_id=rows["group_id"], batch_size=[4]
+    )
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), batch_size=4)
+    buffer.extend(dense)
+    assert torch.equal(buffer[:]["ids"], full)
+    assert torch.equal(buffer[:]["group_id"], rows["group_id"])
+
+
+def test_a_list_storage_collates_dense_rows(tokenizer):
+    td = make_env("tokens", tokenizer).rollout(1, AnsweringPolicy("tokens", tokenizer=tokenizer))
+    rows = td.reshape(-1).select("group_id", ("next", "reward"))
+    buffer = ReplayBuffer(storage=ListStorage(10), batch_size=4, collate_fn=torch.stack)
+    buffer.extend(rows)
+    assert buffer.sample()["next", "reward"].shape == (4, 1, 1)
+
+
+def test_a_serial_env_stacks_the_environments(tokenizer):
+    env = SerialEnv(2, lambda: make_env("history", tokenizer, num_envs=1))
+    td = env.rollout(2, break_when_any_done=False)
+    assert td.shape == (2, 1, 2)
+    assert td["group_id"][:, 0, 0].unique().numel() == 2
+
+
+def test_core_transforms_can_be_appended(tokenizer):
+    env = make_env("history", tokenizer)
+    env.append_transform(RewardSum(in_keys=["reward"], out_keys=["episode_reward"]))
+    td = env.rollout(2, AnsweringPolicy(answer=chatter))
+    assert td["next", "episode_reward"].shape == (4, 2, 1, 1)
