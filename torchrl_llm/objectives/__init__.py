@@ -7,13 +7,16 @@ names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
 from __future__ import annotations
 
 from torchrl_llm.objectives.base import LLMLossOutput, PolicyGradientLoss, PolicyLossOutput
+from torchrl_llm.objectives.credit import CreditAssigner, MCAdvantage
 from torchrl_llm.objectives.grpo import GRPOLoss, GRPOLossOutput
 from torchrl_llm.objectives.sft import SFTLoss, SFTLossOutput, minor_sft_loss, sft_loss
 
 __all__ = [
+    "CreditAssigner",
     "GRPOLoss",
     "GRPOLossOutput",
     "LLMLossOutput",
+    "MCAdvantage",
     "PolicyGradientLoss",
     "PolicyLossOutput",
     "SFTLoss",
