@@ -47,7 +47,12 @@ def main(cfg: DictConfig) -> None:
 
     policy = make_policy(config)
     env, eval_env = make_envs(config, policy)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=config.rows_per_batch)
+    collector = LLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=config.rows_per_batch,
+        yield_completed_trajectories=True,
+    )
     buffer, credit = make_buffer(config)
     source = BatchSource(
         collector,

@@ -23,7 +23,12 @@ from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.loading import load_rows
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.modules import (
+    TransformersBackend,
+    TransformersWrapper,
+    load_model,
+    load_tokenizer,
+)
 from torchrl_llm.objectives import GRPOLoss, MCAdvantage
 from torchrl_llm.trainers.grpo_config import GRPOConfig
 
@@ -69,11 +74,13 @@ def make_policy(config: GRPOConfig) -> TransformersWrapper:
         lora=lora,
         device=device_of(config),
     )
+    tokenizer = load_tokenizer(config.model.name)
     return TransformersWrapper(
-        model.train(),
-        tokenizer=load_tokenizer(config.model.name),
+        TransformersBackend(
+            model.train(), tokenizer=tokenizer, chunk_size=wanted.logprob_chunk_size
+        ),
+        tokenizer=tokenizer,
         chat_template_name=config.model.chat_template_name,
-        chunk_size=wanted.logprob_chunk_size,
         on_overlong=config.env.on_overlong,
         generate_kwargs={
             "max_new_tokens": config.inference_model.max_tokens,
@@ -103,7 +110,7 @@ def make_envs(config: GRPOConfig, policy: TransformersWrapper) -> tuple[TaskEnv,
     if config.train.kl_to_ref_coeff:
         name = config.ref_model.name or config.model.name
         model = load_model(name, dtype=config.train_model.dtype, device=device_of(config))
-        reference = policy.get_new_version(model=model.requires_grad_(False), generate=False)
+        reference = TransformersBackend(model.requires_grad_(False))
         env.append_transform(RetrieveLogProb(reference))
     if not config.eval.num_prompts:
         return env, None
