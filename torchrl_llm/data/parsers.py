@@ -110,7 +110,8 @@ class InverseParser:
 
     def risks(self, eos_token: str | None = None) -> tuple[str, ...]:
         """Marks, tags and the end mark: a text without them in its contents surely reads back."""
-        return (*self.marks, *self.tags, eos_token or self.eos)
+        ends = (eos_token,) if eos_token else (self.eos, *_KNOWN_EOS)
+        return (*self.marks, *self.tags, *ends)
 
     def _eos(self, text: str, eos_token: str | None) -> str:
         if eos_token or self.eos in text:

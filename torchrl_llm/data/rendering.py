@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-import weakref
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -55,7 +56,12 @@ class _Engine:
     probe: Probe | None
 
 
-_ENGINES: weakref.WeakKeyDictionary[Any, dict[tuple, _Engine]] = weakref.WeakKeyDictionary()
+# An engine holds its tokenizer, so the id in the key stays that tokenizer's while the entry lives.
+_ENGINES: OrderedDict[tuple, _Engine] = OrderedDict()
+_ENGINES_LOCK = threading.Lock()
+_MAX_ENGINES = 32
+# Stands behind the content of an open turn while it is rendered; white space before it is kept.
+_TAG = "\uf8fe\uf8fd\uf8fe"
 
 
 def render_chats(
@@ -234,14 +240,7 @@ def _engine(
     if tokenizer is None:
         return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
     special = dict(tokenizer.special_tokens_map)
-    key = (spec.template, spec.builtin, len(tokenizer), repr(special), repr(variables))
-    known = _ENGINES.setdefault(tokenizer, {})
-    if key not in known:
-        codec = Codec(tokenizer)
-        renderer = Renderer(spec.template, codec.shield, {**special, **variables}, through)
-        probe = None if spec.builtin else probe_template(renderer.with_form(Form()), codec)
-        known[key] = _Engine(renderer, codec, probe)
-    engine = known[key]
+    engine = _cached(spec, tokenizer, {**special, **variables})
     form = through if engine.probe is None else engine.probe.form
     if reasoning is not None and form.reasoning_field is None:
         _refuse_reasoning(chats, reasoning)
@@ -249,6 +248,24 @@ def _engine(
         return replace(engine, renderer=engine.renderer.with_form(form))
     plain = Renderer(spec.template, Shield(()), {**special, **variables}, form)
     return replace(engine, renderer=plain)
+
+
+def _cached(spec: TemplateSpec, tokenizer: Any, variables: dict[str, Any]) -> _Engine:
+    # Tokens that were added and special tokens that were set since then make another tokenizer.
+    key = (id(tokenizer), len(tokenizer), spec.template, spec.builtin, repr(variables))
+    with _ENGINES_LOCK:
+        if key in _ENGINES:
+            _ENGINES.move_to_end(key)
+            return _ENGINES[key]
+    codec = Codec(tokenizer)
+    renderer = Renderer(spec.template, codec.shield, variables, Form())
+    probe = None if spec.builtin else probe_template(renderer, codec)
+    engine = _Engine(renderer, codec, probe)
+    with _ENGINES_LOCK:
+        _ENGINES[key] = engine
+        while len(_ENGINES) > _MAX_ENGINES:
+            _ENGINES.popitem(last=False)
+    return engine
 
 
 def _refuse_unknown(variables: Mapping[str, Any], spec: TemplateSpec) -> None:
@@ -304,17 +321,30 @@ def _render(
     last = messages[-1]
     if last.get("is_complete") is False and (last["role"] == "assistant" or not prompt):
         prompt, open_end = False, True
+    shown = [*messages[:-1], _tagged(last, row, len(chat) - 1)] if open_end else messages
     try:
         rendered = engine.renderer.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=prompt,
-            spans=spans or open_end,
-            generation=generation,
+            shown, tools=tools, add_generation_prompt=prompt, spans=spans, generation=generation
         )
     except TemplateError as error:
         raise TemplateError(f"chat {row}: {_named(engine, messages, tools, error)}") from error
     return _opened(rendered, chat, row) if open_end else rendered
+
+
+def _tagged(message: Mapping[str, Any], row: int, index: int) -> dict[str, Any]:
+    """A message with a tag behind its content, where its open turn will be cut."""
+    where = f"chat {row}, message {index} ({message['role']})"
+    if message.get("tool_calls"):
+        raise TemplateError(f"{where}: an unfinished message cannot have tool calls")
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    if not content or content[-1].get("type") != "text":
+        raise TemplateError(f"{where}: only text can be continued")
+    return {
+        **message,
+        "content": [*content[:-1], {"type": "text", "text": content[-1]["text"] + _TAG}],
+    }
 
 
 def _named(
@@ -335,14 +365,13 @@ def _named(
 
 
 def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
-    """The text up to the end of the last content."""
-    index = len(chat) - 1
-    where = f"chat {row}, message {index} ({chat.messages[-1]['role']})"
-    if chat.messages[-1].get("tool_calls"):
-        raise TemplateError(f"{where}: an unfinished message cannot have tool calls")
-    end = max((span.end for span in rendered.spans if span.index == index), default=None)
-    if end is None:
-        raise TemplateError(f"{where}: the template does not write the content to be continued")
+    """The text up to the tag."""
+    end = rendered.text.rfind(_TAG)
+    if end < 0:
+        raise TemplateError(
+            f"chat {row}, message {len(chat) - 1} ({chat.messages[-1]['role']}): the template does "
+            "not write the content that is to be continued"
+        )
     blocks = rendered.generation
     if blocks is not None:
         blocks = [(a, min(b, end)) for a, b in blocks if a < end]
@@ -350,7 +379,7 @@ def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
         rendered,
         text=rendered.text[:end],
         literals=[x for x in rendered.literals if x[1] <= end],
-        spans=[x for x in rendered.spans if x.end <= end],
+        spans=[x._replace(end=min(x.end, end)) for x in rendered.spans if x.start < end],
         generation=blocks,
     )
 
@@ -390,15 +419,19 @@ def _refuse_forgery(
     risks = [mark for mark in risks if mark not in shielded]
     if not any(mark in part for m in chat.messages for part in _strings(m) for mark in risks):
         return
-    read = parser.parse(text, bos_token=bos, eos_token=eos)
     if whole:
         wanted = [_expressed(message) for message in chat.messages]
+        read = parser.parse(text, bos_token=bos, eos_token=eos)
         found = [_expressed(message) for message in read]
     else:
-        found = [message["role"] for message in read]
         clean = [_without(message, risks) for message in chat.messages]
-        text = engine.renderer.render(clean, tools=tools).text
-        wanted = [m["role"] for m in parser.parse(text, bos_token=bos, eos_token=eos)]
+        clean_text = engine.renderer.render(clean, tools=tools).text
+        try:
+            read = parser.parse(clean_text, bos_token=bos, eos_token=eos)
+        except TemplateError:  # the template only resembles the family
+            return
+        wanted = [message["role"] for message in read]
+        found = [m["role"] for m in parser.parse(text, bos_token=bos, eos_token=eos)]
     if wanted == found:
         return
     index = next(
