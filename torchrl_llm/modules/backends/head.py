@@ -215,7 +215,9 @@ def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
 def _logit_fields(config: Any) -> tuple[float, float | None]:
     """Factor and cap of the logits from a model's configuration."""
     text = config.get_text_config(decoder=True)
-    fields = {k: v for k, v in text.to_dict().items() if isinstance(v, int | float)}
+    # Some families (MiniCPM3) compute their factor in a property, which to_dict does not show.
+    known = {name: getattr(text, name, None) for name in (*_MULTIPLIERS, *_DIVISORS, *_CAPS)}
+    fields = {k: v for k, v in {**text.to_dict(), **known}.items() if isinstance(v, int | float)}
     scale, softcap = 1.0, None
     for name, value in fields.items():
         if name in _MULTIPLIERS or (

@@ -1,0 +1,58 @@
+"""One of two ranks that shard a scorer: run by test_scorer.py as ``fsdp_worker.py PORT RANK``.
+
+Both ranks hold the same rows, so that the mean of their gradients is the gradient of one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from conftest import _make_tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torchrl_llm.modules.backends.scorer import CausalScorer
+
+IDS = [torch.tensor([3, 9, 4, 4, 17, 6]), torch.tensor([8, 2, 30])]
+SELECT = [torch.tensor([0, 1, 0, 1, 1, 1]).bool(), torch.tensor([0, 0, 1]).bool()]
+
+
+def run(scorer: CausalScorer) -> torch.Tensor:
+    scores = scorer.token_scores(IDS, SELECT, entropy=True)
+    (scores.log_probs.sum() + 0.1 * scores.entropy.sum()).backward()
+    return scores.log_probs.detach()
+
+
+def relative_errors(tied: bool) -> list[float]:
+    single = _make_tiny_model(tie_word_embeddings=tied)
+    expected = run(CausalScorer(single, chunk_size=64))
+    model = _make_tiny_model(tie_word_embeddings=tied)
+    scorer = CausalScorer(model, chunk_size=64)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(scorer, mesh=mesh)
+    errors = [((run(scorer) - expected).abs().max() / expected.abs().max()).item()]
+    for sharded, whole in zip(model.parameters(), single.parameters(), strict=True):
+        difference = sharded.grad.full_tensor() - whole.grad
+        errors.append((difference.abs().max() / whole.grad.abs().max()).item())
+    return errors
+
+
+def main() -> None:
+    port, rank = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=int(rank), world_size=2)
+    try:
+        errors = [*relative_errors(tied=True), *relative_errors(tied=False)]
+    finally:
+        dist.destroy_process_group()
+    sys.stdout.write(f"largest relative error: {max(errors)}")
+
+
+if __name__ == "__main__":
+    main()
