@@ -220,3 +220,94 @@ def torchrl_step() -> Callable[[], object]:
         buffer.empty()
 
     return step
+
+
+def our_step() -> Callable[[], object]:
+    """The body of grpo-sync.py's loop, metrics and ledger included."""
+    from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
+    from torchrl_llm.collectors import LLMCollector
+    from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+    from torchrl_llm.envs import RewardParser, TaskEnv
+    from torchrl_llm.modules import TransformersWrapper
+    from torchrl_llm.objectives import GRPOLoss, MCAdvantage
+    from torchrl_llm.trainers import (
+        BatchSource,
+        LossMeter,
+        clipped_step,
+        make_optimizer,
+        micro_batches,
+        rollout_metrics,
+    )
+
+    class Reward(RewardParser):
+        def score(self, response, answer):
+            return reward_of(response)
+
+    class Task(TaskEnv):
+        def make_reward(self):
+            return Reward()
+
+    model, tokenizer = make_parts()
+    policy = TransformersWrapper(
+        model.train(),
+        tokenizer=tokenizer,
+        generate_kwargs={"max_new_tokens": NEW_TOKENS, "temperature": 1.0},
+    )
+    size = len(PROMPTS) * GROUP
+    env = Task(
+        dataset=[{"query": text, "answer": ""} for text in PROMPTS],
+        num_envs=size,
+        repeats=GROUP,
+        shuffle=False,
+    )
+    collector = LLMCollector(
+        env, policy=policy, dialog_turns_per_batch=size, yield_completed_trajectories=True
+    )
+    credit = MCAdvantage(grpo_size=GROUP)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(size), sampler=SamplerWithoutReplacement(), batch_size=size
+    )
+    buffer.append_transform(JoinTurns())
+    buffer.append_transform(credit)
+    source = BatchSource(collector, buffer, credit=credit, num_rows=size)
+    loss_module = GRPOLoss(policy, masking_strategy="rlhf")
+    optimizer = make_optimizer(model.parameters(), name="AdamW", lr=LR)
+
+    def step() -> None:
+        rows = source.fill()
+        meter = LossMeter()
+        for minibatch in buffer:
+            normalizer = loss_module.normalizer(minibatch)
+            for micro_batch in micro_batches(minibatch, budget=16384):
+                output = loss_module(micro_batch, normalizer=normalizer)
+                output.total_loss().backward()
+                meter.add(output)
+            meter.close(grad_norm=clipped_step(optimizer, max_norm=1.0))
+        collector.update_policy_weights_()
+        rollout_metrics(rows), meter.metrics(), source.ledger.metrics()
+
+    return step
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ours, rows = our_step(), []
+    others = {
+        "bare PyTorch loop": (bare_step, "<= 1.1"),
+        "TRL 1.16 GRPOTrainer": (trl_step, "<= 1.0"),
+        "TorchRL 0.14.1 LLM stack": (torchrl_step, "<= 0.33"),
+    }
+    for name, (make, aim) in others.items():
+        try:
+            other = make()
+        except ImportError as error:
+            print(f"left out: {name} ({error})")
+            continue
+        rows.append(compare(f"one GRPO step against {name}", ours, other, aim=aim, warmup=2))
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()

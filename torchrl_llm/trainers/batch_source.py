@@ -106,8 +106,10 @@ class BatchSource:
         self, collected: list[TensorDictBase], before: dict[str, int], written: int
     ) -> None:
         after = self._credit.get_stats()
-        kept = self._buffer[:] if len(self._buffer) else None
-        reasons = {} if kept is None else tokens_by_reason(kept)
+        reasons: dict[int, int] = {}
+        if len(self._buffer):
+            # Straight from the storage: indexing the buffer locks every node of every row first.
+            reasons = tokens_by_reason(self._buffer.storage.get(torch.arange(len(self._buffer))))
         invalid = after["invalid_tokens"] - before["invalid_tokens"]
         # Dropped responses are invalid to the credit assigner; the ledger calls them truncated.
         dropped = min(invalid, self._dropped)
