@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 __all__ = ["make_cache"]
 
-_BLOCK = 64
+_MOST_ROOM = 64
 
 
 class _BlockLayer(DynamicLayer):
@@ -20,8 +20,9 @@ class _BlockLayer(DynamicLayer):
     transformers' own layer concatenates, which copies the whole cache at each token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
         super().__init__()
+        self._room = room
         self._length = 0
 
     def update(
@@ -31,10 +32,10 @@ class _BlockLayer(DynamicLayer):
         end = self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.keys = key_states.new_empty(_with_length(key_states, end + _BLOCK))
-            self.values = value_states.new_empty(_with_length(value_states, end + _BLOCK))
+            self.keys = key_states.new_empty(_with_length(key_states, end + self._room))
+            self.values = value_states.new_empty(_with_length(value_states, end + self._room))
         elif end > self.keys.shape[-2]:
-            room = max(end, self.keys.shape[-2] * 3 // 2) + _BLOCK
+            room = max(end, self.keys.shape[-2] * 3 // 2) + self._room
             self.keys = self._moved(self.keys, room)
             self.values = self._moved(self.values, room)
         self.keys[..., self._length : end, :] = key_states
@@ -56,12 +57,14 @@ def _with_length(states: Tensor, length: int) -> torch.Size:
     return states.shape[:-2] + (length, states.shape[-1])
 
 
-def make_cache(model: Any) -> DynamicCache:
+def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
     """An empty cache for a model; sliding-window and recurrent layers keep transformers' classes.
 
     Args:
         model: a transformers causal language model.
+        max_new_tokens: tokens that will follow the first ones, of which room is made for some.
     """
+    room = min(max_new_tokens, _MOST_ROOM)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [_BlockLayer() if type(l) is DynamicLayer else l for l in cache.layers]
+    cache.layers = [_BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
     return cache

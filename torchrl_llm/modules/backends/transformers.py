@@ -134,7 +134,11 @@ class TransformersBackend(Backend):
         longest = max(p.shape[0] for p in distinct)
         with self._lock, sampling_mode(self.model), torch.no_grad():
             decoder = _CausalDecoder(
-                self.model, distinct, self._max_length, takes_positions=self._takes_positions
+                self.model,
+                distinct,
+                self._max_length,
+                params.max_new_tokens,
+                takes_positions=self._takes_positions,
             )
             logits = decoder.prefill(torch.tensor(owners))
             flat = decode(
@@ -206,12 +210,13 @@ class _CausalDecoder:
         model: nn.Module,
         prompts: list[Tensor],
         max_length: int | None,
+        max_new_tokens: int,
         *,
         takes_positions: bool,
     ) -> None:
         device = _base(model).get_input_embeddings().weight.device
         self._model = model
-        self._cache = make_cache(_base(model))
+        self._cache = make_cache(_base(model), max_new_tokens)
         self._takes_positions = takes_positions
         self._last_position = max_length - 1 if max_length else None
         lengths = torch.tensor([p.shape[0] for p in prompts])

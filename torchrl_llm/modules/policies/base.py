@@ -499,5 +499,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
 
     def get_batching_state(self) -> dict[str, Any]:
         """Whether requests are batched, the settings, and what is queued and running."""
-        state = {} if self.batcher is None else self.batcher.state()
-        return {"batching": self.batcher is not None, **state}
+        return {
+            "batching": self.batcher is not None,
+            **(self.batcher.state() if self.batcher else {}),
+        }
