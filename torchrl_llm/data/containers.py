@@ -7,6 +7,9 @@ attribute, ``tokens.full``.
 
 Shape legend: ``B`` rows, ``T`` tokens of prompt and response, ``P`` prompt, ``R`` response;
 ``T``, ``P`` and ``R`` differ from row to row.
+
+``to_tokens``, ``to_text`` and ``to_history`` convert one view into another, for data sets and for
+people; inside a rollout the token record of a conversation is kept instead.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.history import History
+from torchrl_llm.data.ragged import ragged_rows, read_rows
 
 __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenTrace", "Tokens"]
 
@@ -70,6 +77,38 @@ class Tokens(TensorClass["nocast"], _View):
     finish_reason: Tensor | None = None
     temperature: Tensor | None = None
     truncated_support: Tensor | None = None
+
+    def to_text(self, tokenizer: Any, *, skip_special_tokens: bool = False) -> Text:
+        """Decode every row.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            skip_special_tokens: leave special tokens out of the text.
+
+        Raises:
+            ValueError: the rows are padded, which a text cannot show.
+        """
+        if self.padded:
+            raise ValueError("padded tokens cannot be converted; pass ragged rows")
+        columns = {}
+        for name in ("prompt", "response", "full"):
+            rows = read_rows(self, name, None)
+            if rows is not None:
+                columns[name] = tokenizer.batch_decode(
+                    [row.tolist() for row in rows],
+                    skip_special_tokens=skip_special_tokens,
+                    clean_up_tokenization_spaces=False,
+                )
+        return Text._from_tensordict(_columns_node(columns))
+
+    def to_history(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> ChatHistory:
+        """Decode every row and read the text back into messages; see :meth:`Text.to_history`."""
+        return self.to_text(tokenizer).to_history(tokenizer, chat_template_name, chat_template)
 
 
 class LogProbs(TensorClass["nocast"], _View):
@@ -136,6 +175,63 @@ class Text(TensorClass["nocast"]):
         leaves = {name: NonTensor(shape=shape, example_data="a string") for name in names}
         return Composite(leaves, shape=shape, data_cls=cls)
 
+    def to_tokens(self, tokenizer: Any) -> Tokens:
+        """Encode every row; what spells a special token becomes one, nothing is added.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+
+        Returns:
+            Ragged tokens. Prompt and response are encoded apart, so that the response's tokens
+            follow the prompt's, and ``full`` is both.
+        """
+        texts = _read_columns(self)
+        ids = {
+            name: [
+                torch.tensor(row, dtype=torch.int64)
+                for row in tokenizer(column, add_special_tokens=False)["input_ids"]
+            ]
+            for name, column in texts.items()
+        }
+        if "prompt" in ids and "response" in ids:
+            pairs = zip(ids["prompt"], ids["response"], strict=True)
+            ids["full"] = [torch.cat(pair) for pair in pairs]
+        return Tokens._from_tensordict(ragged_rows(ids))
+
+    def to_history(
+        self,
+        tokenizer: Any = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> ChatHistory:
+        """Read every row's text back into messages.
+
+        Args:
+            tokenizer: finds the template, as for :meth:`History.from_text`.
+            chat_template_name: name of the template that wrote the text.
+            chat_template: its Jinja text.
+
+        Returns:
+            Histories of prompt and full; the response is what full has behind the prompt.
+
+        Raises:
+            TemplateError: a text is not one of this template.
+        """
+        texts = _read_columns(self)
+        if "full" not in texts and "response" in texts:
+            pairs = zip(texts["prompt"], texts["response"], strict=True)
+            texts["full"] = [prompt + response for prompt, response in pairs]
+        read = {
+            name: History.from_text(texts[name], chat_template_name, chat_template, tokenizer)
+            for name in ("prompt", "full")
+            if name in texts
+        }
+        if len(read) == 2:
+            rows = zip(read["prompt"].chats, read["full"].chats, strict=True)
+            read["response"] = History.of([full[len(prompt) :] for prompt, full in rows])
+        size = next(iter(read.values())).batch_size
+        return ChatHistory._from_tensordict(TensorDict(read, batch_size=size))
+
 
 class ChatHistory(TensorClass["nocast"]):
     """The conversations of a batch, each field a :class:`~torchrl_llm.data.history.History`.
@@ -149,6 +245,126 @@ class ChatHistory(TensorClass["nocast"]):
     prompt: Any = None
     response: Any = None
     full: Any = None
+
+    def to_text(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Text:
+        """Render every row with a chat template.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            chat_template_name: name of the template; see ``History.apply_chat_template``.
+            chat_template: its Jinja text.
+
+        Returns:
+            Prompt (with its generation prompt), full, and the response: full behind the prompt.
+
+        Raises:
+            ValueError: the text of a prompt is not how the full text begins.
+        """
+        named = {"chat_template_name": chat_template_name, "chat_template": chat_template}
+        columns = {}
+        for name, history in _histories(self).items():
+            columns[name] = History.of(history.chats).apply_chat_template(
+                tokenizer=tokenizer,
+                tokenize=False,
+                add_generation_prompt=name == "prompt",
+                **named,
+            )
+        if len(columns) == 2:
+            columns["response"] = _behind(columns["prompt"], columns["full"])
+        return Text._from_tensordict(_columns_node(columns))
+
+    def to_tokens(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Tokens:
+        """Token ids of every row: those of its token record where it has one, else encoded.
+
+        Args:
+            tokenizer: a fast Hugging Face tokenizer.
+            chat_template_name: name of the template; see ``History.apply_chat_template``.
+            chat_template: its Jinja text.
+
+        Returns:
+            Ragged prompt (with its generation prompt), full, and the response: full behind it.
+
+        Raises:
+            ValueError: the ids of a prompt are not how the full ids begin.
+        """
+        named = {"chat_template_name": chat_template_name, "chat_template": chat_template}
+        columns = {
+            name: _ids(history.chats, tokenizer, name == "prompt", named)
+            for name, history in _histories(self).items()
+        }
+        if len(columns) == 2:
+            columns["response"] = _behind(columns["prompt"], columns["full"])
+        return Tokens._from_tensordict(ragged_rows(columns))
+
+
+def _columns_node(columns: dict[str, list]) -> TensorDict:
+    size = torch.Size([len(next(iter(columns.values())))])
+    source = {name: Column.of(values) for name, values in columns.items()}
+    return TensorDict._new_unsafe(source=source, batch_size=size)
+
+
+def _read_columns(text: Text) -> dict[str, list[str]]:
+    found = {name: text._tensordict.get(name, None) for name in ("prompt", "response", "full")}
+    lists = {name: value.tolist() for name, value in found.items() if value is not None}
+    if not lists:
+        raise ValueError("there is no text to convert")
+    return lists
+
+
+def _histories(chat: ChatHistory) -> dict[str, History]:
+    found = {name: chat._tensordict.get(name, None) for name in ("prompt", "full")}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        raise ValueError("there is no prompt and no full history to convert")
+    return found
+
+
+def _ids(chats: list[Chat], tokenizer: Any, prompt: bool, named: dict[str, Any]) -> list[Tensor]:
+    rows = [_held(chat, prompt) for chat in chats]
+    missing = [index for index, row in enumerate(rows) if row is None]
+    if missing:
+        encoded = History.of([chats[index] for index in missing]).apply_chat_template(
+            tokenizer=tokenizer,
+            return_tensors="pt",
+            return_dict=False,
+            add_generation_prompt=prompt,
+            **named,
+        )
+        for index, row in zip(missing, encoded, strict=True):
+            rows[index] = row
+    return rows
+
+
+def _held(chat: Chat, prompt: bool) -> Tensor | None:
+    """Ids that a conversation carries, if they are all of it and of the wanted kind."""
+    record = chat.record
+    if record is None or record.num_messages != len(chat):
+        return None
+    return record.token_ids if (record.finish_reason is None) == prompt else None
+
+
+def _behind(prompts: list[Any], fulls: list[Any]) -> list[Any]:
+    rest = []
+    for row, (prompt, full) in enumerate(zip(prompts, fulls, strict=True)):
+        begins = full[: len(prompt)]
+        same = begins == prompt if isinstance(full, str) else torch.equal(begins, prompt)
+        if not same:
+            raise ValueError(
+                f"row {row}: the full conversation does not begin with the prompt (a template that "
+                "rewrites history, or other messages), so there is no response to cut out"
+            )
+        rest.append(full[len(prompt) :])
+    return rest
 
 
 _INT8, _INT16, _INT32 = torch.int8, torch.int16, torch.int32

@@ -1,0 +1,79 @@
+"""Conversions between the views of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_llm.data import Chat, ChatHistory, FinishReason, History, Text, TokenRecord, Tokens
+from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
+
+ASK = [{"role": "user", "content": "Hi"}]
+ANSWER = {"role": "assistant", "content": "Hello there"}
+
+
+@pytest.fixture
+def chats():
+    prompt, full = History.from_chats([ASK, ASK]), History.from_chats([[*ASK, ANSWER]] * 2)
+    return ChatHistory._from_tensordict(TensorDict({"prompt": prompt, "full": full}, [2]))
+
+
+def test_history_to_text_and_back(chats, tokenizer):
+    text = chats.to_text(tokenizer)
+    assert text.response == ["Hello there<|im_end|>\n"] * 2
+    assert [p + r for p, r in zip(text.prompt, text.response, strict=True)] == list(text.full)
+    back = text.to_history(tokenizer)
+    assert bool((back.full == chats.full).all())
+    assert back.response.role == [["assistant"], ["assistant"]]
+
+
+def test_history_to_tokens_and_back(chats, tokenizer):
+    tokens = chats.to_tokens(tokenizer)
+    for prompt, response, full in zip(
+        *(read_rows(tokens, key) for key in ("prompt", "response", "full")), strict=True
+    ):
+        assert torch.equal(torch.cat([prompt, response]), full)
+        assert tokenizer.decode(response) == "Hello there<|im_end|>\n"
+    assert bool((tokens.to_history(tokenizer).full == chats.full).all())
+    assert tokens.to_text(tokenizer).response == chats.to_text(tokenizer).response
+
+
+def test_a_token_record_is_kept_rather_than_encoded_again(chats, tokenizer):
+    record = TokenRecord.from_prompt(torch.tensor([7, 8]), torch.tensor([1, 0]), 1)
+    full = record.respond(torch.tensor([9]), torch.tensor([-1.0]), 0, FinishReason.STOP)
+    td = TensorDict(
+        {
+            "prompt": History.of([Chat(ASK, record)]),
+            "full": History.of([Chat([*ASK, ANSWER], full)]),
+        },
+        [1],
+    )
+    tokens = ChatHistory._from_tensordict(td).to_tokens(tokenizer)
+    assert read_rows(tokens, "full")[0].tolist() == [7, 8, 9]
+    assert read_rows(tokens, "response")[0].tolist() == [9]
+
+
+def test_a_full_history_that_does_not_begin_with_the_prompt_is_an_error(tokenizer):
+    td = TensorDict(
+        {"prompt": History.from_chats([ASK]), "full": History.from_chats([[ANSWER]])}, [1]
+    )
+    for convert in (ChatHistory.to_text, ChatHistory.to_tokens):
+        with pytest.raises(ValueError, match="row 0"):
+            convert(ChatHistory._from_tensordict(td), tokenizer)
+
+
+def test_text_to_tokens_keeps_the_prompts_tokens_in_front(tokenizer):
+    text = Text(prompt=["the qu", "a"], response=["ick brown", "b"], batch_size=[2])
+    tokens = text.to_tokens(tokenizer)
+    rows = zip(*(read_rows(tokens, key) for key in ("prompt", "response", "full")), strict=True)
+    assert all(torch.equal(torch.cat([p, r]), full) for p, r, full in rows)
+    assert tokens.to_text(tokenizer).full == ["the quick brown", "ab"]
+
+
+def test_padded_tokens_are_refused(tokenizer):
+    rows = [torch.tensor([3, 4]), torch.tensor([5])]
+    assert Tokens._from_tensordict(ragged_rows({"full": rows})).to_text(tokenizer).full
+    dense = Tokens(full=pad_rows(rows, 0), batch_size=[2])
+    with pytest.raises(ValueError, match="ragged"):
+        dense.to_text(tokenizer)
