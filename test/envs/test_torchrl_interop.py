@@ -10,8 +10,10 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
 from torchrl.envs import RewardSum, SerialEnv
 
+from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs import GSM8KEnv
+from torchrl_llm.modules import TransformersWrapper
 
 MODES = ("history", "text", "tokens")
 ROWS = [{"question": "Q" * n, "answer": f"#### {n}"} for n in range(1, 6)]
@@ -134,3 +136,29 @@ def test_core_transforms_can_be_appended(tokenizer):
     env.append_transform(RewardSum(in_keys=["reward"], out_keys=["episode_reward"]))
     td = env.rollout(2, AnsweringPolicy(answer=chatter))
     assert td["next", "episode_reward"].shape == (4, 2, 1, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_a_real_wrapper_every_turn_keeps_ids_trace_and_log_probs(mode, tokenizer, tiny_model):
+    policy = TransformersWrapper(
+        tiny_model,
+        tokenizer=tokenizer,
+        input_mode=mode,
+        generate_kwargs={"max_new_tokens": 4, "temperature": 1.0},
+    )
+    td = make_env(mode, tokenizer, max_steps=3).rollout(3, policy)
+    assert td.shape == (4, 3)
+    for row in range(4):
+        sampled, before = 0, torch.zeros(0)
+        for turn in range(3):
+            step = td[:, turn]
+            full = read_rows(step, ("tokens", "full"))[row]
+            sampled += len(read_rows(step, ("tokens", "response"))[row])
+            source = read_rows(step, ("trace", "source"))[row]
+            reason = read_rows(step, ("trace", "mask_reason"))[row]
+            log_probs = read_rows(step, ("log_probs", "full"))[row]
+            assert (source == Source.SAMPLED).sum() == sampled
+            assert ((reason == MaskReason.TRAINED) == (source == Source.SAMPLED)).all()
+            assert ((log_probs != 0) == (source == Source.SAMPLED)).all()
+            assert full[: len(before)].tolist() == before.tolist()
+            before = full

@@ -44,7 +44,8 @@ class ChatEnv(EnvBase):
     :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
 
     In history mode the sampled token ids ride inside the conversations. In text and tokens mode
-    they are ``("tokens", "prompt")`` and ``"trace"``; in text mode both are empty at reset.
+    they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"`` beside them;
+    in text mode all three are empty at reset.
 
     Args:
         input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.

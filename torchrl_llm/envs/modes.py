@@ -20,7 +20,8 @@ from torchrl.data import Composite
 
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import ChatHistory, Text, TokenTrace
-from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.formatter import ChatFormatter, Encoded
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows, read_rows, unpad_rows
 from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
@@ -163,63 +164,79 @@ class HistoryMode(InputMode):
 
 
 _TRACE = TokenTrace._dtypes
+# What a token of unknown provenance gets.
+_UNKNOWN = {
+    "source": int(Source.TEMPLATE),
+    "turn": -1,
+    "policy_version": -1,
+    "mask_reason": int(MaskReason.NOT_SAMPLED),
+}
 
 
 class _TokenCarrier(InputMode):
-    """Text and tokens mode: the ids and their trace travel as keys of their own."""
+    """Text and tokens mode: ids, trace and log-probs travel as keys of their own."""
 
     def prompt_specs(self, size: int) -> dict[str, Composite]:
-        """``tokens.prompt`` and ``trace``."""
+        """``tokens.prompt``, ``log_probs.prompt`` and ``trace``."""
         return {
             "tokens": RaggedSpec({"prompt": torch.int64}, shape=(size,)),
+            "log_probs": RaggedSpec({"prompt": torch.float32}, shape=(size,)),
             "trace": RaggedSpec(_TRACE, shape=(size,)),
         }
 
-    @staticmethod
-    def _write_tokens(
-        out: TensorDictBase, prompts: Sequence[Tensor], trace: dict[str, Sequence[Tensor]]
+    def _start_tokens(
+        self, out: TensorDictBase, rows: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> None:
-        out.set("tokens", ragged_rows({"prompt": list(prompts)}))
-        out.set("trace", ragged_rows({name: list(rows) for name, rows in trace.items()}))
-
-    def _new_tokens(self, out: TensorDictBase, encoded: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # At reset nothing is sampled: turn and version are -1, and no token is trained.
-        columns: dict[str, list[Tensor]] = {name: [] for name in _TRACE}
-        for ids, source in encoded:
-            size = ids.shape[0]
-            columns["source"].append(source.to(torch.int8))
-            columns["turn"].append(torch.full((size,), -1, dtype=torch.int16))
-            columns["policy_version"].append(torch.full((size,), -1, dtype=torch.int32))
-            columns["mask_reason"].append(torch.full((size,), 1, dtype=torch.int8))
-        self._write_tokens(out, [ids for ids, _ in encoded], columns)
+        columns = {name: _filled(rows, value, name) for name, value in _UNKNOWN.items()}
+        columns["source"] = [source.to(torch.int8) for source in sources]
+        zeros = [torch.zeros(ids.shape) for ids in rows]
+        self._write_tokens(out, rows, zeros, columns)
 
     def _step_tokens(
         self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
     ) -> None:
-        full = _valid_rows(td, ("tokens", "full"))
         prompts = read_rows(td, ("tokens", "prompt"))
-        if full is None:
-            # A policy that writes text only leaves no ids; the next prompt is encoded anew.
-            full = [ids.new_zeros(0) for ids in prompts]
-        trace = {}
-        for name, dtype in _TRACE.items():
-            rows = _valid_rows(td, ("trace", name))
-            fits = rows is not None and all(
-                row.shape == ids.shape for row, ids in zip(rows, full, strict=True)
-            )
-            default = 0 if name == "source" else 1 if name == "mask_reason" else -1
-            trace[name] = (
-                rows if fits else [ids.new_full(ids.shape, default, dtype=dtype) for ids in full]
-            )
+        # A policy that writes text only leaves no ids; its next prompt is encoded anew.
+        full = _valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
+        trace = {
+            name: _aligned(_valid_rows(td, ("trace", name)), full) or _filled(full, value, name)
+            for name, value in _UNKNOWN.items()
+        }
+        # Empty rows say that the log-probs are unknown, which zeros would not.
+        log_probs = _aligned(_valid_rows(td, ("log_probs", "full")), full)
+        log_probs = log_probs or [torch.zeros(0) for _ in full]
         if stepped is not None:
+            # The policy has run on these rows too: what belongs to the prompt is its beginning.
+            kept = [len(ids) for ids in prompts]
             full = _merge(full, prompts, stepped)
-            for name, rows in trace.items():
-                old = read_rows(td, ("trace", name))
-                trace[name] = [
-                    new if moved else before[: ids.shape[0]]
-                    for new, before, ids, moved in zip(rows, old, full, stepped, strict=True)
-                ]
-        self._write_tokens(out, full, trace)
+            log_probs = _merge(log_probs, _cut(log_probs, kept), stepped)
+            trace = {name: _merge(rows, _cut(rows, kept), stepped) for name, rows in trace.items()}
+        self._write_tokens(out, full, log_probs, trace)
+
+    @staticmethod
+    def _write_tokens(
+        out: TensorDictBase,
+        rows: Sequence[Tensor],
+        log_probs: Sequence[Tensor],
+        trace: dict[str, Sequence[Tensor]],
+    ) -> None:
+        out.set("tokens", ragged_rows({"prompt": list(rows)}))
+        out.set("log_probs", ragged_rows({"prompt": list(log_probs)}))
+        out.set("trace", ragged_rows(trace))
+
+
+def _filled(rows: Sequence[Tensor], value: int, name: str) -> list[Tensor]:
+    return [torch.full(ids.shape, value, dtype=_TRACE[name]) for ids in rows]
+
+
+def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _aligned(column: list[Tensor] | None, rows: Sequence[Tensor]) -> list[Tensor] | None:
+    if column is None or any(a.shape != b.shape for a, b in zip(column, rows, strict=True)):
+        return None
+    return column
 
 
 def _valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
@@ -239,8 +256,8 @@ def _valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None
 class TextMode(_TokenCarrier):
     """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
 
-    The sampled ids travel along in ``("tokens", "prompt")`` and ``"trace"``, which are empty at
-    reset, so that a turn that was sampled is not encoded again.
+    The sampled ids travel along in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and
+    ``"trace"``, which are empty at reset, so that a turn that was sampled is not encoded again.
     """
 
     name = "text"
@@ -265,8 +282,8 @@ class TextMode(_TokenCarrier):
             "" if chat is None else self.formatter.decode(next(encoded).token_ids) for chat in chats
         ]
         self._write(out, texts)
-        empty = torch.zeros(0, dtype=torch.int64)
-        self._new_tokens(out, [(empty, empty)] * len(chats))
+        empty = [torch.zeros(0, dtype=torch.int64)] * len(chats)
+        self._start_tokens(out, empty, empty)
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``text.prompt`` and the ids beside it."""
@@ -321,12 +338,10 @@ class TokensMode(_TokenCarrier):
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         """Encode the conversations, generation prompt included."""
         encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
-        empty = torch.zeros(0, dtype=torch.int64)
-        rows = []
-        for chat in chats:
-            item = None if chat is None else next(encoded)
-            rows.append((empty, empty) if item is None else (item.token_ids, item.source))
-        self._new_tokens(out, rows)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        filler = Encoded(nothing, nothing, nothing.bool())
+        items = [filler if chat is None else next(encoded) for chat in chats]
+        self._start_tokens(out, [item.token_ids for item in items], [item.source for item in items])
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``tokens.prompt`` and its trace."""
