@@ -33,3 +33,25 @@ html_static_path = ["_static"]
 html_title = f"torchrl_llm {release}"
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
+
+
+_described: dict[str, str] = {}
+
+
+def _skip_what_is_not_ours(app, what, name, obj, skip, options):
+    """Leave out what tensorclasses and torchrl put on our classes, and second mentions."""
+    target = getattr(obj, "fget", None) or getattr(obj, "__func__", obj)
+    module = getattr(target, "__module__", None) or ""
+    inside_class = what in ("class", "exception") and callable(target)
+    if inside_class and not module.startswith("torchrl_llm"):
+        return True
+    if what == "module" and module.startswith("torchrl_llm"):
+        # A room exports names of its sub-rooms; each is described once, where it comes first.
+        place = app.env.temp_data.get("autodoc:module")
+        if _described.setdefault(f"{module}.{name}", place) != place:
+            return True
+    return skip
+
+
+def setup(app):
+    app.connect("autodoc-skip-member", _skip_what_is_not_ours)
