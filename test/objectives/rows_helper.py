@@ -1,0 +1,118 @@
+"""Rows and actors for the tests of the losses."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.scoring import TokenScorer, TokenScores
+
+
+class TableActor(nn.Module, TokenScorer):
+    """The log-prob of a token is a parameter of its id; the entropy is a constant."""
+
+    def __init__(self, log_probs, entropy=0.5):
+        super().__init__()
+        self.table = nn.Parameter(torch.as_tensor(log_probs, dtype=torch.float32))
+        self.entropy = entropy
+        self.seen = None
+
+    def token_scores(self, sequences, select, *, temperature=1.0, entropy=False):
+        self.seen = {"temperature": temperature, "sequences": sequences, "select": select}
+        ids = torch.cat([s[m] for s, m in zip(sequences, select, strict=True)])
+        log_probs = self.table[ids]
+        return TokenScores(log_probs, log_probs * 0 + self.entropy if entropy else None)
+
+
+def make_row(
+    ids,
+    prompt,
+    *,
+    advantage=1.0,
+    old=-1.0,
+    ref=None,
+    trace=True,
+    temperature=None,
+    truncated=None,
+    reason=None,
+):
+    """One row: ``prompt`` tokens of prompt, the rest sampled, as a policy writes it."""
+    ids = torch.tensor(ids)
+    sampled = torch.arange(len(ids)) >= prompt
+    tokens = {"full": ids, "prompt": ids[:prompt], "response": ids[prompt:]}
+    if temperature is not None:
+        tokens["temperature"] = torch.tensor(temperature)
+    if truncated is not None:
+        tokens["truncated_support"] = torch.tensor(truncated)
+    old = torch.as_tensor(old, dtype=torch.float32).expand(len(ids))
+    row = {
+        "tokens": TensorDict(tokens),
+        "log_probs": TensorDict({"full": torch.where(sampled, old, 0.0)}),
+        "masks": TensorDict(
+            {
+                "all_attention_mask": torch.ones(len(ids), dtype=torch.bool),
+                "all_assistant_mask": sampled,
+            }
+        ),
+        "advantage": torch.as_tensor(advantage, dtype=torch.float32).reshape(-1, 1),
+    }
+    if ref is not None:
+        ref = torch.as_tensor(ref, dtype=torch.float32).expand(len(ids)).clone()
+        row["next"] = TensorDict({"ref_log_probs": TensorDict({"full": ref})})
+    if trace:
+        reasons = torch.where(sampled, MaskReason.TRAINED, MaskReason.NOT_SAMPLED).to(torch.int8)
+        if reason is not None:
+            reasons = torch.tensor(reason, dtype=torch.int8)
+        row["trace"] = TensorDict(
+            {
+                "source": torch.where(sampled, Source.SAMPLED, Source.PROMPT).to(torch.int8),
+                "turn": torch.where(sampled, 0, -1).to(torch.int16),
+                "policy_version": torch.where(sampled, 0, -1).to(torch.int32),
+                "mask_reason": reasons,
+            }
+        )
+    return TensorDict(row)
+
+
+def make_rows(*rows):
+    return lazy_rows(list(rows))
+
+
+def pad(rows, side="right", junk=0):
+    """The same rows as dense tensors, with junk where there is padding."""
+    length = max(row["tokens", "full"].shape[0] for row in rows)
+
+    def padded(key, value):
+        out = []
+        for row in rows:
+            data = row[key]
+            gap = data.new_full((length - data.shape[0], *data.shape[1:]), value)
+            out.append(torch.cat([gap, data] if side == "left" else [data, gap]))
+        return torch.stack(out)
+
+    per_token = rows[0]["advantage"].shape[0] > 1
+    width = max(row["tokens", "prompt"].shape[0] for row in rows)
+    prompts = [row["tokens", "prompt"] for row in rows]
+    prompts = [torch.cat([p.new_full((width - len(p),), junk), p]) for p in prompts]
+    td = {
+        "tokens": TensorDict({"full": padded(("tokens", "full"), junk)}, [len(rows)]),
+        "log_probs": TensorDict({"full": padded(("log_probs", "full"), junk)}, [len(rows)]),
+        "masks": TensorDict(
+            {
+                "all_attention_mask": padded(("masks", "all_attention_mask"), False),
+                "all_assistant_mask": padded(("masks", "all_assistant_mask"), bool(junk)),
+            },
+            [len(rows)],
+        ),
+        "advantage": padded("advantage", junk)
+        if per_token
+        else torch.stack([row["advantage"] for row in rows]),
+    }
+    td["tokens"]["prompt"] = torch.stack(prompts)
+    if "trace" in rows[0]:
+        names = ("source", "turn", "policy_version", "mask_reason")
+        td["trace"] = TensorDict({n: padded(("trace", n), 3) for n in names}, [len(rows)])
+    return TensorDict(td, [len(rows)])
