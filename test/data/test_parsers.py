@@ -15,7 +15,7 @@ from torchrl_llm.errors import AmbiguousTextError, TemplateError
 
 FAMILIES = sorted(BUILTIN_TEMPLATES)
 WITH_SYSTEM = sorted(set(FAMILIES) - {"dialogpt"})
-WITH_CALLS = ["chatml_format", "qwen", "llama"]
+WITH_CALLS = ["chatml_format", "qwen", "qwen3", "llama"]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -29,6 +29,18 @@ def read(text, name, **kwargs):
 
 def call(name="add", **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_qwen3_keeps_the_reasoning_of_every_turn():
+    first = {"role": "assistant", "content": " a", "reasoning_content": "\nwhy\n"}
+    none = {"role": "assistant", "content": "b", "reasoning_content": ""}
+    acts = {"role": "assistant", "content": "", "reasoning_content": "c", "tool_calls": [call()]}
+    history = History.from_chats([*talk("x"), first, *talk("y"), none, *talk("z"), acts])
+    text = render(history, "qwen3", add_generation_prompt=False)
+    assert read(text, "qwen3") == history
+    shorter = render(history[:4], "qwen3", add_generation_prompt=False)
+    assert text.startswith(shorter)
+    assert "<think>\n\nwhy\n\n</think>\n\n a<|im_end|>" in text
 
 
 def talk(*contents):
@@ -152,6 +164,8 @@ def conversation(draw):
         message = {"role": role, "content": draw(CONTENT)}
         if role == "assistant":
             message["tool_calls"] = draw(CALLS)
+            if draw(st.booleans()):
+                message["reasoning_content"] = draw(CONTENT)
         messages.append(message)
     if messages[-1]["role"] == "assistant" and draw(st.booleans()):
         messages[-1]["is_complete"] = False
@@ -159,7 +173,7 @@ def conversation(draw):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=conversation(), prompt=st.booleans())
 def test_what_is_rendered_reads_back_or_is_refused(name, history, prompt):
     try:

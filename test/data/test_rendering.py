@@ -136,7 +136,7 @@ WORDS = st.lists(
 ).map(lambda pieces: "".join(["x", *pieces]))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(contents=st.lists(WORDS, min_size=1, max_size=4), which=st.sampled_from(["own", *FAMILIES]))
 def test_ids_decode_to_the_text_and_the_mask_to_the_answers(contents, which, tokenizer):
     history = History.from_chats(

@@ -7,7 +7,9 @@ conversation does not have, puts the assistant's words *and* its end-of-turn tok
 of the same name in :mod:`torchrl_llm.data.parsers`; change both together.
 
 They serve tokenizers that bring no template of their own; see
-:func:`torchrl_llm.data.templates.resolve_template`.
+:func:`torchrl_llm.data.templates.resolve_template`. ``qwen3`` is asked for by name: it writes the
+reasoning of every turn, where the published template drops that of earlier turns and so rewrites
+history at each user message. Use it for training and serving alike.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _MACROS = r"""
 {{- raise_exception('message ' ~ index ~ ' (' ~ message['role'] ~ '): FAMILY ' ~ why) -}}
 {%- endmacro -%}
 {%- macro text(message, index) -%}
-{%- if message['reasoning_content'] or message['reasoning'] or message['thinking'] -%}
-{{- fail(message, index, 'has no form for reasoning beside the content; keep it in the content') -}}
+{%- if REASONING_KEYS -%}
+{{- fail(message, index, 'has no form for this reasoning beside the content; put it there') -}}
 {%- endif -%}
 {%- if message['tool_responses'] -%}
 {{- fail(message, index, 'has no form for tool_responses: write a tool message each') -}}
@@ -89,6 +91,7 @@ _CHATML = (
 {%- if role == 'assistant' -%}
 {{- '<|im_start|>assistant\n' -}}
 {%- generation -%}
+THINK
 {{- content -}}
 {%- for item in message['tool_calls'] or [] -%}
 {%- set call = item['function'] or item -%}
@@ -132,6 +135,11 @@ _QWEN_RESULTS = r"""
 {{- '<|im_start|>' ~ role ~ '\n' ~ content ~ '<|im_end|>\n' -}}
 {%- else -%}
 {{- fail(message, loop.index0, 'has the roles system, user, assistant and tool only') -}}
+"""  # Kept in every turn, and never written where a turn has none: such a text only ever grows.
+_QWEN3_THINK = r"""
+{%- if message['reasoning_content'] is string -%}
+{{- '<think>\n' ~ message['reasoning_content'] ~ '\n</think>\n\n' -}}
+{%- endif -%}
 """
 
 _LLAMA = (
@@ -258,7 +266,19 @@ def _jinja(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
-def _fill(family: str, template: str, tools: tuple[str, str] = ("", ""), results: str = "") -> str:
+def _fill(
+    family: str,
+    template: str,
+    tools: tuple[str, str] = ("", ""),
+    *,
+    results: str = "",
+    think: str = "",
+) -> str:
+    keys = ["reasoning", "thinking"] if think else ["reasoning_content", "reasoning", "thinking"]
+    template = template.replace(
+        "REASONING_KEYS", " or ".join(f"message['{key}'] is string" for key in keys)
+    )
+    template = template.replace("THINK\n", think.lstrip("\n"))
     template = template.replace("TOOL_RESULTS\n", results.lstrip("\n"))
     before, after = map(_jinja, tools)
     template = template.replace("BEFORE", before).replace("AFTER", after)
@@ -266,8 +286,9 @@ def _fill(family: str, template: str, tools: tuple[str, str] = ("", ""), results
 
 
 BUILTIN_TEMPLATES: dict[str, str] = {
-    "chatml_format": _fill("chatml_format", _CHATML, CHATML_TOOLS, _CHATML_RESULTS),
-    "qwen": _fill("qwen", _CHATML, CHATML_TOOLS, _QWEN_RESULTS),
+    "chatml_format": _fill("chatml_format", _CHATML, CHATML_TOOLS, results=_CHATML_RESULTS),
+    "qwen": _fill("qwen", _CHATML, CHATML_TOOLS, results=_QWEN_RESULTS),
+    "qwen3": _fill("qwen3", _CHATML, CHATML_TOOLS, results=_QWEN_RESULTS, think=_QWEN3_THINK),
     "llama": _fill("llama", _LLAMA, LLAMA_TOOLS),
     "dialogpt": _fill("dialogpt", _DIALOGPT),
     "falcon": _fill("falcon", _FALCON),

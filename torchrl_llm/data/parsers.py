@@ -279,6 +279,20 @@ def _read_qwen(messages: list[Message]) -> list[Message]:
     return read
 
 
+_THINK, _THOUGHT = "<think>\n", "\n</think>\n\n"
+
+
+def _read_qwen3(messages: list[Message]) -> list[Message]:
+    read = []
+    for message in messages:
+        thought, shut, rest = message["content"].partition(_THOUGHT)
+        # "<think>\n" and "\n</think>" share no newline, even around no thought at all.
+        if message["role"] == "assistant" and shut and thought.startswith(_THINK):
+            message = message | {"content": rest, "reasoning_content": thought[len(_THINK) :]}
+        read.append(message)
+    return _read_qwen(read)
+
+
 def _read_llama(messages: list[Message]) -> list[Message]:
     read = []
     for message in _first_system(messages, LLAMA_TOOLS):
@@ -311,6 +325,13 @@ _QWEN = replace(
     hook=_read_qwen,
     tags=(*_CHATML.tags, "<tool_response>", "</tool_response>"),
     doubts={**_CHATML.doubts, "tool": r"</?tool_response>", "user": r"</?tool_response>"},
+)
+_QWEN3 = replace(
+    _QWEN,
+    family="qwen3",
+    hook=_read_qwen3,
+    tags=(*_QWEN.tags, "<think>", "</think>"),
+    doubts={**_QWEN.doubts, "assistant": r"<tool_call>|</?think>"},
 )
 _LLAMA = InverseParser(
     family="llama",
@@ -345,7 +366,8 @@ _DEEPSEEK = InverseParser(
 )
 
 BUILTIN_PARSERS: dict[str, InverseParser] = {
-    parser.family: parser for parser in (_CHATML, _QWEN, _LLAMA, _DIALOGPT, _FALCON, _DEEPSEEK)
+    parser.family: parser
+    for parser in (_CHATML, _QWEN, _QWEN3, _LLAMA, _DIALOGPT, _FALCON, _DEEPSEEK)
 }
 
 

@@ -283,7 +283,7 @@ def _reasoning_key(chats: Sequence[Chat]) -> str | None:
         for message in chat.messages:
             if len(message) > 2:
                 for key in REASONING_KEYS:
-                    if message.get(key):
+                    if isinstance(message.get(key), str):
                         return key
     return None
 
@@ -293,7 +293,7 @@ def _refuse_reasoning(chats: Sequence[Chat], key: str) -> None:
         (row, index)
         for row, chat in enumerate(chats)
         for index, message in enumerate(chat.messages)
-        if message.get(key)
+        if isinstance(message.get(key), str)
     )
     raise TemplateError(
         f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; put it "
@@ -448,21 +448,26 @@ def _refuse_forgery(
 
 
 def _without(message: Mapping[str, Any], marks: Sequence[str]) -> dict[str, Any]:
-    content = "".join(_strings(message))
+    *texts, reasoning = _strings(message)
+    clean = {"content": "".join(texts)}
+    if reasoning:
+        clean["reasoning_content"] = reasoning
     for mark in marks:
-        content = content.replace(mark, "-")
-    return {**message, "content": content}
+        clean = {key: text.replace(mark, "-") for key, text in clean.items()}
+    return {**message, **clean}
 
 
 def _strings(message: Mapping[str, Any]) -> list[str]:
+    reasoning = message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return [content]
-    return [part.get("text") or "" for part in content]
+        return [content, reasoning]
+    return [*(part.get("text") or "" for part in content), reasoning]
 
 
 def _expressed(message: Mapping[str, Any]) -> tuple:
     """What a text says of a message: ids and names of calls and results are not in it."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
     named = [(call["name"], call.get("arguments")) for call in calls]
-    return message["role"], "".join(_strings(message)), named
+    *texts, _ = _strings(message)
+    return message["role"], "".join(texts), message.get("reasoning_content"), named
