@@ -24,7 +24,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(parent) for parent in Path(__file__).resolve().parents[:3]]
 
 import torch
 from harness import compare, report
@@ -73,9 +73,9 @@ def bare_step() -> Callable[[], object]:
         centred = rewards - rewards.mean(1, keepdim=True)
         advantage = (centred / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
         attention = torch.cat([inputs["attention_mask"], mask.long()], 1)
-        logits = model(
-            full, attention_mask=attention, logits_to_keep=response.shape[1] + 1
-        ).logits[:, :-1]
+        logits = model(full, attention_mask=attention, logits_to_keep=response.shape[1] + 1).logits[
+            :, :-1
+        ]
         log_probs = logits.log_softmax(-1).gather(-1, response[..., None]).squeeze(-1)
         ratio = (log_probs - log_probs.detach()).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
