@@ -61,8 +61,8 @@ class LLMCollector(BaseCollector):
         postproc: batch to batch, before it is yielded or written.
         total_dialog_turns: turns after which the collector ends, those dropped by
             ``yield_only_last_steps`` included; -1 for no end.
-        async_envs: the environments are an ``AsyncEnvPool``, whose members step on their own;
-            completed trajectories only. Found out if not given.
+        async_envs: the environment is an ``AsyncEnvPool`` of environments of one row each, which
+            step on their own; completed trajectories only. Found out if not given.
         replay_buffer: gets the batches by ``extend``.
         reset_at_each_iter: begin each batch with new conversations.
         flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
@@ -185,8 +185,8 @@ class _Assembly:
     """Rows by place in the environment until their trajectory is done.
 
     Args:
+        num_places: rows of the environment.
         last_only: keep the last row of each trajectory only.
-        pack: state in wire form.
     """
 
     def __init__(self, num_places: int, last_only: bool) -> None:
@@ -277,27 +277,25 @@ class AsyncTrajectoryRollout(Rollout):
 
     Args:
         last_only: the last turn of each trajectory only.
-        **kwargs: of :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments with one batch
-            dimension.
+        **kwargs: of :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments of one row.
     """
 
     env: AsyncEnvPool
 
     def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if len(self.env.batch_size) != 2:
+        if len(self.env.batch_size) != 2 or self.env.batch_size[1] != 1:
+            # TorchRL's pool takes the rows of a larger member for members.
             raise ConfigError(
-                "the environments of an AsyncEnvPool must have one batch dimension, so that the "
-                f"pool has two; got batch size {tuple(self.env.batch_size)}"
+                "the environments of an AsyncEnvPool must have batch size (1,), got a pool of "
+                f"size {tuple(self.env.batch_size)}; put more members into the pool instead"
             )
         if self.env.stack == "dense":
             raise ConfigError(
                 "AsyncEnvPool(stack='dense') cannot hold rows of different length; build it with "
                 "stack='lazy'"
             )
-        self.last_only = last_only
-        self.num_envs, self.env_size = self.env.batch_size
-        self.assembly = _Assembly(self.num_envs * self.env_size, last_only)
+        self.assembly = _Assembly(self.env.batch_size[0], last_only)
         self.running = 0
 
     def collect(self) -> TensorDictBase:
@@ -307,12 +305,10 @@ class AsyncTrajectoryRollout(Rollout):
         while (finished := self.assembly.finished_turns) < self.turns_per_batch:
             self._log(finished)
             stepped, carriers = self.env.async_step_and_maybe_reset_recv(min_get=1)
-            parts = list(stepped.unbind(0))
-            self.running -= len(parts)
-            for part in parts:
-                first = self._index(part) * self.env_size
-                for offset, row in enumerate(split_batch(part.exclude("env_index"))):
-                    self.assembly.add(first + offset, row)
+            for part in stepped.unbind(0):
+                (row,) = split_batch(part.exclude("env_index"))
+                self.assembly.add(self._index(part), row)
+                self.running -= 1
             self._send(list(carriers.unbind(0)))
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
@@ -329,12 +325,12 @@ class AsyncTrajectoryRollout(Rollout):
     def _send(self, carriers: list[TensorDictBase]) -> None:
         indices = [self._index(carrier) for carrier in carriers]
         plain = [carrier.exclude("env_index") for carrier in carriers]
-        whole = plain[0] if len(plain) == 1 else torch.cat(plain, 0)
-        acted = self._act(whole)
-        size = self.env_size
-        parts = [acted[i * size : (i + 1) * size] for i in range(len(indices))]
-        for index, part in zip(indices, parts, strict=True):
-            self.env.async_step_and_maybe_reset_send(part.unsqueeze(0), env_index=[index])
+        acted = self._act(plain[0] if len(plain) == 1 else torch.cat(plain, 0))
+        for place, index in enumerate(indices):
+            part = acted[place : place + 1]
+            # One send for each, because the pool would lay one index on all rows of a batch.
+            part.set("env_index", NonTensorData(index, batch_size=part.batch_size))
+            self.env.async_step_and_maybe_reset_send(lazy_stack([part]))
         self.running += len(indices)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from torchrl_llm.data.replay_buffers.buffer import ReplayBuffer
+from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.join import JoinTurns
 from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory, TrajectoryQueue
 
-__all__ = ["GroupQueue", "JoinTurns", "ReplayBuffer", "Trajectory", "TrajectoryQueue"]
+__all__ = [
+    "GroupQueue",
+    "GroupTransform",
+    "JoinTurns",
+    "ReplayBuffer",
+    "Trajectory",
+    "TrajectoryQueue",
+]

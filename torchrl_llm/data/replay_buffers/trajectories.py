@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
@@ -202,11 +202,14 @@ class GroupQueue:
     """Holds finished trajectories until ``size`` of one group have come.
 
     Args:
-        size: trajectories of a group.
+        size: size of a group.
+        counts: what the size counts, ``"trajectories"`` or their ``"turns"``.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(
+        self, size: int, *, counts: Literal["trajectories", "turns"] = "trajectories"
+    ) -> None:
+        self.size, self.counts = size, counts
         self.groups: dict[Hashable, list[Trajectory]] = {}
 
     def push(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
@@ -218,7 +221,8 @@ class GroupQueue:
         """
         group = self.groups.setdefault(key, [])
         group.append(trajectory)
-        if len(group) < self.size:
+        by_turns = self.counts == "turns"
+        if (sum(len(t.rows) for t in group) if by_turns else len(group)) < self.size:
             return None
         return self.groups.pop(key)
 

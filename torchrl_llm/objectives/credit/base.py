@@ -1,8 +1,8 @@
 """Credit assigners: inverse transforms of a replay buffer that write ``advantage``.
 
 A rule of credit sees whole groups of finished trajectories and says one thing: the advantage of
-each row. Everything else is here: rows to trajectories, trajectories to groups, what is invalid,
-what never fills, counts, and a state that resumes exactly.
+each row. The waiting and counting is
+:class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform`'s.
 
 Next: :mod:`torchrl_llm.objectives.credit.group` is a rule.
 """
@@ -10,102 +10,33 @@ Next: :mod:`torchrl_llm.objectives.credit.group` is a rule.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl._utils import logger
-from torchrl.envs import Transform
 
-from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectories import (
-    GroupQueue,
-    Trajectory,
-    TrajectoryQueue,
-    group_value,
-)
-from torchrl_llm.data.rollouts import row_list, sampled_tokens
-from torchrl_llm.data.wire import leaf
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.data.replay_buffers.grouping import GroupTransform
+from torchrl_llm.data.replay_buffers.trajectories import Trajectory
 
 __all__ = ["CreditAssigner"]
 
-_COUNTS = (
-    "completed_trajectories",
-    "invalid_trajectories",
-    "completed_groups",
-    "written_groups",
-    "invalid_groups",
-    "filtered_groups",
-    "unfilled_groups",
-    "unfilled_trajectories",
-    "invalid_tokens",
-    "filtered_tokens",
-    "unfilled_tokens",
-)
 
-
-class CreditAssigner(Transform):
+class CreditAssigner(GroupTransform):
     """Writes the advantage of rows as they enter a replay buffer, group by group.
-
-    Rows wait until their trajectory is done and ``group_size`` trajectories of its group have come;
-    then :meth:`assign` is asked, and the valid rows are written. An episode that went on in a
-    second row after a fork counts once. A trajectory with an invalid reward (``reward_valid``
-    false, NaN, infinite) fills a place, but takes no part: its rows are not written. A group with
-    fewer than two valid trajectories is dropped, where groups have two or more.
 
     Args:
         group_size: trajectories of a group; 1 where a rule needs no group.
-        prompt_key: what tells groups apart. ``None``: ``"group_id"``, which
-            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` stamps, and for rows without it
-            ``"query"``, with one warning. Rows of different agents (``"agent"``) are in different
-            groups.
-        rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
         advantage_key: where the advantage goes, float32 ``[1, 1]`` or ``[T, 1]``.
-        done_key: where a row says that its trajectory ends with it.
-        max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
-            counted as unfilled, with one warning.
-        verbose: log every call.
-
-    Raises:
-        ConfigError: for sizes below 1.
+        **options: of :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform`.
     """
 
-    adds_keys_only = True
-    requires_shared_write_state = True
-
     def __init__(
-        self,
-        group_size: int,
-        *,
-        prompt_key: NestedKey | None = None,
-        rewards_key: NestedKey = ("next", "reward"),
-        advantage_key: NestedKey = "advantage",
-        done_key: NestedKey = ("next", "done"),
-        max_queued_groups: int = 4096,
-        verbose: bool = False,
+        self, group_size: int, *, advantage_key: NestedKey = "advantage", **options: Any
     ) -> None:
-        super().__init__()
-        for name, value in (("size", group_size), ("max_queued_groups", max_queued_groups)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
+        super().__init__(group_size, **options)
         self.advantage_key = advantage_key
-        self.done_key = done_key
-        self.max_queued_groups = max_queued_groups
-        self.verbose = verbose
-        self._trajectories = TrajectoryQueue(done_key)
-        self._groups = GroupQueue(group_size)
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._warned: set[str] = set()
-
-    @property
-    def group_size(self) -> int:
-        """Trajectories of a group."""
-        return self._groups.size
 
     @abstractmethod
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]] | None:
@@ -119,155 +50,15 @@ class CreditAssigner(Transform):
             said of invalid ones is ignored. ``None`` filters the whole group out.
         """
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sampled rows pass through."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
-        if tensordict is None:
-            return None
-        ready: list[TensorDict] = []
-        for rows in self._trajectories.push(row_list(tensordict)):
-            trajectory = Trajectory.of(rows, self.rewards_key)
-            self._counts["completed_trajectories"] += 1
-            self._counts["invalid_trajectories"] += not trajectory.valid
-            group = self._groups.push(self._key(rows[0]), trajectory)
-            if group is not None:
-                ready += self._written(group)
-        while len(self._groups) > self.max_queued_groups:
-            self._give_up_oldest()
-        if self.verbose:
-            logger.info(
-                f"{type(self).__name__}: {len(ready)} of {tensordict.batch_size[0]} rows written, "
-                f"{len(self._groups)} groups wait"
-            )
-        return lazy_rows(ready) if ready else None
-
-    def _key(self, row: TensorDict) -> Hashable:
-        if self.group_size == 1:
-            return None
-        agent = leaf(row, ("agent",))
-        return self._group_of(row), None if agent is None else group_value(agent)
-
-    def _group_of(self, row: TensorDict) -> Hashable:
-        if self.prompt_key is not None:
-            value = row.get(self.prompt_key, None)
-            if value is None:
-                raise DataError(
-                    f"rows are grouped by {self.prompt_key!r}, and one does not have it"
-                )
-            return group_value(value)
-        value = leaf(row, ("group_id",))
-        if value is not None:
-            return group_value(value)
-        value = leaf(row, ("query",))
-        if value is None:
-            raise DataError(
-                'rows have neither "group_id" nor "query", so their group is unknown: append a '
-                "DataLoadingPrimer to the environment, or name the key with prompt_key=..."
-            )
-        self._warn(
-            'rows have no "group_id" and are grouped by "query": equal prompts of different epochs '
-            "or workers fall into one group. A DataLoadingPrimer stamps group_id"
-        )
-        return "query", group_value(value)
-
-    def _written(self, group: list[Trajectory]) -> list[TensorDict]:
-        self._counts["completed_groups"] += 1
-        num_valid = sum(trajectory.valid for trajectory in group)
-        if num_valid < min(2, self.group_size):
-            self._counts["invalid_groups"] += 1
-            self._counts["invalid_tokens"] += sum(t.num_tokens for t in group)
-            return []
-        invalid = sum(t.num_tokens for t in group if not t.valid)
-        self._counts["invalid_tokens"] += invalid
+    def complete(self, group: Sequence[Trajectory]) -> list[TensorDict] | None:
+        """The rows of the valid trajectories with their advantages."""
         advantages = self.assign(group)
         if advantages is None:
-            self._counts["filtered_groups"] += 1
-            self._counts["filtered_tokens"] += sum(t.num_tokens for t in group) - invalid
-            return []
-        self._counts["written_groups"] += 1
+            return None
         rows = []
         for trajectory, of_rows in zip(group, advantages, strict=True):
-            if not trajectory.valid:
-                continue
-            for row, advantage in zip(trajectory.rows, of_rows, strict=True):
-                row.set(self.advantage_key, advantage)
-                rows.append(row)
+            if trajectory.valid:
+                for row, advantage in zip(trajectory.rows, of_rows, strict=True):
+                    row.set(self.advantage_key, advantage)
+                rows += trajectory.rows
         return rows
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(f"{type(self).__name__}: {message}")
-
-    # -- queues and counts ------------------------------------------------------------------------
-
-    def _give_up_oldest(self) -> None:
-        key = next(iter(self._groups.groups))
-        group = self._groups.groups.pop(key)
-        self._count_unfilled([group])
-        self._warn(
-            f"more than {self.max_queued_groups} groups wait for {self.group_size} trajectories; "
-            "the oldest are given up. Does the primer repeat each prompt "
-            f"{self.group_size} times, and do all trajectories end?"
-        )
-
-    def _count_unfilled(self, groups: list[list[Trajectory]]) -> None:
-        self._counts["unfilled_groups"] += len(groups)
-        self._counts["unfilled_trajectories"] += sum(len(group) for group in groups)
-        self._counts["unfilled_tokens"] += sum(t.num_tokens for group in groups for t in group)
-
-    def clear_queues(self) -> int:
-        """Give up groups that have not filled and trajectories that are not done; count them.
-
-        To be called when an epoch ends: what was drawn in it and is not complete never will be.
-
-        Returns:
-            How many groups were given up.
-        """
-        groups = list(self._groups.groups.values())
-        self._groups.groups.clear()
-        self._count_unfilled(groups)
-        self._counts["unfilled_trajectories"] += len(self._trajectories)
-        self._counts["unfilled_tokens"] += sum(
-            sampled_tokens(row) for row in self._trajectories.clear()
-        )
-        return len(groups)
-
-    def get_stats(self) -> dict[str, int]:
-        """Counts since the start or :meth:`reset_stats`, and what waits now.
-
-        Returns:
-            ``completed_trajectories``, of these ``invalid_trajectories``; ``completed_groups``, of
-            these ``written_groups``, ``invalid_groups`` (fewer than two valid members) and
-            ``filtered_groups`` (by the rule); ``unfilled_groups``, ``unfilled_trajectories``; the
-            sampled tokens in ``invalid_tokens``, ``filtered_tokens``, ``unfilled_tokens``; and
-            ``queued_groups``, ``queued_trajectories``, ``queued_tokens``, ``open_trajectories``.
-        """
-        open_rows = [row for held in self._trajectories.open.values() for row in held]
-        return {
-            **self._counts,
-            "queued_groups": len(self._groups),
-            "queued_trajectories": self._groups.num_trajectories,
-            "queued_tokens": self._groups.num_tokens + sum(map(sampled_tokens, open_rows)),
-            "open_trajectories": len(self._trajectories),
-        }
-
-    def reset_stats(self) -> None:
-        """Count from zero; queues are left alone."""
-        self._counts = dict.fromkeys(_COUNTS, 0)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Queues in wire form, and counts."""
-        return {
-            "trajectories": self._trajectories.state_dict(),
-            "groups": self._groups.state_dict(),
-            "counts": dict(self._counts),
-        }
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
-        self._trajectories.load_state_dict(state["trajectories"])
-        self._groups.load_state_dict(state["groups"])
-        self._counts = dict(state["counts"])

@@ -1,0 +1,263 @@
+"""Transforms that hold rows until their group is complete: credit, selection of the best, ...
+
+:class:`GroupTransform` does the waiting: rows to trajectories, trajectories to groups, what is
+invalid, what never fills, counts, and a state that resumes exactly. What becomes of a complete
+group is said by its subclasses.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl._utils import logger
+from torchrl.envs import Transform
+
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.replay_buffers.trajectories import (
+    GroupQueue,
+    Trajectory,
+    TrajectoryQueue,
+    as_path,
+    group_value,
+)
+from torchrl_llm.data.rollouts import row_list, sampled_tokens
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["GroupTransform"]
+
+_COUNTS = (
+    "completed_trajectories",
+    "invalid_trajectories",
+    "completed_groups",
+    "written_groups",
+    "invalid_groups",
+    "filtered_groups",
+    "unfilled_groups",
+    "unfilled_trajectories",
+    "invalid_tokens",
+    "filtered_tokens",
+    "unfilled_tokens",
+)
+
+
+class GroupTransform(Transform):
+    """Inverse transform of a replay buffer that sees whole groups of finished trajectories.
+
+    Rows wait until their trajectory is done and their group is full. An episode that went on in a
+    second row after a fork counts once. A trajectory with an invalid reward (``reward_valid``
+    false, NaN, infinite) fills a place, but takes no part: its rows are not written. A group with
+    fewer than two valid trajectories is dropped, where groups have two or more.
+
+    Args:
+        group_size: size of a group; 1 where a rule needs no group.
+        counts: what the size counts, ``"trajectories"`` or ``"turns"``.
+        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, which
+            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` stamps, and for rows without it
+            ``fallback_key``, with one warning. Rows of different agents (``"agent"``) are in
+            different groups.
+        fallback_key: see above.
+        rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
+        done_key: where a row says that its trajectory ends with it.
+        max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
+            counted as unfilled, with one warning.
+        verbose: log every call.
+
+    Raises:
+        ConfigError: for sizes below 1.
+    """
+
+    adds_keys_only = True
+    requires_shared_write_state = True
+
+    def __init__(
+        self,
+        group_size: int,
+        *,
+        counts: Literal["trajectories", "turns"] = "trajectories",
+        prompt_key: NestedKey | None = None,
+        fallback_key: NestedKey = "query",
+        rewards_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
+        max_queued_groups: int = 4096,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("size", group_size), ("max_queued_groups", max_queued_groups)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        self.prompt_key, self.fallback_key = prompt_key, fallback_key
+        self.rewards_key, self.done_key = rewards_key, done_key
+        self.max_queued_groups = max_queued_groups
+        self.verbose = verbose
+        self._trajectories = TrajectoryQueue(done_key)
+        self._groups = GroupQueue(group_size, counts=counts)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._warned: set[str] = set()
+
+    @property
+    def group_size(self) -> int:
+        """Size of a group."""
+        return self._groups.size
+
+    @abstractmethod
+    def complete(self, group: Sequence[Trajectory]) -> list[TensorDict] | None:
+        """What to write of one group.
+
+        Args:
+            group: its trajectories, invalid ones among them (``trajectory.valid``).
+
+        Returns:
+            Rows of valid trajectories, with whatever keys this transform adds; ``None`` filters
+            the whole group out.
+        """
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sampled rows pass through."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
+        if tensordict is None:
+            return None
+        ready: list[TensorDict] = []
+        for rows in self._trajectories.push(row_list(tensordict)):
+            trajectory = Trajectory.of(rows, self.rewards_key)
+            self._counts["completed_trajectories"] += 1
+            self._counts["invalid_trajectories"] += not trajectory.valid
+            group = self._groups.push(self._key(rows[0]), trajectory)
+            if group is not None:
+                ready += self._written(group)
+        while len(self._groups) > self.max_queued_groups:
+            self._give_up_oldest()
+        if self.verbose:
+            logger.info(
+                f"{type(self).__name__}: {len(ready)} of {tensordict.batch_size[0]} rows written, "
+                f"{len(self._groups)} groups wait"
+            )
+        return lazy_rows(ready) if ready else None
+
+    def _key(self, row: TensorDict) -> Hashable:
+        if self.group_size == 1:
+            return None
+        agent = leaf(row, ("agent",))
+        return self._group_of(row), None if agent is None else group_value(agent)
+
+    def _group_of(self, row: TensorDict) -> Hashable:
+        if self.prompt_key is not None:
+            value = leaf(row, as_path(self.prompt_key))
+            if value is None:
+                raise DataError(
+                    f"rows are grouped by {self.prompt_key!r}, and one does not have it"
+                )
+            return group_value(value)
+        value = leaf(row, ("group_id",))
+        if value is not None:
+            return group_value(value)
+        value = leaf(row, as_path(self.fallback_key))
+        if value is None:
+            raise DataError(
+                f'rows have neither "group_id" nor {self.fallback_key!r}, so their group is '
+                "unknown: append a DataLoadingPrimer to the environment, or name the key with "
+                "prompt_key=..."
+            )
+        self._warn(
+            f'rows have no "group_id" and are grouped by {self.fallback_key!r}: equal prompts of '
+            "different epochs or workers fall into one group. A DataLoadingPrimer stamps group_id"
+        )
+        return self.fallback_key, group_value(value)
+
+    def _written(self, group: list[Trajectory]) -> list[TensorDict]:
+        self._counts["completed_groups"] += 1
+        valid = [trajectory for trajectory in group if trajectory.valid]
+        if len(valid) < min(2, self.group_size):
+            self._counts["invalid_groups"] += 1
+            self._counts["invalid_tokens"] += sum(t.num_tokens for t in group)
+            return []
+        self._counts["invalid_tokens"] += sum(t.num_tokens for t in group if not t.valid)
+        rows = self.complete(group)
+        self._counts["written_groups" if rows else "filtered_groups"] += 1
+        rows = rows or []
+        if len(rows) < sum(len(trajectory.rows) for trajectory in valid):
+            self._counts["filtered_tokens"] += sum(t.num_tokens for t in valid)
+            self._counts["filtered_tokens"] -= sum(map(sampled_tokens, rows))
+        return rows
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(f"{type(self).__name__}: {message}")
+
+    # -- queues and counts ------------------------------------------------------------------------
+
+    def _give_up_oldest(self) -> None:
+        key = next(iter(self._groups.groups))
+        group = self._groups.groups.pop(key)
+        self._count_unfilled([group])
+        self._warn(
+            f"more than {self.max_queued_groups} groups wait for {self.group_size} trajectories; "
+            "the oldest are given up. Does the primer repeat each prompt "
+            f"{self.group_size} times, and do all trajectories end?"
+        )
+
+    def _count_unfilled(self, groups: list[list[Trajectory]]) -> None:
+        self._counts["unfilled_groups"] += len(groups)
+        self._counts["unfilled_trajectories"] += sum(len(group) for group in groups)
+        self._counts["unfilled_tokens"] += sum(t.num_tokens for group in groups for t in group)
+
+    def clear_queues(self) -> int:
+        """Give up groups that have not filled and trajectories that are not done; count them.
+
+        To be called when an epoch ends: what was drawn in it and is not complete never will be.
+
+        Returns:
+            How many groups were given up.
+        """
+        groups = list(self._groups.groups.values())
+        self._groups.groups.clear()
+        self._count_unfilled(groups)
+        self._counts["unfilled_trajectories"] += len(self._trajectories)
+        self._counts["unfilled_tokens"] += sum(
+            sampled_tokens(row) for row in self._trajectories.clear()
+        )
+        return len(groups)
+
+    def get_stats(self) -> dict[str, int]:
+        """Counts since the start or :meth:`reset_stats`, and what waits now.
+
+        Returns:
+            ``completed_trajectories``, of these ``invalid_trajectories``; ``completed_groups``, of
+            these ``written_groups``, ``invalid_groups`` (fewer than two valid members) and
+            ``filtered_groups`` (by the rule); ``unfilled_groups``, ``unfilled_trajectories``; the
+            sampled tokens in ``invalid_tokens``, ``filtered_tokens``, ``unfilled_tokens``; and
+            ``queued_groups``, ``queued_trajectories``, ``queued_tokens``, ``open_trajectories``.
+        """
+        open_rows = [row for held in self._trajectories.open.values() for row in held]
+        return {
+            **self._counts,
+            "queued_groups": len(self._groups),
+            "queued_trajectories": self._groups.num_trajectories,
+            "queued_tokens": self._groups.num_tokens + sum(map(sampled_tokens, open_rows)),
+            "open_trajectories": len(self._trajectories),
+        }
+
+    def reset_stats(self) -> None:
+        """Count from zero; queues are left alone."""
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Queues in wire form, and counts."""
+        return {
+            "trajectories": self._trajectories.state_dict(),
+            "groups": self._groups.state_dict(),
+            "counts": dict(self._counts),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self._trajectories.load_state_dict(state["trajectories"])
+        self._groups.load_state_dict(state["groups"])
+        self._counts = dict(state["counts"])
