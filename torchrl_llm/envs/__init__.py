@@ -1,12 +1,16 @@
 """Environments: chats, data sets, rewards and transforms."""
 
 from torchrl_llm.envs.chat import ChatEnv
+from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 
 __all__ = [
+    "ArithmeticEnv",
+    "ArithmeticRewardParser",
     "ChatEnv",
     "DatasetChatEnv",
     "GSM8KEnv",

@@ -1,10 +1,12 @@
 """Tasks over data sets, one module each, and the loading that they share."""
 
+from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
 
 __all__ = [
+    "ArithmeticEnv",
     "DatasetChatEnv",
     "GSM8KEnv",
     "GeneratedRows",

@@ -16,7 +16,7 @@ from torchrl_llm.envs.datasets.loading import GeneratedRows
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["ArithmeticEnv", "addition_pairs"]
+__all__ = ["ArithmeticEnv", "addition_pairs", "addition_problem"]
 
 _NUM_HELD_OUT = 512
 _SPLIT_SEED = 20_240_607
@@ -44,6 +44,16 @@ def addition_pairs(split: str) -> tuple[tuple[int, int], ...]:
     return tuple((10 + number // 90, 10 + number % 90) for number in chosen)
 
 
+def addition_problem(first: int, second: int) -> Mapping[str, str]:
+    """The row of a problem.
+
+    Example:
+        >>> addition_problem(37, 85)
+        {'query': 'What is 37+85?', 'answer': '122'}
+    """
+    return {"query": f"What is {first}+{second}?", "answer": str(first + second)}
+
+
 class ArithmeticEnv(TaskEnv):
     """Additions such as ``What is 37+85?``, scored by the last number of the response.
 
@@ -57,9 +67,8 @@ class ArithmeticEnv(TaskEnv):
     Example:
         >>> env = ArithmeticEnv(num_envs=4, repeats=2, shuffle=False)
         >>> td = env.reset()
-        >>> td["query"], td["answer"]
-        (['What is 99+25?', 'What is 99+25?', 'What is 58+12?', 'What is 58+12?'], \
-['124', '124', '70', '70'])
+        >>> list(td["query"]), td["answer"][0]
+        (['What is 87+76?', 'What is 87+76?', 'What is 85+81?', 'What is 85+81?'], '163')
     """
 
     COLUMNS = ("query", "answer")
@@ -68,12 +77,8 @@ class ArithmeticEnv(TaskEnv):
     def default_dataset(cls, split: str | None) -> GeneratedRows:
         """The problems of a split, ``train`` if not given."""
         pairs = addition_pairs("train" if split is None else split)
-        return GeneratedRows(lambda index: _row(*pairs[index]), len(pairs))
+        return GeneratedRows(lambda index: addition_problem(*pairs[index]), len(pairs))
 
     def make_reward(self) -> ArithmeticRewardParser:
         """See :class:`~torchrl_llm.envs.reward.ArithmeticRewardParser`."""
         return ArithmeticRewardParser()
-
-
-def _row(first: int, second: int) -> Mapping[str, str]:
-    return {"query": f"What is {first}+{second}?", "answer": str(first + second)}

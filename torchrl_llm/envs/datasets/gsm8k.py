@@ -28,7 +28,7 @@ class GSM8KEnv(TaskEnv):
         >>> rows = [{"question": "What is 3 + 4?", "answer": "Add them.\n#### 7"}]
         >>> env = GSM8KEnv(dataset=rows, num_envs=2, repeats=2)
         >>> td = env.reset()
-        >>> td["query"], td["answer"]
+        >>> list(td["query"]), list(td["answer"])
         (['What is 3 + 4?', 'What is 3 + 4?'], ['7', '7'])
     """
 

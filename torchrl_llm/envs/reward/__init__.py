@@ -1,6 +1,7 @@
 """Rewards: a base that makes failures data, and one parser per task."""
 
+from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 
-__all__ = ["GSM8KRewardParser", "RewardParser", "RewardScore"]
+__all__ = ["ArithmeticRewardParser", "GSM8KRewardParser", "RewardParser", "RewardScore"]
