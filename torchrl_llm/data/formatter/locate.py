@@ -21,6 +21,7 @@ __all__ = ["Locator", "Mark", "Span"]
 _MARK, _END_MARK, _MAX_MARKED = 0xF0000, 0x100000, 0xFFFD
 _PRIVATE_USE = re.compile("[\U000f0000-\U0010fffd]")
 _MARKS = re.compile("[\U000f0000-\U0010fffd]|" + ESCAPE + ".", re.DOTALL)
+_THINK = re.compile("(</?think>)")
 _MAX_SKELETONS = 256
 
 Mark = Callable[[str, int], str]
@@ -85,10 +86,10 @@ class Locator:
             marked = render(mark)
             found = _unmarked(marked, self._shield) if marked is not None else None
             if found is not None and found[0] == text:
-                spans = _widened(found[1], texts, text)
+                spans = _joined(found[1], texts, text)
                 if known is None:
-                    self._remember((shape, key), found[1], texts, text)
-                return spans
+                    self._remember((shape, key), spans, texts, text)
+                return _widened(spans, texts, text)
         return _searched(texts, text)
 
     def _remember(self, key: Any, spans: list[Span], texts: list[list[str]], text: str) -> None:
@@ -100,22 +101,29 @@ class Locator:
 
 
 def _mark_all(text: str, index: int) -> str:
+    return _marked(text, index) if not text or text.isspace() else _mark_filled(text, index)
+
+
+def _mark_filled(text: str, index: int) -> str:
+    # Templates cut contents at these tags: each part has marks of its own, so that none is halved.
+    parts = _THINK.split(text) if "think>" in text else [text]
+    return "".join(
+        part if not part or part.isspace() or _THINK.fullmatch(part) else _marked(part, index)
+        for part in parts
+    )
+
+
+def _marked(text: str, index: int) -> str:
     core = text.strip()
-    if not core:
-        return chr(_MARK + index) + chr(_END_MARK + index) + text
     lead, trail = _blanks(text, core)
     # Inside the white space: a template that strips must still find it at the ends.
     return f"{lead}{chr(_MARK + index)}{core}{chr(_END_MARK + index)}{trail}"
 
 
-def _mark_filled(text: str, index: int) -> str:
-    return _mark_all(text, index) if text.strip() else text
-
-
 def _blanks(text: str, core: str) -> tuple[str, str]:
     """White space in front of the core of a text, and behind it."""
     if not core:
-        return "", ""
+        return "", text
     lead = len(text) - len(text.lstrip())
     return text[:lead], text[lead + len(core) :]
 
@@ -148,6 +156,19 @@ def _unmarked(marked: str, shield: Shield) -> tuple[str, list[Span]] | None:
         return None
     pieces.append(marked[last:])
     return "".join(pieces), spans
+
+
+def _joined(spans: list[Span], texts: list[list[str]], text: str) -> list[Span]:
+    """Spans of the parts of one content as one span, where the whole content was rendered."""
+    out: list[Span] = []
+    for span in spans:
+        if out and out[-1].index == span.index:
+            whole = text[out[-1].start : span.end]
+            if any(whole in t for t in texts[span.index]):
+                out[-1] = out[-1]._replace(end=span.end)
+                continue
+        out.append(span)
+    return out
 
 
 def _widened(spans: list[Span], texts: list[list[str]], text: str) -> list[Span]:
