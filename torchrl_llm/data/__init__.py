@@ -13,6 +13,7 @@ from torchrl_llm.data.history import (
 )
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
+from torchrl_llm.data.topk import TopKRewardSelector
 
 __all__ = [
     "Chat",
@@ -31,6 +32,7 @@ __all__ = [
     "TokenScores",
     "TokenTrace",
     "Tokens",
+    "TopKRewardSelector",
     "TruncationReason",
     "add_chat_template",
     "remove_chat_template",
