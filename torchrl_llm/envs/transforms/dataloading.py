@@ -235,9 +235,9 @@ class DataLoadingPrimer(Transform):
     Example:
         >>> from torchrl_llm.envs import ChatEnv
         >>> rows = [{"query": "1 + 1 =", "answer": "2"}, {"query": "2 + 2 =", "answer": "4"}]
-        >>> env = ChatEnv(batch_size=(3,)).append_transform(DataLoadingPrimer(rows, repeats=2))
-        >>> td = env.reset()
-        >>> td["query"], td["group_id"].tolist()
+        >>> primer = DataLoadingPrimer(rows, repeats=2, worker_id=0)
+        >>> td = ChatEnv(batch_size=(3,)).append_transform(primer).reset()
+        >>> list(td["query"]), td["group_id"].tolist()
         (['1 + 1 =', '1 + 1 =', '2 + 2 ='], [0, 0, 1])
     """
 
