@@ -1,14 +1,14 @@
-"""One GRPO step (collect, advantages, loss, optimizer) against TRL, TorchRL's LLM stack and plain PyTorch.
+"""One GRPO step (collect, advantages, loss, optimizer) against TRL, TorchRL and plain PyTorch.
 
-0.7M-parameter Qwen2, 8 prompts x 8 samples x 24 new tokens, one thread. TRL and TorchRL are compared
-only, in an environment of their own:
+0.7M-parameter Qwen2, 8 prompts x 8 samples x 24 new tokens, one thread. TRL and TorchRL's LLM stack
+are compared only, in an environment of their own:
 
     pip install trl==1.16 datasets && OMP_NUM_THREADS=1 python test/benchmarks/bench_grpo_step.py
 
-All sides start from the same weights, see the same prompts and are rewarded by a function of the same
-cost. Prompts are equally long, and TorchRL samples lower-case letters only: with other prompts or other
-samples its stack does not run (its text is encoded again into other tokens, and its loss then finds
-two lengths for one row).
+All sides start from the same weights, see the same prompts and are rewarded by a function of the
+same cost. Prompts are equally long, and TorchRL samples lower-case letters only: with other prompts
+or samples its stack does not run (its text is encoded again into other tokens, and its loss then
+finds two lengths for one row).
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(parent) for parent in Path(__file__).resolve().parents[:3]]
 
-import torch
-from harness import compare, report
-
-from conftest import _make_tiny_model, _make_tokenizer
+import torch  # noqa: E402
+from conftest import _make_tiny_model, _make_tokenizer  # noqa: E402
+from harness import compare, report  # noqa: E402
 
 PROMPTS = [f"What is {10 + i} and {30 + i}?" for i in range(8)]
 GROUP, NEW_TOKENS, LR = 8, 24, 1e-4
 
 
 def make_parts():
-    """Model and tokenizer; without merges, so that equally long prompts have equally many tokens."""
+    """Model and tokenizer; no merges, so equally long prompts have equally many tokens."""
     tokenizer = _make_tokenizer(vocab_size=259)
     tokenizer.padding_side = "left"
     model = _make_tiny_model(
@@ -143,7 +142,7 @@ def trl_step() -> Callable[[], object]:
 
 
 def torchrl_step() -> Callable[[], object]:
-    """TorchRL 0.14.1: its environment, wrapper, collector, buffer and loss, as its recipe has them."""
+    """TorchRL 0.14.1: environment, wrapper, collector, buffer and loss, as in its recipe."""
     from tensordict import TensorDict, set_list_to_stack
 
     set_list_to_stack(True).set()

@@ -91,7 +91,7 @@ def test_numbers_that_yaml_reads_as_text_or_integer_become_floats():
         ({"env": {"data_files": "a.jsonl"}}, "has no effect"),
         ({"env": {"repeats": 1}}, "at least 2"),
         ({"inference_model": {"temperature": 0.0}}, "a greedy group has no variance"),
-        ({"optimizer": {"warmup_steps": 100}}, "is not below the 100 optimizer steps"),
+        ({"optimizer": {"warmup_steps": -1}}, "must not be negative"),
         (
             {"train_model": {"dtype": "bfloat16"}, "train": {"mixed_precision": "float32"}},
             "cannot train",

@@ -216,6 +216,10 @@ class OptimizerConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        _require(
+            self.warmup_steps >= 0,
+            f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}",
+        )
         _require(self.lr >= 0, f"optimizer.lr must not be negative, got {self.lr}")
         _require(
             self.clip_grad_norm is None or self.clip_grad_norm > 0,
@@ -351,11 +355,6 @@ class GRPOConfig:
         _require(
             self.ref_model.name is None or self.train.kl_to_ref_coeff > 0,
             "ref_model.name has no effect without train.kl_to_ref_coeff above 0",
-        )
-        _require(
-            self.optimizer.warmup_steps < self.num_updates,
-            f"optimizer.warmup_steps={self.optimizer.warmup_steps} is not below the "
-            f"{self.num_updates} optimizer steps of the run",
         )
         _require(
             not (self.train_model.dtype == "bfloat16" and self.train.mixed_precision == "float32"),
