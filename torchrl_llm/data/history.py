@@ -479,9 +479,8 @@ def _different(self: History, other: object) -> Any:
 
 
 def _length(self: History) -> int:
-    if self._tensordict.batch_dims:
-        return _generated_len(self)
-    return len(cells_of(self._tensordict))
+    cells = None if self._tensordict.batch_dims else cells_of(self._tensordict)
+    return _generated_len(self) if cells is None or is_message(cells) else len(cells)
 
 
 def _iterate(self: History) -> Iterator[History]:
