@@ -1,0 +1,80 @@
+"""Supervised fine-tuning: make the embedded chat model from nothing but a seed.
+
+    python sota-implementations/sft/sft.py output=torchrl_llm/assets/embedded
+
+The model learns to add two-digit numbers from pupils, first careful ones and then a class most of
+whom forget to carry or round, so that it knows the right sum and gives it in a quarter of its
+answers: something for reinforcement learning to find. Every key is in config/sft.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from sft_utils import (
+    SFTConfig,
+    demonstrations,
+    load_config,
+    make_model,
+    make_tokenizer,
+    measure,
+)
+from tqdm import tqdm
+
+from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.objectives import SFTLoss
+from torchrl_llm.trainers import (
+    LossMeter,
+    MetricsTable,
+    check_override_keys,
+    clipped_step,
+    make_optimizer,
+    make_scheduler,
+    save_pretrained,
+)
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="sft")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    torch.manual_seed(config.seed)
+
+    tokenizer = make_tokenizer()
+    model = make_model(config.model, tokenizer)
+    policy = TransformersWrapper(model, tokenizer=tokenizer)
+    loss_module = SFTLoss(policy)
+    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    scheduler = make_scheduler(
+        optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
+    )
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    table = MetricsTable(folder / "metrics.csv")
+    with tqdm(demonstrations(config), total=config.train.max_steps, unit="step") as bar:
+        for step, rows in enumerate(bar, start=1):
+            output = loss_module(rows)
+            output.total_loss().backward()
+            meter = LossMeter()
+            meter.add(output)
+            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
+            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+            table.write(step, meter.metrics())
+            bar.set_postfix_str(f"loss {output.loss_sft.item():.3f}", refresh=False)
+
+    if config.eval.num_prompts:
+        for name, result in measure(policy, config.eval).items():
+            tqdm.write(f"held-out accuracy, {name}: {result.accuracy:.3f}")
+    path = folder / "model" if config.output is None else Path(config.output)
+    path.mkdir(parents=True, exist_ok=True)
+    save_pretrained(path, model, tokenizer)
+    tqdm.write(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+
+
+if __name__ == "__main__":
+    check_override_keys(sys.argv[1:], SFTConfig)
+    main()
