@@ -51,7 +51,7 @@ def ours_bare():
     queries, full = _queries(), History.from_chats(CHATS)
 
     def work():
-        td = env.reset(queries.copy())
+        td = env.reset(queries.select("query"))
         td["history"].full = full
         env.step(td)
 
@@ -66,7 +66,7 @@ def torchrl_bare():
     queries, full = _queries(), History.from_chats(CHATS)
 
     def work():
-        td = env.reset(queries.copy())
+        td = env.reset(queries.select("query"))
         td["history"].full = full
         env.step(td)
 

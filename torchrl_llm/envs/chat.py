@@ -112,6 +112,11 @@ class ChatEnv(EnvBase):
         self.system_prompt = system_prompt
         self.tokenizer = tokenizer
         self.system_role = system_role
+        self._preamble = (
+            None
+            if system_prompt is None
+            else Chat([{"role": system_role, "content": system_prompt}])
+        )
         self.user_role = user_role
         self.policy_role = policy_role
         self.data_key = data_key
@@ -211,9 +216,7 @@ class ChatEnv(EnvBase):
             )
         if not chat.messages:
             raise DataError(f"{self.data_key!r} holds an empty conversation")
-        if self.system_prompt is None:
-            return chat
-        return Chat([{"role": self.system_role, "content": self.system_prompt}]) + chat
+        return chat if self._preamble is None else self._preamble + chat
 
     # Step
 
