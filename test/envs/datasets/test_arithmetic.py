@@ -1,0 +1,88 @@
+"""The embedded task: its splits, its rows, its reward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrl.envs.utils import check_env_specs
+
+from torchrl_llm.envs import ArithmeticEnv, ArithmeticRewardParser
+from torchrl_llm.envs.datasets.arithmetic import addition_pairs
+from torchrl_llm.errors import ConfigError
+
+
+def test_no_held_out_problem_is_a_training_problem():
+    train, test = addition_pairs("train"), addition_pairs("test")
+    assert len(set(train)) == len(train) == 7588 >= 2000
+    assert len(set(test)) == len(test) == 512
+    assert not set(train) & set(test)
+    assert {*train, *test} == {(a, b) for a in range(10, 100) for b in range(10, 100)}
+
+
+def test_the_split_does_not_move():
+    # Accuracies are comparable between versions only while these problems stay held out.
+    assert addition_pairs("test")[:3] == ((97, 93), (66, 85), (39, 92))
+
+
+def test_the_split_leaves_the_global_generator_alone():
+    state = torch.get_rng_state()
+    addition_pairs.__wrapped__("test")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ConfigError, match="'train' or 'test', got 'validation'"):
+        ArithmeticEnv(split="validation")
+
+
+def test_rows_are_questions_with_their_sum():
+    env = ArithmeticEnv(split="test", shuffle=False, num_envs=512)
+    td = env.reset()
+    pairs = addition_pairs("test")
+    assert list(td["query"]) == [f"What is {a}+{b}?" for a, b in pairs]
+    assert list(td["answer"]) == [str(a + b) for a, b in pairs]
+
+
+def test_one_seed_gives_one_order():
+    orders = [list(ArithmeticEnv(num_envs=8, seed=s).reset()["query"]) for s in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("122", 1.0),
+        (" 122\n", 1.0),
+        ("37+85 is 122.", 1.0),
+        ("12", 0.0),  # nothing carried
+        ("120", 0.0),  # rounded
+        ("1222", 0.0),
+        ("-122", 0.0),
+        ("0122", 0.0),
+        ("122 or 123", 0.0),  # the last number counts
+        ("\u0661\u0662\u0662", 0.0),  # other scripts' digits are not the answer as written
+        ("no idea", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_of_the_response_is_compared(response, reward):
+    assert ArithmeticRewardParser().score(response, "122").reward == reward
+
+
+def test_a_response_is_scored_through_the_environment():
+    env = ArithmeticEnv(split="test", shuffle=False, num_envs=2)
+    td = env.reset()
+    history = td["history"].prompt
+    answers = [td["answer"][0], "no idea"]
+    td["history"].full = type(history).of(
+        chat + [{"role": "assistant", "content": answer}]
+        for chat, answer in zip(history.chats, answers, strict=True)
+    )
+    after = env.step(td)["next"]
+    assert after["reward"].flatten().tolist() == [1.0, 0.0]
+    assert after["success"].flatten().tolist() == [True, False]
+    assert after["done"].flatten().tolist() == [True, True]
+
+
+def test_the_specs_hold():
+    check_env_specs(ArithmeticEnv(num_envs=4, repeats=2))
