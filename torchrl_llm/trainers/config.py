@@ -86,7 +86,8 @@ def check_override_keys(
     keys = list(valid_keys(schema))
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+~").partition("@")[0]
-        if "=" not in argument or key.startswith("-") or key.split(".")[0] == "hydra":
+        own = key == "hydra" or key.startswith(("-", "hydra.", "hydra/"))
+        if "=" not in argument or own:
             continue
         if key not in keys:
             raise ConfigError(_refusal(key, keys, renamed or {}))

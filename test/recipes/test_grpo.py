@@ -1,0 +1,232 @@
+"""The GRPO recipe as a user runs it: the real script, the embedded model, a few steps."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_llm.errors import CheckpointError, ConfigError, DataError
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-sync.py"
+SMALL = [
+    "train.prompts_per_batch=4",
+    "env.repeats=4",
+    "eval.num_prompts=8",
+    "logging.progress=false",
+    "optimizer.scheduler=constant",
+    "optimizer.warmup_steps=0",
+]
+GSM8K = [{"question": f"What is {n} plus {n}?", "answer": f"Add.\n#### {2 * n}"} for n in range(20)]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the script in this process, which saves ten seconds of imports each time."""
+
+    def run(folder, *overrides):
+        quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+        arguments = [*SMALL, f"hydra.run.dir={folder}", *overrides, *quiet]
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+        monkeypatch.syspath_prepend(str(SCRIPT.parent))
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        return rows(folder)
+
+    return run
+
+
+def rows(folder):
+    """The rows of metrics.csv without what a clock says."""
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return [
+            {name: value for name, value in row.items() if not name.startswith("perf/")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def weights(folder, step):
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+
+
+def column(table, name):
+    return [float(row[name]) for row in table if row[name]]
+
+
+def test_a_short_run_leaves_metrics_a_curve_and_a_model_that_transformers_opens(
+    tmp_path, run, capfd
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    table = run(tmp_path, "train.max_steps=2", "logging.backend=[csv,tensorboard]")
+    assert [row["train/step"] for row in table] == ["0", "1", "2"]
+    assert len(column(table, "train/reward")) == 2
+    assert len(column(table, "eval/accuracy")) == 2  # before the first step and after the last
+    assert column(table, "train/tokens_generated") == column(table, "train/tokens_trained")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob("grpo/events.out.tfevents*"))
+    text = capfd.readouterr().err
+    assert "held-out conversation 2, after training" in text
+    assert "train/reward over steps" in text
+    folder = tmp_path / "checkpoints" / "step_000002"
+    model, tokenizer = (
+        cls.from_pretrained(folder) for cls in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 37+85?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[0] == 1
+
+
+def test_steps_then_ctrl_c_then_the_rest_equal_a_run_that_was_left_alone(tmp_path, run):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    # Two updates a step, so that optimizer and sampler state matter too.
+    settings = ["train.max_steps=12", "train.optim_batch_size=8", "eval.interval=3"]
+    expected = run(whole, *settings)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *SMALL, f"hydra.run.dir={cut}", *settings],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    table = cut / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while not (table.exists() and len(table.read_text().splitlines()) >= 4):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, text
+    stopped_at = int(rows(cut)[-1]["train/step"])
+    assert 2 <= stopped_at < 12, "the signal must arrive in the middle of the run"
+    assert f"saved {cut / 'checkpoints' / f'step_{stopped_at:06d}'}" in text
+    assert f"hydra.run.dir={cut} checkpoint.resume=auto" in text
+
+    assert run(cut, *settings, "checkpoint.resume=auto") == expected
+    first, second = weights(whole, 12), weights(cut, 12)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, run):
+    run(tmp_path, "train.max_steps=3", "optimizer.lr=0", "checkpoint.interval=1")
+    first, last = weights(tmp_path, 2), weights(tmp_path, 3)
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_the_cut_into_micro_batches_does_not_change_the_result(tmp_path, run):
+    whole = run(tmp_path / "a", "train.max_steps=1", "train.micro_token_budget=null")
+    pieces = run(tmp_path / "b", "train.max_steps=1", "train.micro_token_budget=60")
+    for name in ("train/loss_objective", "train/entropy", "train/grad_norm"):
+        assert column(whole, name) == pytest.approx(column(pieces, name), rel=1e-4, abs=1e-6)
+    first, second = weights(tmp_path / "a", 1), weights(tmp_path / "b", 1)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_and_old_keys_fail_before_anything_is_built(tmp_path, run):
+    with pytest.raises(ConfigError, match=r"unknown key 'optimizer.lrr'.*'optimizer.lr'"):
+        run(tmp_path, "optimizer.lrr=1")
+    with pytest.raises(ConfigError, match=r"renamed to 'train.prompts_per_batch'"):
+        run(tmp_path, "env.num_envs=4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, run):
+    run(tmp_path, "train.max_steps=1")
+    with pytest.raises(CheckpointError, match="holds a run up to step 1"):
+        run(tmp_path, "train.max_steps=1")
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_previous_checkpoint(tmp_path, run, monkeypatch):
+    real, calls = torch.save, []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*step 1 is intact.*resume=auto"):
+        run(tmp_path, "train.max_steps=3", "checkpoint.interval=1")
+    table = run(tmp_path, "train.max_steps=3", "checkpoint.interval=1", "checkpoint.resume=auto")
+    assert [row["train/step"] for row in table] == ["0", "1", "2", "3"]
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(map(json.dumps, GSM8K)))
+    return path
+
+
+def test_gsm8k_from_a_file_with_lora_bfloat16_checkpointing_and_a_reference(
+    tmp_path, run, problems
+):
+    pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
+    from transformers import AutoModelForCausalLM
+
+    table = run(
+        tmp_path / "run",
+        "env=gsm8k",
+        f"env.data_files={problems}",
+        "train.max_steps=2",
+        "inference_model.max_tokens=8",
+        "train_model.lora.enabled=true",
+        "train_model.gradient_checkpointing=true",
+        "train.mixed_precision=bfloat16",
+        "train.kl_to_ref_coeff=0.1",
+        "filter.truncated=mask",
+    )
+    generated, trained, cut = (
+        column(table, f"train/tokens_{name}") for name in ("generated", "trained", "truncated")
+    )
+    assert generated == [a + b for a, b in zip(trained, cut, strict=True)]
+    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(folder), "peft_config")
+
+
+@pytest.mark.parametrize("zero_variance", ["drop", "resample"])
+def test_groups_without_variance_are_filtered_and_counted(tmp_path, run, zero_variance):
+    settings = [f"filter.zero_variance={zero_variance}", "train.max_steps=3"]
+    table = run(tmp_path, *settings, "filter.truncated=drop")
+    fates = ("trained", "filtered", "truncated", "invalid", "surplus", "pending", "stale")
+    for row in table[1:]:
+        total = sum(int(row[f"train/tokens_{fate}"]) for fate in fates)
+        assert total == int(row["train/tokens_generated"])
+    assert sum(column(table, "train/tokens_filtered")) > 0
+
+
+def test_bad_data_is_a_clear_error(tmp_path, run, problems):
+    gsm8k = ["env=gsm8k", "train.max_steps=1"]
+    with pytest.raises(DataError, match=r"cannot read the data file .*missing.jsonl"):
+        run(tmp_path / "a", *gsm8k, "env.data_files=missing.jsonl")
+    problems.write_text(problems.read_text() + '\n{"question": ')
+    with pytest.raises(DataError, match="line 21 is not JSON"):
+        run(tmp_path / "b", *gsm8k, f"env.data_files={problems}")
+    problems.write_text(json.dumps({"question": "?"}))
+    with pytest.raises(DataError, match="lacks the column 'answer'"):
+        run(tmp_path / "c", *gsm8k, f"env.data_files={problems}")
+    problems.write_text("\n".join(map(json.dumps, GSM8K[:8])))
+    with pytest.raises(ConfigError, match=r"eval.num_prompts=8 leaves none of the 8 problems"):
+        run(tmp_path / "d", *gsm8k, f"env.data_files={problems}")
+    with pytest.raises(ConfigError, match="there is no model 'nobody/nothing'"):
+        run(tmp_path / "e", "model.name=nobody/nothing")
