@@ -22,7 +22,7 @@ USER = {"role": "user", "content": "Hi"}
 def formatter_of(name, kind="bytes", **options):
     tools = scenarios.TOOLS if ZOO[name].tools else None
     tokenizer = make_tokenizer(name, kind)
-    return ChatFormatter(tokenizer, **{"debug": True, "tools": tools, **options})
+    return ChatFormatter(tokenizer, **{"debug": kind == "bytes", "tools": tools, **options})
 
 
 FULL = ("answer", "thought", "inline", "call")
@@ -168,12 +168,37 @@ def test_defect_32_the_window_does_not_grow_with_the_conversation():
 
     formatter._renderer.render = counting
     chat = [USER, {"role": "assistant", "content": "Hello"}] * 200
-    result = formatter.extend(
-        formatter.encode(chat[:-1]).token_ids, chat, FinishReason.LENGTH, [USER], response_start=0
-    )
+    prompt = formatter.encode(chat[:-1]).token_ids
+    ids = torch.cat([prompt, torch.tensor(plain_ids(formatter, "Hello"))])
+    result = formatter.extend(ids, chat, FinishReason.LENGTH, [USER], response_start=len(prompt))
     assert rendered[0] == len(chat) - 1
-    assert max(rendered[1:4]) <= 3
-    assert not result.forked or max(rendered[4:]) == len(chat) + 1
+    assert max(rendered[1:]) <= 3
+    assert not result.forked
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_window_decides_as_the_whole_conversation_does(name, monkeypatch):
+    formatter, specimen = formatter_of(name), ZOO[name]
+    lead = [{"role": "system", "content": "Be kind."}] if specimen.system else []
+    prompt = [*lead, USER, {"role": "assistant", "content": "A"}, USER]
+    if specimen.tools:
+        prompt += [
+            {"role": "assistant", "content": "", "tool_calls": scenarios.CALLS},
+            {"role": "tool", "content": "1", "name": "get_weather", "tool_call_id": "abcdef123"},
+        ] * 8
+    for turn_name, turn in scenarios.turns(specimen).items():
+        for ending, (tail, finish) in scenarios.endings(formatter, turn).items():
+            if turn_name not in FULL or ending not in ("closer", "length"):
+                continue
+            *_, windowed = extended(formatter, prompt, turn, tail, finish)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    "torchrl_llm.data.formatter.splice.window_start",
+                    lambda messages, turn, *, short: list(range(turn + 1)),
+                )
+                *_, whole = extended(formatter, prompt, turn, tail, finish)
+            assert torch.equal(windowed.token_ids, whole.token_ids)
+            assert windowed.cause == whole.cause
 
 
 def test_a_long_tool_loop_is_cut_to_its_last_calls():
@@ -189,7 +214,7 @@ def test_a_long_tool_loop_is_cut_to_its_last_calls():
     closer = list(formatter.closers[0].ids)
     _, message, new, out = extended(formatter, loop, call, closer, FinishReason.STOP)
     assert not out.forked
-    assert max(seen[-3:]) <= 14
+    assert max(seen[-2:]) <= 14
     text = formatter.render([*loop, message, *new])
     assert formatter.decode(out.token_ids) == text
 

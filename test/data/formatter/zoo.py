@@ -537,12 +537,10 @@ def _trained(kind, special, added):
     return backend
 
 
-@cache
-def make_tokenizer(name, kind):
-    """The tokenizer of a specimen: ``kind`` is "bytes", "metaspace" or "prepend"."""
+def tokenizer_of(specimen, kind):
+    """A tokenizer for a specimen: ``kind`` is "bytes", "metaspace" or "prepend"."""
     from transformers import PreTrainedTokenizerFast
 
-    specimen = ZOO[name]
     special = dict.fromkeys(
         [*specimen.special, specimen.eos, *([specimen.bos] if specimen.bos else []), "<|other|>"]
     )
@@ -555,3 +553,9 @@ def make_tokenizer(name, kind):
     )
     tokenizer.chat_template = specimen.template
     return tokenizer
+
+
+@cache
+def make_tokenizer(name, kind):
+    """The tokenizer of a specimen of the zoo, made once."""
+    return tokenizer_of(ZOO[name], kind)

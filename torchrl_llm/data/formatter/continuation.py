@@ -7,7 +7,8 @@ new part in one piece that begins with the token which closes the sampled turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,6 +52,14 @@ class _Rest(NamedTuple):
     held: list[int]
     forked: bool = False
     cause: ForkCause | None = None
+
+
+class _Texts(NamedTuple):
+    """Renderings of a window: the old prompt, the old messages (seldom needed), all messages."""
+
+    prompt: Rendered
+    alone: Callable[[], Rendered]
+    full: Rendered
 
 
 class Continuation:
@@ -118,8 +127,7 @@ class Continuation:
             special_ids=codec.special_ids,
         )
         body = codec.decode(ending.body)
-        window, texts = self._window(old, new, tools)
-        prompt, alone, full = texts
+        window, (prompt, alone, full) = self._window(old, new, tools)
         said = {"body": body, "closer": ending.closer, "turn": turn, "probe": probe}
         cut = splice.find_cut(prompt, alone, full, **said)
         composed = self._composer.label(full, [*window, *new])
@@ -147,7 +155,7 @@ class Continuation:
 
     def _window(
         self, old: Messages, new: Messages, tools: Sequence[Any] | None
-    ) -> tuple[list[Mapping[str, Any]], tuple[Rendered, Rendered, Rendered]]:
+    ) -> tuple[list[Mapping[str, Any]], _Texts]:
         """The old messages that matter, and ``P``, ``A`` and ``F`` of them."""
         short = bool(new) and all(m.get("role") == "tool" for m in new)
         window = [old[i] for i in splice.window_start(old, len(old) - 1, short=short)]
@@ -157,13 +165,19 @@ class Continuation:
             window = list(old)
             return window, self._three(window, new, tools)
 
-    def _three(
-        self, window: Messages, new: Messages, tools: Sequence[Any] | None
-    ) -> tuple[Rendered, Rendered, Rendered]:
+    def _three(self, window: Messages, new: Messages, tools: Sequence[Any] | None) -> _Texts:
         render = self._composer.renderer.render
-        return (
+
+        @cache
+        def alone() -> Rendered:
+            try:
+                return render(window, tools=tools)
+            except TemplateError:  # a template that cannot end with this turn: nothing begins so
+                return Rendered("")
+
+        return _Texts(
             render(window[:-1], tools=tools, add_generation_prompt=True),
-            render(window, tools=tools),
+            alone,
             render([*window, *new], tools=tools, add_generation_prompt=True, spans=True),
         )
 

@@ -57,7 +57,8 @@ class ResponseParser:
 
         Returns:
             A message with ``role``, ``content``, ``is_complete`` and ``raw`` (the exact text), and
-            where there is any: ``reasoning_content`` (if the template reads a reasoning field),
+            where there is any: ``reasoning_content`` (if the template reads a reasoning field;
+            empty if a block without a thought was sampled),
             ``tool_calls``, ``tool_call_errors`` (the broken calls stay in ``content``), and
             ``flags``: ``"overrun"`` (ids behind the end of the turn), ``"injection"`` (a role's
             header inside the turn), ``"unclosed_reasoning"``.
@@ -87,7 +88,7 @@ class ResponseParser:
             "is_complete": finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS),
             "raw": codec.decode(response),
         }
-        if reasoning.strip():
+        if reasoning is not None:
             message["reasoning_content"] = self._plain(reasoning)
         if parsed.calls:
             message["tool_calls"] = [
@@ -132,8 +133,8 @@ class ResponseParser:
         flush()
         return "".join(out)
 
-    def _split_reasoning(self, text: str, prompt: Sequence[int]) -> tuple[str, str, bool]:
-        """Reasoning, the rest, and whether the reasoning was closed."""
+    def _split_reasoning(self, text: str, prompt: Sequence[int]) -> tuple[str | None, str, bool]:
+        """Reasoning (``None`` without a block for it), the rest, whether the block was closed."""
         header = self._probe.header.strip()
         if self._reasoning is not None:
             opening, closing = self._reasoning
@@ -151,7 +152,7 @@ class ResponseParser:
                 return _unwrapped(thought, 1).removesuffix("\n"), _unwrapped(rest, 2), True
         if self._lead and text.lstrip().startswith(self._lead):
             text = _unwrapped(text.lstrip()[len(self._lead) :], 2)
-        return "", text, True
+        return None, text, True
 
     def _inside(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside a thought that it opened."""

@@ -9,7 +9,7 @@ rewritten history, and the cause is named.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
@@ -72,9 +72,12 @@ def read_ending(
     Decided by ids alone: text that spells an end-of-turn token ends nothing.
     """
     ids = list(ids)
+    firsts = {closer.ids[0] for closer in probe.terminal}
     for at, token in enumerate(ids):
+        if token not in firsts:
+            continue
         for closer in probe.terminal:
-            if token == closer.ids[0] and tuple(ids[at : at + len(closer.ids)]) == closer.ids:
+            if tuple(ids[at : at + len(closer.ids)]) == closer.ids:
                 return Ending(ids[:at], ids[at:], closer)
     held = max((_held(ids, c.ids) for c in probe.closers), default=0)
     if held:
@@ -122,7 +125,7 @@ def _is_result(message: Mapping[str, Any]) -> bool:
 
 def find_cut(
     prompt: Rendered,
-    alone: Rendered,
+    alone: Callable[[], Rendered],
     full: Rendered,
     *,
     body: str,
@@ -134,7 +137,7 @@ def find_cut(
 
     Args:
         prompt: ``P``, the old messages without the sampled turn, with the generation prompt.
-        alone: ``A``, the old messages.
+        alone: renders ``A``, the old messages, where it is needed.
         full: ``F``, old and new messages, with the generation prompt.
         body: decoded response without its end-of-turn tokens.
         closer: the closer that the response has, if any.
@@ -151,7 +154,7 @@ def find_cut(
 
 def _by_sampled_text(
     prompt: Rendered,
-    alone: Rendered,
+    alone: Callable[[], Rendered],
     full: Rendered,
     body: str,
     closer: Closer | None,
@@ -163,8 +166,9 @@ def _by_sampled_text(
     if not probe.closers:
         # Nothing special ends a turn: ask that the template's own form ends there as well, or an
         # empty turn would match anything.
-        own = _match(alone.text, prompt.text, body)
-        done = own is not None and not alone.text[own:].strip()
+        form = alone().text
+        own = _match(form, prompt.text, body)
+        done = own is not None and not form[own:].strip()
         return Cut(end, None) if done else None
     end = _SPACE.match(full.text, end).end()  # type: ignore[union-attr]
     found = closer_at(full, end, probe)
@@ -175,17 +179,17 @@ def _by_sampled_text(
 
 def _by_own_form(
     prompt: Rendered,
-    alone: Rendered,
+    alone: Callable[[], Rendered],
     full: Rendered,
     closer: Closer | None,
     turn: Mapping[str, Any],
     probe: Probe,
 ) -> Cut | None:
-    said = len(prompt.text.rstrip())
-    if not alone.text.startswith(prompt.text[:said]):
+    said, form = len(prompt.text.rstrip()), alone()
+    if not form.text.startswith(prompt.text[:said]):
         return None
-    at, ending = _last_closer(alone, said, probe)
-    own = alone.text[:at] if ending is not None else alone.text.rstrip()
+    at, ending = _last_closer(form, said, probe)
+    own = form.text[:at] if ending is not None else form.text.rstrip()
     if not full.text.startswith(own) or not contains(own[said:], reasoning_of(turn) or ""):
         return None
     start = len(own)
@@ -236,7 +240,7 @@ def _last_closer(rendered: Rendered, floor: int, probe: Probe) -> tuple[int, Clo
 
 def fork_cause(
     prompt: Rendered,
-    alone: Rendered,
+    alone: Callable[[], Rendered],
     full: Rendered,
     *,
     body: str,
@@ -249,7 +253,7 @@ def fork_cause(
 
     Args:
         prompt: ``P``.
-        alone: ``A``.
+        alone: renders ``A``.
         full: ``F``.
         body: decoded response without its end-of-turn tokens.
         closer: the closer that the response has, if any.
