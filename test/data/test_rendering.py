@@ -12,6 +12,8 @@ from tensordict import LazyStackedTensorDict
 
 from torchrl_llm.data.families import BUILTIN_TEMPLATES
 from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.formatter.codec import Codec
+from torchrl_llm.data.formatter.render import Renderer
 from torchrl_llm.data.history import History
 from torchrl_llm.errors import ConfigError, TemplateError, TokenizerError
 
@@ -94,6 +96,28 @@ def test_ids_are_those_of_the_tokenizers_own_method(tokenizer):
             for c in (TALK, TALK[:1])
         ]
         assert rows == theirs
+
+
+def test_defect_31_each_chat_is_rendered_once_and_the_batch_is_one_tokenizer_call(
+    tokenizer, monkeypatch
+):
+    history = History.from_chats([TALK] * 5)
+    encode(history, tokenizer)  # probes the template, once for tokenizer and template
+    counts = {"render": 0, "encode": 0}
+    render, raw = Renderer.render, Codec._raw_batch
+
+    def counted_render(self, *args, **kwargs):
+        counts["render"] += 1
+        return render(self, *args, **kwargs)
+
+    def counted_raw(self, texts):
+        counts["encode"] += bool(texts)
+        return raw(self, texts)
+
+    monkeypatch.setattr(Renderer, "render", counted_render)
+    monkeypatch.setattr(Codec, "_raw_batch", counted_raw)
+    encode(history, tokenizer)
+    assert counts == {"render": 5, "encode": 1}
 
 
 def test_special_tokens_spelled_in_contents_are_plain_characters(tokenizer):
