@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from objectives.rows_helper import TableActor, make_row, make_rows, pad
+from tensordict import TensorDict
 
 from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.data.ragged import lazy_rows
@@ -479,3 +480,30 @@ class TestConstructor:
         before = {*rows.tensordicts[0].keys(True, True)}
         GRPOLoss(actor())(rows)
         assert {*rows.tensordicts[0].keys(True, True)} == before
+
+
+class TestWithAPolicy:
+    @pytest.mark.parametrize("pad_output", [False, True])
+    def test_defect_17_rows_are_ready_for_the_loss_right_after_generation(
+        self, tiny_model, tokenizer, pad_output
+    ):
+        from torchrl_llm.data.history import History
+        from torchrl_llm.modules import TransformersWrapper
+
+        policy = TransformersWrapper(
+            tiny_model,
+            tokenizer=tokenizer,
+            generate_kwargs={"max_new_tokens": 6, "temperature": 0.9},
+            pad_output=pad_output,
+        )
+        chats = [[{"role": "user", "content": text}] for text in ("Hi", "The quick dog", "72")]
+        rows = TensorDict(batch_size=[3])
+        rows["history", "prompt"] = History.from_chats(chats)
+        rows = policy(rows)
+        rows["advantage"] = torch.tensor([1.0, -1.0, 0.5])[:, None, None]
+        for strategy in ("sft", "rlhf", "generic"):
+            output = GRPOLoss(policy, masking_strategy=strategy)(rows)
+            assert output.kl_to_inference.item() == pytest.approx(0.0, abs=1e-6)
+            assert output.clip_fraction.item() == 0.0
+            total = output.total_loss()
+        assert torch.autograd.grad(total, tiny_model.lm_head.weight)[0].abs().sum() > 0
