@@ -1,0 +1,181 @@
+"""Requests of several threads, run together."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from torchrl_llm.errors import BackendError, ConfigError
+from torchrl_llm.modules.policies.batching import RequestBatcher, make_batcher
+
+
+class Recorder:
+    """Doubles numbers, remembers its batches, and fails on the number 13."""
+
+    def __init__(self, *, slow_s=0.0):
+        self.batches = []
+        self.slow_s = slow_s
+
+    def __call__(self, items, key):
+        self.batches.append((list(items), key))
+        time.sleep(self.slow_s)
+        if 13 in items:
+            raise ValueError("thirteen")
+        return [2 * x for x in items]
+
+
+def run_together(calls):
+    """Start all calls at once; their results or errors in order."""
+    results = [None] * len(calls)
+    barrier = threading.Barrier(len(calls))
+
+    def work(index):
+        barrier.wait()
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a caller hangs"
+    return results
+
+
+def test_requests_wait_for_company_and_run_in_one_call():
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=6, timeout_s=15)
+    calls = [lambda k=k: batcher.submit([k, k + 10], key="a", run=run) for k in (1, 2, 3)]
+    assert run_together(calls) == [[2, 22], [4, 24], [6, 26]]
+    assert len(run.batches) == 1
+
+
+def test_defect_22_a_lone_request_runs_when_its_time_is_up():
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=2, timeout_s=0.2)
+    start = time.monotonic()
+    assert batcher.submit([4], key="a", run=run) == [8]
+    assert 0.15 < time.monotonic() - start < 5
+
+
+def test_defect_23_a_failing_request_does_not_reach_others_or_later_ones():
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=3, timeout_s=15)
+    calls = [lambda k=k: batcher.submit([k], key="a", run=run) for k in (1, 13, 3)]
+    first, failed, last = run_together(calls)
+    assert (first, last) == ([2], [6])
+    assert isinstance(failed, ValueError)
+    assert batcher.state()["queued_requests"] == 0
+    batcher = RequestBatcher()
+    with pytest.raises(ValueError, match="thirteen"):
+        batcher.submit([13], key="a", run=run)
+    assert batcher.submit([5], key="a", run=run) == [10]
+
+
+def test_defect_24_answers_and_settings_stay_with_their_caller():
+    run = Recorder()
+
+    def scaled(items, key):
+        run.batches.append((list(items), key))
+        return [key * x for x in items]
+
+    batcher = RequestBatcher(min_batch_size=4, timeout_s=0.05)
+    calls = [
+        lambda k=k: [batcher.submit([k, -k], key=k % 3, run=scaled) for _ in range(20)]
+        for k in range(1, 9)
+    ]
+    for k, results in enumerate(run_together(calls), start=1):
+        assert results == [[k * (k % 3), -k * (k % 3)]] * 20
+    assert all(len({k % 3 for k in map(abs, items)}) == 1 for items, _ in run.batches)
+
+
+def test_batches_stay_below_the_maximum_unless_one_request_is_larger():
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=2, max_batch_size=3, timeout_s=0.1)
+    calls = [lambda k=k: batcher.submit([k, k], key="a", run=run) for k in range(4)]
+    run_together([*calls, lambda: batcher.submit([9] * 5, key="a", run=run)])
+    assert sorted(len(items) for items, _ in run.batches) == [2, 2, 2, 2, 5]
+
+
+def test_requests_that_come_while_a_batch_runs_are_the_next_batch():
+    run = Recorder(slow_s=0.2)
+    batcher = RequestBatcher(timeout_s=5)
+    results = run_together([lambda k=k: batcher.submit([k], key="a", run=run) for k in range(6)])
+    assert results == [[2 * k] for k in range(6)]
+    assert len(run.batches) <= 3
+
+
+def test_a_group_that_is_complete_does_not_wait_for_an_older_one():
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=2, timeout_s=3)
+    start = time.monotonic()
+    finished = {}
+
+    def ask(name, items):
+        batcher.submit(items, key=name, run=run)
+        finished[name] = time.monotonic() - start
+
+    lone = threading.Thread(target=ask, args=("lone", [1]))
+    lone.start()
+    time.sleep(0.1)
+    ask("pair", [1, 2])
+    assert finished["pair"] < 2
+    lone.join()
+    assert finished["lone"] >= 2.9
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_cleanup_answers_or_releases_those_who_wait(flush):
+    run = Recorder()
+    batcher = RequestBatcher(min_batch_size=9, timeout_s=15)
+
+    def clean():
+        while batcher.state()["queued_requests"] < 2:
+            time.sleep(0.01)
+        batcher.cleanup(flush=flush)
+
+    calls = [lambda k=k: batcher.submit([k], key="a", run=run) for k in (1, 2)]
+    first, second, _ = run_together([*calls, clean])
+    if flush:
+        assert (first, second) == ([2], [4])
+    else:
+        assert isinstance(first, BackendError)
+        assert isinstance(second, BackendError)
+    assert batcher.state()["queued_requests"] == 0
+
+
+def test_an_interrupt_of_the_running_thread_releases_the_others():
+    def interrupted(items, key):
+        raise KeyboardInterrupt
+
+    batcher = RequestBatcher(min_batch_size=2, timeout_s=15)
+    results = [None, None]
+
+    def work(index):
+        try:
+            batcher.submit([index], key="a", run=interrupted)
+        except BaseException as error:
+            results[index] = type(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert set(results) == {KeyboardInterrupt, BackendError}
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="below"):
+        RequestBatcher(min_batch_size=4, max_batch_size=2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        RequestBatcher(min_batch_size=0)
+    with pytest.raises(ConfigError, match="no effect"):
+        make_batcher(False, 2, None, 1.0)
+    assert make_batcher(None, None, None, 1.0) is None
+    assert make_batcher(None, 2, None, 1.0).min_batch_size == 2

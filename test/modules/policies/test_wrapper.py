@@ -1,0 +1,495 @@
+"""What policies do beyond conformance: several turns, odd tokenizers, bad input, named defects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, set_list_to_stack
+
+import torchrl_llm.modules
+from torchrl_llm.data import Chat, ChatHistory, FinishReason, MaskReason, Source
+from torchrl_llm.data.history import History
+from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError
+from torchrl_llm.modules import Answer, FakeWrapper, TransformersWrapper, vLLMWrapper
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def history_td(*chats):
+    chats = [chat if isinstance(chat, Chat) else Chat(chat) for chat in chats]
+    size = [len(chats)]
+    return TensorDict(
+        history=ChatHistory(prompt=History.of(chats), batch_size=size), batch_size=size
+    )
+
+
+def tokens_td(*rows, **more):
+    node = ragged_rows({"prompt": [torch.tensor(row) for row in rows]})
+    return TensorDict(tokens=node, batch_size=[len(rows)], **more)
+
+
+def fake_tokens(answers=None, **options):
+    options = {"vocab_size": 40, "eos_token_ids": (2,), **options}
+    return FakeWrapper(answers, input_mode="tokens", **options)
+
+
+def follow(out, *messages):
+    """The next prompt of an environment whose transforms append messages."""
+    return history_td(*(chat + list(messages) for chat in out["history"].full.chats))
+
+
+# -- several turns --------------------------------------------------------------------------------
+
+
+def test_defect_02_sampled_ids_are_an_exact_prefix_of_every_later_turn(tokenizer, tiny_model):
+    policy = TransformersWrapper(
+        tiny_model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 24}
+    )
+    first = policy(history_td([USER], [{**USER, "content": "  def f():\n    pass\n"}]))
+    before = read_rows(first, ("tokens", "full"))
+    second = policy(follow(first, {"role": "user", "content": "And now?"}))
+    for old, prompt, full in zip(
+        before,
+        read_rows(second, ("tokens", "prompt")),
+        read_rows(second, ("tokens", "full")),
+        strict=True,
+    ):
+        assert torch.equal(prompt[: len(old)], old)
+        assert torch.equal(full[: len(prompt)], prompt)
+
+
+def test_later_turns_keep_provenance_and_log_probs_of_earlier_ones(tokenizer):
+    policy = FakeWrapper(["one", "two"], tokenizer=tokenizer)
+    first = policy(history_td([USER]))
+    policy.policy_version = 7
+    second = policy(follow(first, {"role": "user", "content": "And now?"}))
+    names = ("source", "turn", "policy_version")
+    source, turn, version = (read_rows(second, ("trace", name))[0] for name in names)
+    [log_probs] = read_rows(second, ("log_probs", "full"))
+    [old] = read_rows(first, ("log_probs", "full"))
+    assert torch.equal(log_probs[: len(old)], old)
+    sampled = source == Source.SAMPLED
+    assert turn[sampled].tolist() == sorted(turn[sampled].tolist())
+    pairs = zip(turn[sampled].tolist(), version[sampled].tolist(), strict=True)
+    assert set(pairs) == {(0, 0), (1, 7)}
+    [mask] = read_rows(second, ("masks", "all_assistant_mask"))
+    assert torch.equal(mask, sampled)
+    scorer = policy.get_new_version(generate=False)
+    [again] = read_rows(scorer(second), ("log_probs", "full"))
+    torch.testing.assert_close(again[sampled], log_probs[sampled], atol=1e-5, rtol=0)
+
+
+def test_a_response_that_was_cut_is_continued_not_answered(tokenizer):
+    policy = FakeWrapper([Answer("one ", FinishReason.LENGTH), "two"], tokenizer=tokenizer)
+    first = policy(history_td([USER]))
+    assert first["tokens", "finish_reason"].tolist() == [FinishReason.LENGTH]
+    second = policy(follow(first))
+    [chat] = second["history"].full.chats
+    assert [m["role"] for m in chat] == ["user", "assistant"]
+    assert chat[-1]["content"] == "one two"
+    assert chat.record.num_messages == 2
+    [turn] = read_rows(second, ("trace", "turn"))
+    assert set(turn[turn >= 0].tolist()) == {0}
+    assert torch.equal(
+        read_rows(second, ("tokens", "prompt"))[0], read_rows(first, ("tokens", "full"))[0]
+    )
+
+
+def test_text_that_goes_on_behind_known_ids_keeps_them(tokenizer):
+    policy = FakeWrapper(["one", "two"], tokenizer=tokenizer, input_mode="text")
+    first = policy(TensorDict(text=TensorDict(prompt=["Hello"], batch_size=[1]), batch_size=[1]))
+    [ids] = read_rows(first, ("tokens", "full"))
+    [said] = first["text"].get("full")
+    following = TensorDict(
+        text=TensorDict(prompt=[said + "\n<|im_start|>user\nok"], batch_size=[1]),
+        tokens=ragged_rows({"prompt": [ids]}),
+        trace=first["trace"],
+        batch_size=[1],
+    )
+    following["log_probs"] = ragged_rows({"prompt": read_rows(first, ("log_probs", "full"))})
+    second = policy(following)
+    [prompt] = read_rows(second, ("tokens", "prompt"))
+    assert torch.equal(prompt[: len(ids)], ids)
+    assert tokenizer.decode(prompt) == said + "\n<|im_start|>user\nok"
+    [reason] = read_rows(second, ("trace", "mask_reason"))
+    [mask] = read_rows(second, ("masks", "all_assistant_mask"))
+    assert (reason[mask] == MaskReason.TRAINED).all()
+
+
+def test_text_that_was_rewritten_is_encoded_anew(tokenizer):
+    policy = FakeWrapper(["one"], tokenizer=tokenizer, input_mode="text")
+    td = TensorDict(
+        text=TensorDict(prompt=["Hello"], batch_size=[1]),
+        tokens=ragged_rows({"prompt": [torch.tensor([5, 6, 7])]}),
+        batch_size=[1],
+    )
+    [prompt] = read_rows(policy(td), ("tokens", "prompt"))
+    assert prompt.tolist() == tokenizer("Hello")["input_ids"]
+
+
+def test_earlier_turns_without_log_probs_are_marked_invalid():
+    policy = fake_tokens([[7], [8]])
+    first = policy(tokens_td([5, 6]))
+    td = TensorDict(
+        tokens=ragged_rows({"prompt": read_rows(first, ("tokens", "full"))}),
+        trace=first["trace"],
+        batch_size=[1],
+    )
+    [reason] = read_rows(policy(td), ("trace", "mask_reason"))
+    none, invalid = int(MaskReason.NOT_SAMPLED), int(MaskReason.INVALID)
+    assert reason.tolist() == [none, none, invalid, invalid, 0, 0]
+
+
+def test_prefer_tokens_false_encodes_every_turn_again(tokenizer):
+    policy = FakeWrapper(["a  b", "two"], tokenizer=tokenizer, prefer_tokens=False)
+    second = policy(follow(policy(history_td([USER])), USER))
+    assert (read_rows(second, ("trace", "turn"))[0] >= 0).sum() == 4  # "two" and its end
+    assert set(read_rows(second, ("trace", "turn"))[0].tolist()) == {-1, 0}
+
+
+def test_tool_calls_are_a_finish_reason(tokenizer):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    policy = FakeWrapper([call, "plain"], tokenizer=tokenizer, chat_template_name="qwen")
+    out = policy(history_td([USER], [USER]))
+    reasons = out["tokens", "finish_reason"].tolist()
+    assert reasons == [FinishReason.TOOL_CALLS, FinishReason.STOP]
+    assert out["history"].full.chats[0][-1]["tool_calls"]
+
+
+# -- pads, ends, widths ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize("input_mode", ["history", "tokens"])
+def test_defect_01_a_pad_that_equals_eos_takes_nothing_from_a_response(
+    make_tokenizer, pad_output, input_mode
+):
+    tokenizer = make_tokenizer(eos="<|im_end|>", pad="<|im_end|>")
+    eos = tokenizer.eos_token_id
+    policy = FakeWrapper(
+        [[50, 51, eos], [50, 51, 52, 53, eos]],
+        tokenizer=tokenizer,
+        input_mode=input_mode,
+        pad_output=pad_output,
+    )
+    td = history_td([USER], [USER]) if input_mode == "history" else tokens_td([5], [6, 7])
+    out = policy(td)
+    lengths = [3, 5]
+    masks = read_rows(out, ("masks", "all_assistant_mask"))
+    scores = read_rows(out, ("log_probs", "full"))
+    full = read_rows(out, ("tokens", "full"))
+    for mask, score, ids, length in zip(masks, scores, full, lengths, strict=True):
+        assert mask.sum() == length
+        assert ids[mask].tolist()[-1] == eos
+        assert (score[mask] < 0).all()
+    assert out["tokens", "finish_reason"].tolist() == [FinishReason.STOP] * 2
+    if input_mode == "history":
+        assert all(chat[-1].get("is_complete", True) for chat in out["history"].full.chats)
+        assert list(out["text"].get("response")) == [
+            tokenizer.decode([50, 51, eos]),
+            tokenizer.decode([50, 51, 52, 53, eos]),
+        ]
+
+
+def test_defect_13_text_of_padded_ragged_prompts_is_that_of_their_ids(tokenizer):
+    policy = FakeWrapper(["short", "a longer answer"], tokenizer=tokenizer, pad_output=True)
+    out = policy(history_td([{**USER, "content": "Hi " * 9}], [USER]))
+    assert list(out["text"].get("response")) == ["short<|im_end|>", "a longer answer<|im_end|>"]
+    assert not any("<|endoftext|>" in text for text in out["text"].get("full"))
+
+
+def test_defect_14_the_pad_id_is_the_tokenizers_even_if_it_adds_a_first_token(make_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    assert tokenizer(tokenizer.pad_token)["input_ids"][0] == bos
+    policy = FakeWrapper(["a", "a longer one"], tokenizer=tokenizer, pad_output=True)
+    out = policy(history_td([USER], [USER]))
+    assert policy.pad_token_id == tokenizer.pad_token_id
+    assert out["tokens", "full"][0, -1] == tokenizer.pad_token_id
+    # Nor does the tokenizer's first token stand twice in a rendered prompt.
+    assert out["tokens", "prompt"][0].tolist().count(bos) == 2
+
+
+def test_a_tokenizer_without_pad_pads_with_eos(make_tokenizer):
+    tokenizer = make_tokenizer(pad=None)
+    policy = FakeWrapper(["a", "a longer one"], tokenizer=tokenizer, pad_output=True)
+    out = policy(history_td([USER], [USER]))
+    assert out["tokens", "full"][0, -1] == tokenizer.eos_token_id
+    assert out["masks", "all_attention_mask"].sum(1).tolist() == [
+        len(chat.record.token_ids) for chat in out["history"].full.chats
+    ]
+
+
+def test_padded_prompts_are_read_through_their_mask():
+    policy = fake_tokens([7], inplace=False)
+    td = TensorDict(
+        tokens=TensorDict(prompt=torch.tensor([[0, 5], [5, 6]]), batch_size=[2]),
+        attention_mask=torch.tensor([[0, 1], [1, 1]]),
+        batch_size=[2],
+    )
+    prompts = read_rows(policy(td), ("tokens", "prompt"))
+    assert [row.tolist() for row in prompts] == [[5], [5, 6]]
+
+
+# -- versions, distributions ----------------------------------------------------------------------
+
+
+def test_defect_04_a_new_version_reads_what_it_needs_and_keeps_its_settings(tokenizer):
+    policy = FakeWrapper(
+        tokenizer=tokenizer,
+        history_key="talk",
+        min_batch_size=2,
+        batching_timeout=0.5,
+        generate_kwargs={"max_new_tokens": 3},
+        policy_version=4,
+    )
+    scorer = policy.get_new_version(generate=False)
+    assert policy.in_keys == [("talk", "prompt")]
+    assert scorer.in_keys == [("talk", "full")]
+    state = scorer.get_batching_state()
+    assert (state["batching"], state["min_batch_size"], state["timeout_s"]) == (True, 2, 0.5)
+    assert scorer.backend is policy.backend
+    assert scorer.model is policy.model
+    assert scorer.policy_version == 4
+    texts = policy.get_new_version(input_mode="text")
+    assert texts.in_keys == [("text", "prompt")]
+    named = policy.get_new_version(input_key=("chat", "start"))
+    assert named.in_keys == [("chat", "start")]
+
+
+def test_defect_12_log_probs_are_those_of_the_distribution_that_was_sampled(tiny_model):
+    sampling = {"temperature": 0.01, "top_k": 5, "max_new_tokens": 8, "ignore_eos": True}
+    policy = TransformersWrapper(tiny_model, input_mode="tokens", generate_kwargs=sampling)
+    out = policy(tokens_td([5, 6], [7]))
+    sampled = torch.cat(read_rows(out, ("log_probs", "response")))
+    assert sampled.mean() > -0.1  # at temperature 1 these tokens have about -3 nats
+    assert out["tokens", "truncated_support"].tolist() == [True, True]
+    assert out["tokens", "temperature"].tolist() == pytest.approx([0.01, 0.01])
+
+
+def test_defect_17_distribution_and_full_log_probs_are_there_without_further_arguments(tokenizer):
+    policy = FakeWrapper(tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4})
+    out = policy(history_td([USER], [{**USER, "content": "How are you?"}]))
+    assert ("log_probs", "full") in out.keys(True)
+    dist = policy.get_dist(out)
+    longest = max(len(row) for row in read_rows(out, ("tokens", "full")))
+    assert dist.logits.shape == (2, longest, len(tokenizer))
+    assert dist.entropy()[0, 0] == 0
+    with pytest.raises(DataError, match="no mask"):
+        policy.get_dist(out, mask_key="missing")
+
+
+def test_defect_18_models_with_another_argument_order_are_scored():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=2
+    )
+    policy = TransformersWrapper(
+        GPT2LMHeadModel(config).eval(), input_mode="tokens", generate_kwargs={"max_new_tokens": 4}
+    )
+    out = policy(tokens_td([5, 6], [7]))
+    with torch.no_grad():
+        scored = policy.get_new_version(generate=False, inplace=False)(out)
+    for a, b in zip(
+        read_rows(out, ("log_probs", "response")),
+        read_rows(scored, ("log_probs", "full")),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b[-len(a) :], atol=1e-5, rtol=0)
+
+
+def test_defect_31_a_group_of_repeats_is_encoded_once_and_text_is_never_encoded(
+    tokenizer, monkeypatch
+):
+    policy = FakeWrapper(["a"], tokenizer=tokenizer)
+    calls = []
+    encode = policy.formatter.encode_batch
+    monkeypatch.setattr(
+        policy.formatter,
+        "encode_batch",
+        lambda chats, **kw: calls.append(len(chats)) or encode(chats, **kw),
+    )
+    policy(history_td(*([USER],) * 8, *([{**USER, "content": "Other"}],) * 8))
+    assert calls == [2]
+
+
+def test_defect_32_known_rows_are_scored_without_encoding(tokenizer, monkeypatch):
+    policy = FakeWrapper(["a"], tokenizer=tokenizer)
+    out = policy(history_td([USER], [USER]))
+    scorer = policy.get_new_version(generate=False)
+
+    def refuse(chats, **options):
+        assert not list(chats), "encoded again"
+        return []
+
+    monkeypatch.setattr(scorer.formatter, "encode_batch", refuse)
+    scorer(out)
+
+
+def test_defect_35_no_file_of_the_room_is_long():
+    room = Path(torchrl_llm.modules.__file__).parent
+    long = {p.name: n for p in room.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
+    assert long == {}
+
+
+def test_demonstrations_are_scored_with_their_end_of_turn_in_the_mask(tokenizer):
+    chat = Chat([USER, {"role": "assistant", "content": "Hello"}])
+    td = TensorDict(history=ChatHistory(full=History.of([chat]), batch_size=[1]), batch_size=[1])
+    out = FakeWrapper(tokenizer=tokenizer, generate=False)(td)
+    [ids], [mask] = (
+        read_rows(out, ("tokens", "full")),
+        read_rows(out, ("masks", "all_assistant_mask")),
+    )
+    assert tokenizer.decode(ids[mask]) == "Hello<|im_end|>"
+    assert "trace" not in out.keys()
+
+
+def test_batching_keeps_errors_and_arguments_with_their_caller():
+    import threading
+
+    policy = fake_tokens(min_batch_size=2, batching_timeout=0.3)
+    results = {}
+
+    def ask(name, prompt, **options):
+        try:
+            out = policy(tokens_td(prompt), ignore_eos=True, **options)
+            results[name] = len(read_rows(out, ("tokens", "response"))[0])
+        except Exception as error:
+            results[name] = type(error).__name__
+
+    calls = [("a", [5], 3), ("b", [6], 5), ("bad", [99], 3), ("empty", [], 3), ("c", [7], 3)]
+    threads = [
+        threading.Thread(target=ask, args=(name, prompt), kwargs={"max_new_tokens": n})
+        for name, prompt, n in calls
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results == {"a": 3, "b": 5, "c": 3, "bad": "TokenizerError", "empty": "DataError"}
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_overlong_prompts_are_an_error_by_default():
+    with pytest.raises(OverlongError, match=r"row 1 has 6 tokens.*on_overlong"):
+        fake_tokens(max_length=6)(tokens_td([5], [5] * 6))
+
+
+def test_overlong_prompts_can_be_dropped_and_counted():
+    policy = fake_tokens([7], max_length=6, on_overlong="drop")
+    out = policy(tokens_td([5], [5] * 6, [6]))
+    responses = read_rows(out, ("tokens", "response"))
+    assert [r.tolist() for r in responses] == [[7, 2], [], [7, 2]]
+    assert out["tokens", "finish_reason"].tolist() == [0, int(FinishReason.ABORT), 0]
+    assert policy.overlong_counts == {"dropped": 1, "truncated": 0}
+    assert not read_rows(out, ("masks", "all_assistant_mask"))[1].any()
+
+
+def test_overlong_prompts_can_be_truncated_from_the_left_and_counted():
+    policy = fake_tokens(
+        [7], max_length=6, on_overlong="truncate", generate_kwargs={"max_new_tokens": 2}
+    )
+    out = policy(tokens_td([5], [3, 4, 5, 6, 7, 8, 9]))
+    assert read_rows(out, ("tokens", "prompt"))[1].tolist() == [6, 7, 8, 9]
+    assert policy.overlong_counts == {"dropped": 0, "truncated": 1}
+
+
+def test_truncated_and_dropped_rows_work_in_history_mode(tokenizer):
+    for choice in ("drop", "truncate"):
+        policy = FakeWrapper(
+            "ok", tokenizer=tokenizer, max_length=40, on_overlong=choice,
+            generate_kwargs={"max_new_tokens": 10},
+        )  # fmt: skip
+        out = policy(history_td([USER], [{**USER, "content": "long " * 40}]))
+        chats = out["history"].full.chats
+        assert [len(chat) for chat in chats] == [2, 2]
+        assert chats[1][-1]["content"] == ("" if choice == "drop" else "ok")
+
+
+def test_an_empty_response_is_data(tokenizer):
+    policy = FakeWrapper([Answer("", FinishReason.STOP)], tokenizer=tokenizer)
+    out = policy(history_td([USER]))
+    assert out["history"].full.chats[0][-1]["content"] == ""
+    assert read_rows(out, ("tokens", "response"))[0].tolist() == [tokenizer.eos_token_id]
+
+
+def test_an_empty_prompt_names_its_row():
+    with pytest.raises(DataError, match="prompt 1 is empty"):
+        fake_tokens()(tokens_td([5], []))
+
+
+def test_a_missing_column_is_named(tokenizer):
+    with pytest.raises(DataError, match=r"no column \('tokens', 'prompt'\)"):
+        fake_tokens()(TensorDict(batch_size=[2]))
+    with pytest.raises(DataError, match=r"no column \('history', 'prompt'\)"):
+        FakeWrapper(tokenizer=tokenizer)(TensorDict(batch_size=[2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_mode": "chat"}, "input_mode must be one of"),
+        ({"input_mode": "history"}, "needs a tokenizer"),
+        ({"chat_template_name": "qwen"}, "chat_template_name has no effect"),
+        ({"tokenizer_kwargs": {"a": 1}}, "tokenizer_kwargs has no effect"),
+        ({"generate": False, "num_samples": 2}, "no effect with generate=False"),
+        ({"generate": False, "generate_kwargs": {"top_k": 1}}, "no effect with generate=False"),
+        ({"num_samples": 2, "inplace": True}, "cannot go in place"),
+        ({"num_samples": 2, "generate_kwargs": {"num_return_sequences": 3}}, "contradict"),
+        ({"layout": torch.jagged}, "layout"),
+        ({"on_overlong": "cut"}, "on_overlong must be one of"),
+        ({"batching": False, "min_batch_size": 2}, "no effect"),
+        ({"return_log_probs": True, "generate_kwargs": {"logprobs": False}}, "contradict"),
+        ({"generate_kwargs": {"max_tokens": 4}}, "renamed to 'max_new_tokens'"),
+    ],
+)
+def test_arguments_without_effect_or_sense_are_refused_at_construction(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FakeWrapper(**{"vocab_size": 8, "eos_token_ids": (2,), "input_mode": "tokens", **options})
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="prefer_token"):
+        fake_tokens(prefer_token=True)
+    with pytest.raises(ConfigError, match="did you mean 'max_new_tokens'"):
+        fake_tokens()(tokens_td([5]), max_new_token=3)
+    with pytest.raises(ConfigError, match="fixed at construction"):
+        fake_tokens()(tokens_td([5]), num_samples=3)
+    with pytest.raises(ConfigError, match="no effect with generate=False"):
+        fake_tokens(generate=False)(tokens_td([5]), top_k=3)
+
+
+def test_log_probs_can_be_left_out():
+    policy = fake_tokens([7], return_log_probs=False)
+    out = policy(tokens_td([5]))
+    assert "log_probs" not in out.keys()
+    assert all(key[0] != "log_probs" for key in policy.out_keys)
+
+
+def test_special_tokens_can_be_left_out_of_the_text(tokenizer):
+    policy = FakeWrapper("ok", tokenizer=tokenizer, generate_kwargs={"skip_special_tokens": True})
+    assert list(policy(history_td([USER]))["text"].get("response")) == ["ok"]
+
+
+def test_it_works_whatever_list_to_stack_says(tokenizer):
+    for value in (True, False):
+        with set_list_to_stack(value):
+            policy = FakeWrapper("ok", tokenizer=tokenizer, input_mode="text")
+            td = TensorDict(text=TensorDict(prompt=["a", "b"], batch_size=[2]), batch_size=[2])
+            assert list(policy(td)["text"].get("response")) == ["ok<|im_end|>"] * 2
+
+
+def test_the_vllm_policy_says_how_to_install_it():
+    with pytest.raises((MissingExtraError, ConfigError), match=r"vllm|TransformersWrapper"):
+        vLLMWrapper("a/model")

@@ -1,0 +1,59 @@
+"""Loading models and tokenizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, make_tiny_model, make_tokenizer):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_folder_is_loaded_in_float32_and_eval_mode(folder):
+    model = load_model(folder)
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert load_tokenizer(folder).eos_token == "<|im_end|>"
+
+
+def test_dtype_attention_and_checkpointing_are_honoured(folder):
+    model = load_model(
+        folder, dtype="bfloat16", attn_implementation="eager", gradient_checkpointing=True
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert model.is_gradient_checkpointing
+
+
+def test_lora_trains_adapters_only(folder):
+    pytest.importorskip("peft", reason='needs peft: pip install -e ".[test]"')
+    model = load_model(
+        folder, lora={"r": 4, "target_modules": ["q_proj"]}, gradient_checkpointing=True
+    )
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    with pytest.raises(ConfigError, match="rank"):
+        load_model(folder, lora={"rank": 4})
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no model"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="dtype"):
+        load_model(tmp_path, dtype="int8")
+
+
+def test_a_policy_loads_by_name(folder):
+    policy = TransformersWrapper(str(folder), device="cpu")
+    assert policy.tokenizer.eos_token == "<|im_end|>"
