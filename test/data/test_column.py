@@ -118,3 +118,26 @@ def test_defect_33_a_column_pickles_to_about_the_size_of_its_messages():
     messages = [[{"role": "user", "content": f"{i} {j} " * 9} for j in range(6)] for i in range(64)]
     plain = len(pickle.dumps(messages))
     assert len(pickle.dumps(Column.of([Chat(m) for m in messages]))) < 1.5 * plain
+
+
+def test_where_picks_rows_and_can_write_into_its_own_column():
+    condition = torch.tensor([True, False, True])
+    a, b = Column.of(["a", "b", "c"]), Column.of(["x", "y", "z"])
+    assert a.where(condition, b).tolist() == ["a", "y", "c"]
+    assert a.tolist() == ["a", "b", "c"]
+    assert a.where(condition, b, out=a) is a
+    assert a.tolist() == ["a", "y", "c"]
+    # an ordinary stack goes the ordinary way
+    assert Column.of(["a", "b", "c"]).where(condition, NonTensorStack("x", "y", "z")).tolist() == [
+        "a",
+        "y",
+        "c",
+    ]
+
+
+def test_where_inside_a_tensordict_keeps_what_only_one_side_has():
+    td = TensorDict(x=Column.of(["a", "b"]), batch_size=[2])
+    other = TensorDict(y=Column.of(["c", "d"]), batch_size=[2])
+    td.where(torch.tensor([True, False]), other=other, out=td, pad=0)
+    assert list(td["x"]) == ["a", "b"]
+    assert list(td["y"]) == ["c", "d"]

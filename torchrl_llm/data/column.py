@@ -173,6 +173,38 @@ class Column(NonTensorStack):
         """A new column over the same immutable objects."""
         return self._clone(False)
 
+    def empty(self, recurse: bool = False, **kwargs: Any) -> NonTensorStack:
+        """The same column: objects are no entries that could be left out."""
+        items = None if kwargs else self._flat()
+        return super().empty(recurse, **kwargs) if items is None else type(self).of(items)
+
+    def where(
+        self,
+        condition: Tensor,
+        other: Any,
+        *,
+        out: Any = None,
+        pad: int | bool | None = None,
+        update_batch_size: bool = False,
+    ) -> Any:
+        """Rows of this column where ``condition`` holds, of ``other`` where it does not.
+
+        An environment that resets some of its rows merges every column this way at every step.
+        """
+        mine = self._flat()
+        theirs = other._flat() if isinstance(other, Column) else None
+        simple = out is None or isinstance(out, Column)
+        if not simple or mine is None or theirs is None or condition.shape != self.batch_size:
+            return super().where(
+                condition, other, out=out, pad=pad, update_batch_size=update_batch_size
+            )
+        rows = zip(condition.tolist(), mine, theirs, strict=True)
+        picked = type(self).of(a if kept else b for kept, a, b in rows)
+        if out is None:
+            return picked
+        out.__dict__.update(_items=picked.__dict__["_items"], _cells=None)
+        return out
+
     def __getitem__(self, index: Any) -> Any:
         items = self.__dict__["_items"]
         if items is None:

@@ -255,7 +255,7 @@ class RewardParser(Transform):
             for s in scores
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device)
-        columns = columns.view(len(scores), 5, 1, 1).unbind(1)
+        columns = columns.t().contiguous().view(5, len(scores), 1, 1)
         for name, column in zip(_FLOAT_KEYS, columns[:4], strict=True):
             next_td.set(self._names[name], column)
         next_td.set(self._names["success"], columns[4].bool())
