@@ -43,11 +43,11 @@ class BackgroundLoop:
         self.failure: BaseException | None = None
         self.stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._finalizer = weakref.finalize(self, _stop_at_exit, self.stopping, self._thread)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+        weakref.finalize(self, _stop_at_exit, self.stopping, self._thread)
 
     @property
     def is_running(self) -> bool:

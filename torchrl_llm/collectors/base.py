@@ -390,7 +390,7 @@ class LLMCollector(BaseCollector):
         """
         if self._background is not None:
             self._background.stop(timeout)
-        if not self._closed and close_env and not self.env.is_closed:
+        if close_env and not self._closed:
             self.env.close(raise_if_closed=False)
         self._closed = True
         if raise_on_error:
