@@ -39,7 +39,9 @@ SAME_FLOOR = {
     "weight_update": set(),
 }
 EXCEPT = {"objectives": {"data", "functional"}}
+# The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
+ALWAYS_INSTALLED |= {"numpy", "jinja2"}
 # Core torchrl re-exports parts of its LLM package under these names.
 RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
 

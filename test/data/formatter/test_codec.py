@@ -4,7 +4,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from data.formatter.zoo import make_tokenizer
+from data.formatter.tokenizers_of_the_zoo import make_tokenizer
 
 from torchrl_llm.data.formatter.codec import Codec, Piece
 from torchrl_llm.errors import TokenizerError

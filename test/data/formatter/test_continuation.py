@@ -8,7 +8,8 @@ import pytest
 import torch
 from data.formatter import scenarios
 from data.formatter.scenarios import expected_cause, plain_ids, squeezed
-from data.formatter.zoo import ZOO, make_tokenizer
+from data.formatter.tokenizers_of_the_zoo import make_tokenizer
+from data.formatter.zoo import ZOO
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source

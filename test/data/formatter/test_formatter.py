@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from data.formatter import scenarios
-from data.formatter.zoo import ZOO, make_tokenizer
+from data.formatter.tokenizers_of_the_zoo import make_tokenizer
+from data.formatter.zoo import ZOO
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import Source

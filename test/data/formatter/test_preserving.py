@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from data.formatter import scenarios
-from data.formatter.zoo import Specimen, tokenizer_of
+from data.formatter.tokenizers_of_the_zoo import tokenizer_of
+from data.formatter.zoo import Specimen
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.families import BUILTIN_TEMPLATES

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from data.formatter.zoo import ZOO, make_tokenizer
+from data.formatter.tokenizers_of_the_zoo import make_tokenizer
+from data.formatter.zoo import ZOO
 
 from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.errors import TemplateError

@@ -6,7 +6,8 @@ import pytest
 import torch
 from data.formatter import scenarios
 from data.formatter.scenarios import plain_ids
-from data.formatter.zoo import ZOO, make_tokenizer
+from data.formatter.tokenizers_of_the_zoo import make_tokenizer
+from data.formatter.zoo import ZOO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -68,17 +68,33 @@ class ChatFormatter:
         TemplateError: there is no usable template, or tools are given that it drops.
 
     Example:
-        >>> from torchrl_llm.data.formatter import ChatFormatter, FinishReason
-        >>> formatter = ChatFormatter(tokenizer)                             # doctest: +SKIP
-        >>> chat = [{"role": "user", "content": "Hi"}]
-        >>> prompt = formatter.encode(chat).token_ids                        # doctest: +SKIP
-        >>> ids = torch.cat([prompt, sampled])                               # doctest: +SKIP
-        >>> turn = formatter.parse_response(prompt, sampled, FinishReason.STOP)  # doctest: +SKIP
-        >>> more = formatter.extend(                                         # doctest: +SKIP
-        ...     ids, [*chat, turn], FinishReason.STOP, [{"role": "user", "content": "And?"}],
-        ...     response_start=len(prompt))
-        >>> bool((more.token_ids[:len(ids)] == ids).all())                   # doctest: +SKIP
-        True
+        >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        >>> backend = Tokenizer(models.BPE({s: i for i, s in enumerate(symbols)}, []))
+        >>> backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        >>> backend.decoder = decoders.ByteLevel()
+        >>> formatter = ChatFormatter(
+        ...     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"),
+        ...     chat_template="{% for m in messages %}{{ m.role + ':' + m.content + '<end>' }}"
+        ...     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
+        ... )
+        >>> user = {"role": "user", "content": "Hi <end>"}
+        >>> prompt = formatter.encode([user]).token_ids
+        >>> formatter.decode(prompt), int((prompt == 0).sum())  # the user's <end> ends nothing
+        ('user:Hi <end><end>assistant:', 1)
+        >>> sampled = torch.tensor([*formatter.encode([]).token_ids[:2], 0])
+        >>> turn = formatter.parse_response(prompt, sampled, FinishReason.STOP)
+        >>> turn["content"], turn["is_complete"]
+        ('as', True)
+        >>> more = formatter.extend(
+        ...     torch.cat([prompt, sampled]), [user, turn], FinishReason.STOP,
+        ...     [{"role": "user", "content": "Go on"}], response_start=len(prompt),
+        ... )
+        >>> more.num_kept == len(prompt) + 3, more.forked
+        (True, False)
+        >>> formatter.decode(more.token_ids[more.num_kept :])
+        'user:Go on<end>assistant:'
     """
 
     def __init__(

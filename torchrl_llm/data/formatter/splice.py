@@ -292,6 +292,7 @@ def thoughts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def contains(text: str, part: str) -> bool:
+    """Whether a text holds a part, white space aside; an empty part is in every text."""
     part = part.strip()
     return not part or part in text or _squeezed(part) in _squeezed(text)
 
