@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm._imports import require
+from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["load_model", "load_tokenizer"]
@@ -42,7 +43,8 @@ def load_model(
         MissingExtraError: for ``lora`` without peft.
 
     Example:
-        >>> model = load_model()  # doctest: +SKIP
+        >>> load_model().dtype
+        torch.float32
     """
     options: dict[str, Any] = {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
@@ -68,7 +70,8 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         ConfigError: when there is no such tokenizer.
 
     Example:
-        >>> tokenizer = load_tokenizer()  # doctest: +SKIP
+        >>> load_tokenizer().is_fast
+        True
     """
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
@@ -76,10 +79,7 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
 def _load(
     loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
 ) -> Any:
-    if name_or_path is None:
-        from torchrl_llm.assets import embedded_model_path
-
-        name_or_path = embedded_model_path()
+    name_or_path = embedded_model_path() if name_or_path is None else name_or_path
     try:
         return loader.from_pretrained(name_or_path, **options)
     except OSError as error:

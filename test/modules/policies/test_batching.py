@@ -50,8 +50,8 @@ def run_together(calls):
 def test_requests_wait_for_company_and_run_in_one_call():
     run = Recorder()
     batcher = RequestBatcher(min_batch_size=6, timeout_s=15)
-    calls = [lambda k=k: batcher.submit([k, k + 10], key="a", run=run) for k in (1, 2, 3)]
-    assert run_together(calls) == [[2, 22], [4, 24], [6, 26]]
+    calls = [lambda k=k: batcher.submit([k, k + 20], key="a", run=run) for k in (1, 2, 3)]
+    assert run_together(calls) == [[2, 42], [4, 44], [6, 46]]
     assert len(run.batches) == 1
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.base import Backend, SamplingParams
 
 __all__ = [
     "DEFAULT_MAX_NEW_TOKENS",
     "GenerationArguments",
-    "check_effect",
+    "check_mode",
     "override_generation",
     "parse_generate_kwargs",
     "settle_generation",
@@ -22,6 +24,7 @@ __all__ = [
 DEFAULT_MAX_NEW_TOKENS = 256
 """Length of a response when ``max_new_tokens`` is not given."""
 
+_MODES = ("history", "text", "tokens")
 _RENAMED = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
@@ -174,11 +177,11 @@ def override_generation(
         ConfigError: for an argument that shapes the output, which is fixed at construction.
     """
     arguments = settle_generation(kwargs, backend, True, own.num_samples, own.log_probs)
-    if arguments.skip_special_tokens != own.skip_special_tokens:
-        raise ConfigError(
-            "skip_special_tokens shapes the output and is fixed at construction; use "
-            "get_new_version(...)"
-        )
+    for name in ("num_samples", "skip_special_tokens"):
+        if getattr(arguments, name) != getattr(own, name):
+            raise ConfigError(
+                f"{name} shapes the output and is fixed at construction; use get_new_version(...)"
+            )
     return arguments
 
 
@@ -223,18 +226,31 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
     return 1.0 if temperature is None else float(temperature)
 
 
-def check_effect(input_mode: str, settings: Mapping[str, Any]) -> None:
-    """Refuse arguments that the input mode would not use.
+def check_mode(
+    input_mode: str, tokenizer: Any, layout: torch.layout | None, settings: Mapping[str, Any]
+) -> None:
+    """Check a policy's input mode and refuse arguments that it would not use.
 
     Args:
         input_mode: of the policy.
-        settings: arguments by name; ``None`` where not given.
+        tokenizer: of the policy.
+        layout: the constructor's.
+        settings: arguments that belong to one mode, by name; ``None`` where not given.
 
     Raises:
-        ConfigError: for the first argument without effect.
+        ConfigError: for an unknown mode, a missing tokenizer, a layout that is not offered, or the
+            first argument without effect.
     """
+    if input_mode not in _MODES:
+        raise ConfigError(f"input_mode must be one of {_MODES}, got {input_mode!r}")
+    if tokenizer is None and input_mode != "tokens":
+        raise ConfigError(f"input_mode={input_mode!r} needs a tokenizer: pass tokenizer=...")
+    if layout not in (None, torch.strided):
+        raise ConfigError(
+            f"layout must be None or torch.strided, got {layout}: rows are ragged lists or padded, "
+            "for jagged tensors can be neither indexed nor stacked"
+        )
     for name, value in settings.items():
-        if value is not None:
-            wanted = "text" if name == "tokenizer_kwargs" else "history"
-            if input_mode != wanted:
-                raise ConfigError(f"{name} has no effect with input_mode={input_mode!r}")
+        wanted = "text" if name == "tokenizer_kwargs" else "history"
+        if value is not None and input_mode != wanted:
+            raise ConfigError(f"{name} has no effect with input_mode={input_mode!r}")

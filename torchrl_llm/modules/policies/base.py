@@ -28,7 +28,7 @@ from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
 from torchrl_llm.modules.policies.arguments import (
-    check_effect,
+    check_mode,
     override_generation,
     settle_generation,
 )
@@ -163,17 +163,10 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         policy_version: int = 0,
     ) -> None:
         super().__init__()
-        if input_mode not in _READERS:
-            raise ConfigError(f"input_mode must be one of {sorted(_READERS)}, got {input_mode!r}")
-        if tokenizer is None and input_mode != "tokens":
-            raise ConfigError(f"input_mode={input_mode!r} needs a tokenizer: pass tokenizer=...")
-        if layout not in (None, torch.strided):
-            raise ConfigError(
-                f"layout must be None or torch.strided, got {layout}: rows are ragged lists or "
-                "padded, for jagged tensors can be neither indexed nor stacked"
-            )
-        check_effect(
+        check_mode(
             input_mode,
+            tokenizer,
+            layout,
             {
                 "tokenizer_kwargs": tokenizer_kwargs,
                 "chat_template_name": chat_template_name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -79,8 +80,8 @@ def _leaf_values(leaf: Any) -> list[Any]:
         return leaf.tolist()
     count = leaf.batch_size.numel() if leaf.batch_size else 1
     # With set_list_to_stack(False) a list stands in one cell for the whole batch.
-    if leaf.batch_size and isinstance(leaf.data, list) and len(leaf.data) == count:
-        return list(leaf.data)
+    if leaf.batch_size and isinstance(leaf.data, (list, np.ndarray)) and len(leaf.data) == count:
+        return list(leaf.data if isinstance(leaf.data, list) else leaf.data.tolist())
     return [leaf.data] * count
 
 
