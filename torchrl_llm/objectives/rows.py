@@ -66,12 +66,9 @@ class TokenRows:
         lengths = [ids.shape[0] for ids in sequences]
         self.sequences = sequences
         self.select = list(mask.split(lengths))
-        self.counts = [0] * len(lengths)
-        self.row = row_index(lengths)[mask]
-        for row, count in zip(
-            *(x.tolist() for x in self.row.unique_consecutive(return_counts=True)), strict=True
-        ):
-            self.counts[row] = count
+        rows = row_index(lengths)
+        self.row = rows[mask]
+        self.counts = torch.bincount(self.row, minlength=len(lengths)).tolist()
         self._stored, self._kept = stored, kept
         self._index = mask.nonzero()[:, 0]
         if not self._index.numel():
@@ -79,12 +76,8 @@ class TokenRows:
                 f"no token of these {len(lengths)} rows counts: the mask of the masking strategy, "
                 "or the trace's mask_reason, excludes them all; drop such batches before the loss"
             )
-        first = [
-            b
-            for b, (count, s) in enumerate(zip(self.counts, self.select, strict=True))
-            if count and s[0]
-        ]
-        if first:
+        first = rows[mask & (_positions(lengths) == 0)]
+        if first.numel():
             raise DataError(
                 f"the first token of row {first[0]} counts but has no prefix to be predicted from; "
                 "rows need a prompt of at least one token"
@@ -249,13 +242,13 @@ class _Flat:
         prompts = read_rows(self.td, self.keys.prompt, None)
         if prompts is None:
             raise DataError(f"masking_strategy='sft' needs {self.keys.prompt!r}")
-        if all(
-            prompt.shape[0] <= row.shape[0] and torch.equal(row[: prompt.shape[0]], prompt)
-            for prompt, row in zip(prompts, self.ids, strict=True)
-        ):
-            lengths = [row.shape[0] for row in self.ids]
-            starts = torch.tensor([prompt.shape[0] for prompt in prompts])
-            return _positions(lengths) >= torch.repeat_interleave(starts, torch.tensor(lengths))
+        lengths = [row.shape[0] for row in self.ids]
+        starts = [prompt.shape[0] for prompt in prompts]
+        if all(start <= length for start, length in zip(starts, lengths, strict=True)):
+            limits = torch.repeat_interleave(torch.tensor(starts), torch.tensor(lengths))
+            mask = _positions(lengths) >= limits
+            if torch.equal(torch.cat(self.ids)[~mask], torch.cat(prompts)):
+                return mask
         return self._last_turn()
 
     def _last_turn(self) -> Tensor:
@@ -283,7 +276,9 @@ class _Flat:
 
 
 def _positions(lengths: list[int]) -> Tensor:
-    return torch.cat([torch.arange(length) for length in lengths])
+    sizes = torch.tensor(lengths)
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    return torch.arange(starts.shape[0]) - starts
 
 
 def _under(node: NestedKey, name: str) -> NestedKey:
