@@ -83,7 +83,7 @@ class TopKRewardSelector(GroupTransform):
     def complete(self, group: Sequence[Trajectory]) -> list[TensorDict] | None:
         """Rows of the best trajectories, the best first."""
         valid = [trajectory for trajectory in group if trajectory.valid]
-        returns = [torch.cat(t.rewards).sum().item() for t in valid]
+        returns = [sum(t.totals) for t in valid]
         # The mean of the two middle returns where their number is even.
         median = torch.tensor(returns).quantile(0.5).item()
         order = sorted(range(len(valid)), key=lambda i: -returns[i])[: self.topk_size]

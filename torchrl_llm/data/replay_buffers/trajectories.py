@@ -62,12 +62,14 @@ class Trajectory:
 
     Attributes:
         rows: tensordicts without batch dimension.
-        rewards: float32 ``[R_k]`` of each row; ``R_k`` is 1 unless rewards are per token.
+        rewards: of each row, ``[1, 1]``, or ``[R, 1]`` where they are per token.
+        totals: sum of each row's rewards.
         valid: whether every reward is a number and none is marked invalid.
     """
 
     rows: list[TensorDict]
     rewards: list[Tensor] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
     valid: bool = True
 
     @classmethod
@@ -81,7 +83,7 @@ class Trajectory:
         Raises:
             DataError: a row has no reward.
         """
-        rewards, valid = [], True
+        rewards, totals, valid = [], [], True
         path = as_path(rewards_key)
         for row in rows:
             reward = leaf(row, path)
@@ -90,12 +92,13 @@ class Trajectory:
                     f"a row has no reward at {rewards_key!r}: append a reward transform to the "
                     f"environment, or name the key. The row has {sorted(map(str, row.keys(True)))}"
                 )
-            rewards.append(reward.reshape(-1).float())
+            rewards.append(reward)
+            totals.append((reward if reward.numel() == 1 else reward.sum()).item())
             flag = leaf(row, ("next", "reward_valid"))
             flag = leaf(row, ("reward_valid",)) if flag is None else flag
             # A sum is finite only if all its terms are.
-            valid = valid and (flag is None or bool(flag.all())) and isfinite(reward.sum().item())
-        return cls(rows, rewards, valid)
+            valid = valid and (flag is None or bool(flag.all())) and isfinite(totals[-1])
+        return cls(rows, rewards, totals, valid)
 
     @property
     def num_tokens(self) -> int:
@@ -247,6 +250,7 @@ class GroupQueue:
             "sizes": [len(group) for group in self.groups.values()],
             "lengths": [len(trajectory.rows) for trajectory in waiting],
             "rewards": [[r.clone() for r in trajectory.rewards] for trajectory in waiting],
+            "totals": [trajectory.totals for trajectory in waiting],
             "valid": [trajectory.valid for trajectory in waiting],
             "rows": pack_rows(row for trajectory in waiting for row in trajectory.rows),
         }
@@ -256,9 +260,13 @@ class GroupQueue:
         rows = iter(unpack_row_list(state["rows"]))
         waiting = iter(
             [
-                Trajectory([next(rows) for _ in range(length)], rewards, valid)
-                for length, rewards, valid in zip(
-                    state["lengths"], state["rewards"], state["valid"], strict=True
+                Trajectory([next(rows) for _ in range(length)], rewards, totals, valid)
+                for length, rewards, totals, valid in zip(
+                    state["lengths"],
+                    state["rewards"],
+                    state["totals"],
+                    state["valid"],
+                    strict=True,
                 )
             ]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from torchrl_llm.objectives.credit.base import CreditAssigner
 
 __all__ = ["MCAdvantage"]
 
-_REDUCTIONS = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
+_REDUCTIONS = {"sum": sum, "max": max, "mean": fmean}
 
 
 class MCAdvantage(CreditAssigner):
@@ -123,7 +124,7 @@ class MCAdvantage(CreditAssigner):
             return self._by_step(group)
         reduce = _REDUCTIONS[self.trajectory_return]
         # A row's rewards per token add up to the reward of its turn.
-        returns = torch.stack([reduce(torch.stack([r.sum() for r in t.rewards])) for t in group])
+        returns = torch.tensor([reduce(trajectory.totals) for trajectory in group])
         valid = torch.tensor([t.valid for t in group])
         if self.keep_return_bounds is not None:
             low, high = self.keep_return_bounds
@@ -132,16 +133,17 @@ class MCAdvantage(CreditAssigner):
         if not self.keep_zero_variance and bool((returns[valid] == returns[valid][0]).all()):
             return None
         advantages = group_advantages(returns, valid, normalize=self.normalize)
-        return [
-            [advantage.reshape(1, 1).clone() for _ in trajectory.rows]
-            for trajectory, advantage in zip(group, advantages.unbind(), strict=True)
-        ]
+        # Copies, not views, so that a kept row does not keep its whole group.
+        copies = torch.unbind_copy(advantages.view(-1, 1, 1))
+        return [[a] * len(t.rows) for t, a in zip(group, copies, strict=True)]
 
     def _by_step(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        flat = torch.cat([reward for t in group for reward in t.rewards])
-        valid = torch.cat([torch.full_like(r, t.valid).bool() for t in group for r in t.rewards])
+        flat = torch.cat([reward.reshape(-1) for t in group for reward in t.rewards])
+        sizes = [reward.numel() for t in group for reward in t.rewards]
+        valid = torch.tensor([t.valid for t in group for _ in t.rows])
+        valid = valid.repeat_interleave(torch.tensor(sizes))
         advantages = group_advantages(flat, valid, normalize=self.normalize)
-        parts = iter(advantages.split([len(r) for t in group for r in t.rewards]))
+        parts = iter(advantages.split(sizes))
         return [[_aligned(row, next(parts)) for row in t.rows] for t in group]
 
 
