@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -253,12 +254,14 @@ def test_trajectory_ids_resume_and_do_not_repeat_in_a_copy(queries):
 
     env = ChatEnv(batch_size=(2,))
     ids = env.reset(queries("a", "b"))["traj_id"].tolist()
-    copy = pickle.loads(pickle.dumps(env))
-    assert not set(ids) & set(copy.reset(queries("a", "b"))["traj_id"].tolist())
+    twin = pickle.loads(pickle.dumps(env))
+    assert not set(ids) & set(twin.reset(queries("a", "b"))["traj_id"].tolist())
 
 
 def test_the_text_of_a_message_is_what_the_model_wrote():
-    assert message_text({"role": "assistant", "content": "b", "raw": "a b "}) == "a b "
+    split = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    assert message_text({**split, "raw": "<think> a</think>b"}) == "<think> a</think>b"
+    assert message_text(split) == "<think>a</think>b"
     parts = [{"type": "text", "text": "x"}, {"type": "image", "url": "u"}, "y"]
     assert message_text({"role": "assistant", "content": parts}) == "xy"
     assert message_text({"role": "assistant", "content": None}) == ""
@@ -284,12 +287,18 @@ def test_a_row_of_a_ragged_node_can_be_written_by_the_policy_alone(queries, toke
     assert read_rows(nxt, ("trace", "mask_reason"))[0].tolist() == [1] * len(full)
 
 
-def test_missing_chat_template_is_an_error_at_construction(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template=None)
-    try:
-        env = ChatEnv(input_mode="text", tokenizer=tokenizer)
-    except TemplateError:
-        return
-    # a tokenizer without a template falls back to a built-in one by contract; it must then render
-    td = env.reset(TensorDict({"query": ["Hi"]}, batch_size=(1,)))
-    assert "Hi" in td["text"]._tensordict["prompt"][0]
+def test_a_missing_chat_template_that_no_built_in_one_can_replace_is_an_error(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    # its own end-of-turn token is ChatML's, so the built-in template serves
+    td = ChatEnv(input_mode="text", tokenizer=bare).reset(TensorDict(query=["Hi"], batch_size=[1]))
+    assert td["text"]._tensordict["prompt"][0].startswith("<|im_start|>user")
+
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    foreign = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>", pad_token="<pad>"
+    )
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatEnv(input_mode="text", tokenizer=foreign)

@@ -42,14 +42,16 @@ def message_text(message: dict[str, Any]) -> str:
     """The text of a message: what the model wrote where that is known, else its content.
 
     Args:
-        message: a message dict. ``raw`` (the decoded sample) is preferred; the text items of a list
-            content are joined; separate reasoning is put back in ``<think>`` marks.
+        message: a message dict. Where reasoning or tool calls were split off, ``raw`` (the decoded
+            sample) is the text; else the content is all of it. The text items of a list content are
+            joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
 
     Example:
         >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
         '<think>2+2</think>4'
     """
-    if message.get("raw") is not None:
+    split = message.get("reasoning_content") is not None or message.get("tool_calls")
+    if split and message.get("raw") is not None:
         return message["raw"]
     content = message.get("content") or ""
     if not isinstance(content, str):

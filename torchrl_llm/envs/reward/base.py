@@ -108,8 +108,8 @@ class RewardParser(Transform):
             the answer; ``[(input_mode, "full"), "answer"]`` if not given.
         out_keys: new names for ``reward_answer, reward_think, reward_right, reward, success``, in
             this order.
-        eos_token: removed from the end of a response before it is scored; the tokenizer's if not
-            given.
+        eos_token: removed from the end of a response before it is scored; that of ``tokenizer``, or
+            of the environment's tokenizer, if not given.
         set_done_if_answer: end the episode (``done`` and ``terminated``) of rows whose response
             holds an answer block.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``; the environment's if not given.
@@ -206,11 +206,14 @@ class RewardParser(Transform):
 
     # Scoring
 
+    def _eos(self) -> str:
+        if self.eos_token is not None or self.parent is None:
+            return self.eos_token or ""
+        return getattr(getattr(self.parent, "tokenizer", None), "eos_token", None) or ""
+
     def _score_row(self, response: str | Exception, answer: Any) -> RewardScore | Exception:
         if isinstance(response, Exception):
             return response
-        if self.eos_token:
-            response = response.removesuffix(self.eos_token)
         try:
             return _checked(self.score(response, answer))
         except Exception as error:  # a failing reward is data, whatever it raised
@@ -230,7 +233,10 @@ class RewardParser(Transform):
         rows = list(range(size))
         if mask is not None:
             rows = mask.reshape(size, -1).any(-1).nonzero().flatten().tolist()
-        responses, answers = self._mode().responses(td), self._answers(td, size)
+        eos, mode, answers = self._eos(), self._mode(), self._answers(td, size)
+        responses = [
+            text.removesuffix(eos) if isinstance(text, str) else text for text in mode.responses(td)
+        ]
         scored = self._score_rows([responses[i] for i in rows], [answers[i] for i in rows])
         # Rows that were not stepped keep a neutral score, as EnvBase gives them a zero reward.
         scores: list[RewardScore | Exception] = [RewardScore(0.0)] * size
