@@ -127,7 +127,7 @@ def expected_cause(specimen, prompt, turn, ending):
         return cause
     if prompt == "system" and not called and "system" in forks:
         return forks["system"]
-    if ending == "closer" and not called and "closer" in forks:
+    if ending in ("closer", "overrun") and not called and "closer" in forks:
         return forks["closer"]
     return {"wrong_closer": "closer_changed", "overrun": "history_changed"}.get(ending)
 

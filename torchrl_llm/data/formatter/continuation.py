@@ -131,9 +131,7 @@ class Continuation:
         said = {"body": body, "closer": ending.closer, "turn": turn, "probe": probe}
         cut = splice.find_cut(prompt, alone, full, **said)
         composed = self._composer.label(full, [*window, *new])
-        if cut is not None and ending.overrun and not self._agrees(composed, cut, ending.tail):
-            cut = None
-        if cut is not None:
+        if cut is not None and self._fits(composed, cut, ending):
             start = cut.start if cut.closer else _behind_blanks(full.text, cut.start, body)
             return _Rest(composed, start, ending.tail if cut.closer else [])
         thoughts = [
@@ -142,7 +140,9 @@ class Continuation:
             for thought in splice.thoughts_of(message)
             if message is turn or splice.contains(prompt.text, thought)
         ]
-        cause = splice.fork_cause(prompt, alone, full, thoughts=thoughts, **said)
+        cause: ForkCause = "history_changed"  # what was sampled behind the end of the turn is gone
+        if cut is None:
+            cause = splice.fork_cause(prompt, alone, full, thoughts=thoughts, **said)
         if self._on_rewrite == "error":
             raise TemplateError(
                 f"the chat template rewrites history ({cause}); use a template that keeps it, "
@@ -181,9 +181,12 @@ class Continuation:
             render([*window, *new], tools=tools, add_generation_prompt=True, spans=True),
         )
 
-    def _agrees(self, composed: Composed, cut: splice.Cut, tail: list[int]) -> bool:
+    def _fits(self, composed: Composed, cut: splice.Cut, ending: splice.Ending) -> bool:
         """Whether ids sampled behind the closer are what the template writes there as well."""
-        return self._codec.encode(composed.piece(cut.start)).ids.tolist()[: len(tail)] == tail
+        if not ending.overrun:
+            return True
+        ids = self._codec.encode(composed.piece(cut.start)).ids.tolist()
+        return ids[: len(ending.tail)] == ending.tail
 
     def _behind_dummy(
         self,

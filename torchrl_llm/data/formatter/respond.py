@@ -56,7 +56,8 @@ class ResponseParser:
             finish_reason: how the response ended.
 
         Returns:
-            A message with ``role``, ``content``, ``is_complete`` and ``raw`` (the exact text), and
+            A message with ``role``, ``content``, ``is_complete`` and ``raw`` (the exact text, without
+            what ended the turn; an overrun is kept), and
             where there is any: ``reasoning_content`` (if the template reads a reasoning field;
             empty if a block without a thought was sampled),
             ``tool_calls``, ``tool_call_errors`` (the broken calls stay in ``content``), and
@@ -86,7 +87,7 @@ class ResponseParser:
             "role": "assistant",
             "content": self._plain(parsed.content),
             "is_complete": finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS),
-            "raw": codec.decode(response),
+            "raw": codec.decode(response if ending.overrun else ending.body),
         }
         if reasoning is not None:
             message["reasoning_content"] = self._plain(reasoning)
