@@ -1,0 +1,110 @@
+"""Policy, environment, collector, buffer and credit together, with a real model."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from collectors.collecting import make_env, make_policy
+from tensordict import LazyStackedTensorDict
+
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.data import Source
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.data.wire import PackedRows
+from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.objectives import MCAdvantage
+
+
+@pytest.fixture
+def real_policy(tiny_model, tokenizer):
+    return TransformersWrapper(
+        tiny_model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 6}
+    )
+
+
+def test_a_joined_dialog_scores_as_it_was_sampled(real_policy):
+    """log_probs(joined row) == the log-probs that were sampled, in every turn."""
+    credit, join = MCAdvantage(2), JoinTurns()
+    buffer = ReplayBuffer(transform=credit)
+    buffer.append_transform(join)  # runs first
+    collector = LLMCollector(
+        make_env(4, tool="the tool says 7", repeats=2),
+        policy=real_policy,
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=12,
+        total_dialog_turns=12,
+    )
+    generated = 0
+    for batch in collector:
+        generated += sum(map(sampled_tokens, batch.unbind(0)))
+        buffer.extend(batch)
+    kept = buffer[:].unbind(0)
+    held = sum(
+        sampled_tokens(row)
+        for group in credit._groups.groups.values()
+        for trajectory in group
+        for row in trajectory.rows
+    )
+    assert sum(map(sampled_tokens, kept)) + held == generated
+    assert max(row["num_turns"].item() for row in kept) > 1
+
+    sequences = [row["tokens", "full"] for row in kept]
+    select = [row["trace", "source"] == Source.SAMPLED for row in kept]
+    sampled = torch.cat([row["log_probs", "full"][s] for row, s in zip(kept, select, strict=True)])
+    with torch.no_grad():
+        scored = real_policy.token_scores(sequences, select).log_probs
+    assert torch.allclose(scored, sampled, atol=1e-4)
+
+
+def test_a_rollout_of_the_environment_goes_into_the_buffer_as_it_is(real_policy):
+    rollout = make_env(2, 3, tool="result").rollout(3, real_policy)
+    assert rollout.batch_size == (2, 3)
+    buffer = ReplayBuffer(transform=JoinTurns())
+    buffer.extend(rollout)
+    assert [row["num_turns"].item() for row in buffer[:].unbind(0)] == [3, 3]
+
+
+def test_defect_31_no_stack_view_or_densify_on_the_way_of_a_row(tokenizer, monkeypatch):
+    """TorchRL views, stacks and densifies lazy rows at each step, row by row."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("rows were reshaped or stacked")
+
+    for name in ("view", "reshape", "contiguous", "to_tensordict", "densify", "flatten"):
+        monkeypatch.setattr(LazyStackedTensorDict, name, refuse)
+    buffer = ReplayBuffer(batch_size=4, transform=MCAdvantage(2))
+    buffer.append_transform(JoinTurns())
+    collector = LLMCollector(
+        make_env(4, 2, tool="result", repeats=2),
+        policy=make_policy(tokenizer),
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=8,
+        total_dialog_turns=16,
+        replay_buffer=buffer,
+    )
+    list(collector)
+    assert len(read_rows(buffer.sample(), ("tokens", "full"))) == 4
+
+
+def test_wire_form_crosses_a_queue_between_processes(tokenizer):
+    queue = multiprocessing.get_context("spawn").Queue()
+    collector = LLMCollector(
+        make_env(2, 2, tool="result"),
+        policy=make_policy(tokenizer),
+        dialog_turns_per_batch=4,
+        total_dialog_turns=4,
+        queue=queue,
+    )
+    list(collector)
+    packed = queue.get(timeout=30)
+    assert isinstance(packed, PackedRows)
+    rows = packed.unpack()
+    chat = rows[1]["history", "full"].chats[0]
+    assert chat.record.token_ids.tolist() == rows[1]["tokens", "full"].tolist()
+    assert len(split_rollout(rows)) == 4
+    queue.close()
+    queue.join_thread()
