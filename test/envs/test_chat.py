@@ -205,6 +205,8 @@ def test_impossible_settings_are_refused_at_construction(make_tokenizer, tokeniz
         ChatEnv(template_kwargs={"chat_template_name": "qwen"})
     with pytest.raises(ConfigError, match="history mode"):
         ChatEnv(with_tokenizer=True, tokenizer=tokenizer, input_mode="text")
+    with pytest.raises(ConfigError, match="needs tokenizer"):
+        ChatEnv(with_tokenizer=True)
     with pytest.raises(TypeError):
         ChatEnv(sistem_prompt="typo")
 

@@ -21,7 +21,7 @@ from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.history import History
 from torchrl_llm.envs.ids import IdCounter
-from torchrl_llm.envs.modes import make_mode
+from torchrl_llm.envs.modes import formatter_arguments, make_mode
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 from torchrl_llm.errors import ConfigError, DataError
@@ -53,8 +53,8 @@ class ChatEnv(EnvBase):
         system_prompt: first message of every conversation.
         tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
             for ``with_tokenizer``.
-        template_kwargs: arguments of :class:`~torchrl_llm.data.formatter.ChatFormatter` for text
-            and tokens mode: ``chat_template``, ``chat_template_name``, ``tools``.
+        template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` or variables of the
+            template, for text and tokens mode and for ``with_tokenizer``.
         system_role: role of the system prompt.
         user_role: role of a ``query`` that is a string.
         policy_role: role of the model's messages; rewards look for it.
@@ -85,7 +85,10 @@ class ChatEnv(EnvBase):
     def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
         """Build the environment, inside a tokenizing one if asked."""
         if with_tokenizer:
-            return cls.with_tokenizer(*args, **kwargs)
+            tokenizer = kwargs.pop("tokenizer", None)
+            if tokenizer is None:
+                raise ConfigError("with_tokenizer=True needs tokenizer=...")
+            return cls.with_tokenizer(tokenizer, **kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -140,9 +143,9 @@ class ChatEnv(EnvBase):
         """
         if kwargs.get("input_mode", "history") != "history":
             raise ConfigError("with_tokenizer is for history mode: other modes keep tokens anyway")
-        template_kwargs = kwargs.pop("template_kwargs", None) or {}
+        arguments = formatter_arguments(kwargs.pop("template_kwargs", None))
         return _TokenizedEnv(
-            cls(tokenizer=tokenizer, **kwargs), IncrementalTokenizer(tokenizer, **template_kwargs)
+            cls(tokenizer=tokenizer, **kwargs), IncrementalTokenizer(tokenizer, **arguments)
         )
 
     @classmethod

@@ -32,6 +32,7 @@ __all__ = [
     "InputMode",
     "TextMode",
     "TokensMode",
+    "formatter_arguments",
     "make_mode",
     "message_text",
     "response_reader",
@@ -364,7 +365,20 @@ _MODES: dict[str, type[InputMode]] = {
     mode.name: mode for mode in (HistoryMode, TextMode, TokensMode)
 }
 
-_FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools", "on_rewrite")
+_FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools")
+
+
+def formatter_arguments(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a formatter, with variables of the template in a mapping of their own.
+
+    Example:
+        >>> formatter_arguments({"tools": [], "enable_thinking": False})
+        {'tools': [], 'template_kwargs': {'enable_thinking': False}}
+    """
+    given = template_kwargs or {}
+    named = {key: value for key, value in given.items() if key in _FORMATTER_ARGS}
+    variables = {key: value for key, value in given.items() if key not in _FORMATTER_ARGS}
+    return {**named, "template_kwargs": variables}
 
 
 def make_mode(
@@ -380,7 +394,7 @@ def make_mode(
     Args:
         name: ``"history"``, ``"text"`` or ``"tokens"``.
         tokenizer: a Hugging Face tokenizer; text and tokens mode cannot do without.
-        template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` and ``on_rewrite`` of
+        template_kwargs: ``chat_template``, ``chat_template_name`` and ``tools`` of
             :class:`~torchrl_llm.data.formatter.ChatFormatter`; any other name is a variable of the
             template.
         example: conversation for the specs.
@@ -404,9 +418,7 @@ def make_mode(
         raise ConfigError(
             f"input_mode={name!r} needs a tokenizer to render conversations: pass tokenizer=..."
         )
-    named = {key: value for key, value in (template_kwargs or {}).items() if key in _FORMATTER_ARGS}
-    variables = {key: value for key, value in (template_kwargs or {}).items() if key not in named}
-    formatter = ChatFormatter(tokenizer, template_kwargs=variables, **named)
+    formatter = ChatFormatter(tokenizer, **formatter_arguments(template_kwargs))
     return _MODES[name](formatter, example, policy_role)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class IncrementalTokenizer(Transform):
         tokens_key: where the ids go, a nested key.
         chat_template_name: name of a registered template.
         chat_template: a template; the tokenizer's own if neither is given.
-        tools: tool schemas that the template shows.
+        tools: tools that the template shows.
+        template_kwargs: further variables of the template.
 
     Raises:
         TemplateError: for a tokenizer without chat template.
@@ -52,15 +54,19 @@ class IncrementalTokenizer(Transform):
         tokens_key: NestedKey = ("tokens", "prompt"),
         chat_template_name: str | None = None,
         chat_template: str | None = None,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(in_keys=[history_key], out_keys=[history_key, tokens_key])
         if not isinstance(tokens_key, tuple) or len(tokens_key) != 2:
             raise ConfigError(f"tokens_key must have two parts, got {tokens_key!r}")
         self.formatter = ChatFormatter(
-            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+            tokenizer,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
-        self.tools = tools
         self.history_key = history_key
         self.tokens_key = tokens_key
 
@@ -71,7 +77,7 @@ class IncrementalTokenizer(Transform):
             if record.num_messages == len(chat) and record.finish_reason is None:
                 return record
             return self.formatter.continue_record(record, chat)
-        encoded = self.formatter.encode(chat, tools=self.tools)
+        encoded = self.formatter.encode(chat)
         return TokenRecord.from_prompt(encoded.token_ids, encoded.source, len(chat))
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
