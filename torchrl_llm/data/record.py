@@ -11,6 +11,7 @@ Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one respo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,18 @@ class TokenRecord:
     finish_reason: FinishReason | None = None
     response_start: int | None = None
     fork_cause: str | None = None
+
+    def __reduce__(self) -> tuple:
+        # As arrays: a tensor pickles the whole storage that it is a view of, and takes ten times
+        # as long.
+        columns = {name: getattr(self, name).numpy() for name in _COLUMNS}
+        rest = {
+            "num_messages": self.num_messages,
+            "finish_reason": self.finish_reason,
+            "response_start": self.response_start,
+            "fork_cause": self.fork_cause,
+        }
+        return _rebuild, (columns, rest)
 
     @classmethod
     def from_prompt(
@@ -130,3 +143,10 @@ class TokenRecord:
             response_start=self.token_ids.shape[0],
             fork_cause=self.fork_cause,
         )
+
+
+_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
+
+
+def _rebuild(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:
+    return TokenRecord(**{name: torch.from_numpy(x) for name, x in columns.items()}, **rest)

@@ -1,0 +1,58 @@
+"""The record of a conversation's tokens."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from torchrl_llm.data import FinishReason, Source, TokenRecord
+
+COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
+
+
+@pytest.fixture
+def record():
+    prompt = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    answered = prompt.respond(
+        torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP
+    )
+    asked = answered.extend(torch.tensor([9]), torch.tensor([1]), 3)
+    return asked.respond(torch.tensor([10]), torch.tensor([-2.0]), 4, FinishReason.LENGTH)
+
+
+def test_turns_append_with_their_provenance(record):
+    assert record.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert record.source.tolist() == [0, 1, 3, 3, 1, 3]
+    assert record.turn.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert record.policy_version.tolist() == [-1, -1, 3, 3, -1, 4]
+    assert record.log_probs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, -2.0]
+    assert record.num_messages == 4
+    assert record.num_turns == 2
+    assert record.response_start == 5
+    assert record.finish_reason == FinishReason.LENGTH
+
+
+def test_a_record_that_is_extended_is_a_prompt_again(record):
+    longer = record.extend(torch.tensor([11]), torch.tensor([Source.TOOL]), 5)
+    assert longer.finish_reason is None
+    assert longer.response_start == 5
+
+
+def test_pickling_keeps_values_and_types(record):
+    twin = pickle.loads(pickle.dumps(record))
+    for name in COLUMNS:
+        a, b = getattr(record, name), getattr(twin, name)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    for name in ("num_messages", "finish_reason", "response_start", "fork_cause"):
+        assert getattr(record, name) == getattr(twin, name)
+    assert torch.equal(copy.deepcopy(record).token_ids, record.token_ids)
+
+
+def test_a_view_of_a_large_batch_pickles_alone():
+    flat = torch.arange(100_000)
+    view = TokenRecord.from_prompt(flat[10:12], torch.tensor([1, 1]), 1)
+    assert len(pickle.dumps(view)) < 3000
