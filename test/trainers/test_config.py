@@ -110,7 +110,17 @@ def test_optimizer_steps_count_epochs_and_minibatches():
 
 
 def test_overrides_are_checked_before_hydra_sees_them():
-    check_arguments(["env=gsm8k", "train.max_steps=3", "hydra.run.dir=x", "hydra/job_logging=none", "--cfg", "job", "-m"])
+    check_arguments(
+        [
+            "env=gsm8k",
+            "train.max_steps=3",
+            "hydra.run.dir=x",
+            "hydra/job_logging=none",
+            "--cfg",
+            "job",
+            "-m",
+        ]
+    )
     check_arguments(["+optimizer.lr=3", "++seed=1", "~train"])
     with pytest.raises(ConfigError, match=r"'optimizer.learnin_rate'.*'optimizer\.\w+'"):
         check_arguments(["optimizer.learnin_rate=3"])

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import step_mdp
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import read_rows
@@ -131,7 +130,7 @@ def _play(
         running = running & ~td.get(("next", "done")).reshape(size, -1).any(-1).cpu()
         if not running.any():
             break
-        td = step_mdp(td).set("_step", running.to(td.device) if td.device else running)
+        td = env.step_mdp(td).set("_step", running.to(td.device) if td.device else running)
     return {**facts, "texts": texts}
 
 

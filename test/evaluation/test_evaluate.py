@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from torchrl_llm.data import FinishReason
+from torchrl_llm.envs import DatasetChatEnv, RewardParser, RewardScore, TaskEnv
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.modules import Answer, FakeWrapper
+
+ROWS = [{"query": f"number {n}", "answer": str(n)} for n in range(7)]
+
+
+class Exact(RewardParser):
+    def score(self, response, answer):
+        if response == "crash":
+            raise ValueError("no number")
+        right = response == answer
+        return RewardScore(float(right), success=right, has_answer=response != "wait")
+
+
+class Numbers(TaskEnv):
+    def make_reward(self):
+        return Exact()
+
+
+def number_in(prompt):
+    return int(prompt.rpartition("number ")[2].split("<")[0])
+
+
+def env(num_envs=3, **kwargs):
+    return Numbers(dataset=ROWS, shuffle=False, num_envs=num_envs, **kwargs)
+
+
+def test_accuracy_counts_the_first_prompts_once_each(tokenizer):
+    # 0..6 answered right where even: 0, 2, 4, 6 of seven.
+    policy = FakeWrapper(lambda prompt: str(number_in(prompt) // 2 * 2), tokenizer=tokenizer)
+    result = evaluate(env(), policy, num_prompts=7)
+    assert result.num_prompts == 7
+    assert result.accuracy == pytest.approx(4 / 7)
+    assert result.reward == pytest.approx(4 / 7)
+    assert result.invalid == 0.0
+    assert result.metrics()["eval/accuracy"] == result.accuracy
+
+
+def test_a_second_evaluation_sees_the_same_prompts(tokenizer):
+    policy = FakeWrapper(lambda prompt: str(min(number_in(prompt), 1)), tokenizer=tokenizer)
+    task = env()
+    assert evaluate(task, policy, num_prompts=4) == evaluate(task, policy, num_prompts=4)
+
+
+def test_a_reward_that_fails_is_neither_right_nor_a_zero(tokenizer):
+    policy = FakeWrapper(
+        lambda prompt: "crash" if number_in(prompt) == 0 else str(number_in(prompt)),
+        tokenizer=tokenizer,
+    )
+    result = evaluate(env(), policy, num_prompts=4)
+    assert (result.accuracy, result.invalid) == (0.75, 0.25)
+    assert result.reward == 1.0  # over the three that have one
+
+
+def test_cut_responses_and_lengths_are_reported(tokenizer):
+    cut = Answer([70, 71, 72], FinishReason.LENGTH)
+    policy = FakeWrapper(cut, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 3})
+    result = evaluate(env(), policy, num_prompts=3)
+    assert (result.truncated, result.response_length, result.accuracy) == (1.0, 3.0, 0.0)
+
+
+def test_conversations_are_given_as_text(tokenizer):
+    policy = FakeWrapper("5", tokenizer=tokenizer)
+    result = evaluate(env(), policy, num_prompts=3, num_shown=2)
+    assert result.conversations == ("user: number 0\nassistant: 5", "user: number 1\nassistant: 5")
+
+
+def test_rows_that_have_ended_keep_their_result_while_others_go_on(tokenizer):
+    # Row 0 answers at once and rightly, row 1 waits a turn and is then right too.
+    def answer(prompt):
+        if "number 0" in prompt:
+            return "0"
+        return "1" if "wait" in prompt else "wait"
+
+    policy = FakeWrapper(answer, tokenizer=tokenizer)
+    task = env(num_envs=2, max_steps=3)
+    assert evaluate(task, policy, num_prompts=2, max_turns=3).accuracy == 1.0
+    assert evaluate(task, policy, num_prompts=2, max_turns=1).accuracy == 0.5
+
+
+def test_an_environment_without_reward_is_a_clear_error(tokenizer):
+    bare = DatasetChatEnv(dataset=ROWS, num_envs=2)
+    with pytest.raises(ConfigError, match="append a RewardParser"):
+        evaluate(bare, FakeWrapper("5", tokenizer=tokenizer), num_prompts=2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        evaluate(env(), FakeWrapper("5", tokenizer=tokenizer), num_prompts=0)
