@@ -363,6 +363,20 @@ def test_ctrl_c_in_a_step_loses_nothing(policy):
     assert _turns(next(iter(collector))) == [1, 1]  # goes on where it was
 
 
+def test_a_batch_that_was_cut_short_goes_on_with_the_steps_that_it_has(policy):
+    failing = Failing(policy, 1, KeyboardInterrupt())
+    env = make_env(2, 3)
+    collector = LLMCollector(env, policy=failing, dialog_turns_per_batch=6)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(collector))
+    failing.after = 99
+    resumed = LLMCollector(make_env(2, 3), policy=Failing(policy, 99), dialog_turns_per_batch=6)
+    resumed.load_state_dict(collector.state_dict())
+    for one in (collector, resumed):
+        assert _turns(next(iter(one))) == [0, 1, 2, 0, 1, 2]
+        assert one.dialog_turns == 6
+
+
 def test_after_shutdown_the_environment_is_closed_and_collecting_an_error(policy):
     env = make_env(2, 1)
     with LLMCollector(env, policy=policy, dialog_turns_per_batch=2) as collector:
@@ -471,6 +485,9 @@ def test_a_state_of_another_environment_is_refused(policy):
     deeper = TransformedEnv(make_env(2, 1), Ending(1))
     other = LLMCollector(deeper, policy=policy, dialog_turns_per_batch=2)
     with pytest.raises(CheckpointError, match="layers"):
+        other.load_state_dict(collector.state_dict())
+    other = LLMCollector(make_env(2, 1), policy=lambda td: td, dialog_turns_per_batch=2)
+    with pytest.raises(CheckpointError, match="parts of the policy"):
         other.load_state_dict(collector.state_dict())
 
 

@@ -17,7 +17,7 @@ import torch
 from collectors.collecting import Failing, Gated, make_env, make_policy
 
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.collectors.background import BackgroundLoop
+from torchrl_llm.collectors.background import BackgroundLoop, PauseGate
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import MCAdvantage
@@ -237,6 +237,49 @@ def test_a_loop_that_was_never_started_can_be_stopped():
     assert not loop.is_running
 
 
+def test_a_gate_is_fair_to_who_wants_to_close_it():
+    """A loop that takes a plain lock again at once keeps others out."""
+    gate, stop = PauseGate(), threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            with gate.work(stop):
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    start = time.monotonic()
+    for _ in range(20):
+        with gate.pause(), gate.pause():
+            pass
+    elapsed = time.monotonic() - start
+    stop.set()
+    thread.join()
+    assert elapsed < 10
+
+
+def test_who_pauses_may_work_and_stop(policy):
+    buffer = ReplayBuffer()
+    collector = _collector(make_env(2, 1), policy, buffer)
+    collector.start()
+    collector.wait_for_rows(2, timeout_s=60)
+    with collector.pause():
+        held = len(buffer)
+        assert collector.rollout().batch_size == (2,)
+        assert len(buffer) == held
+        collector.shutdown(timeout=30)
+
+
+def test_what_is_saved_in_a_pause_belongs_together(policy):
+    buffer = ReplayBuffer()
+    collector = _collector(make_env(2, 1), policy, buffer)
+    collector.start()
+    for _ in range(20):
+        with collector.pause():
+            assert len(buffer) == collector.dialog_turns
+    collector.shutdown()
+
+
 _SCRIPT = textwrap.dedent(
     """
     import sys, time
@@ -284,7 +327,7 @@ def test_ctrl_c_ends_a_process_that_never_shut_its_collector_down():
 
 def test_sampling_beside_collection_never_sees_half_a_row(policy):
     buffer = ReplayBuffer(batch_size=8)
-    collector = _collector(make_env(4, 1), policy, buffer, total_dialog_turns=200)
+    collector = _collector(make_env(4, 1), policy, buffer, total_dialog_turns=80)
     collector.start()
     collector.wait_for_rows(8, timeout_s=60)
     while collector.is_running:

@@ -1,17 +1,81 @@
-"""A thread that collects until it is stopped, whose failure reaches whoever waits for it."""
+"""A thread that collects until it is stopped, and gates that others may close for a moment."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torchrl._utils import logger
 
-__all__ = ["BackgroundLoop"]
+__all__ = ["BackgroundLoop", "PauseGate"]
 
 _EXIT_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+
+
+class PauseGate:
+    """Lets one kind of work through until another thread asks for a pause.
+
+    A plain lock would do but for its unfairness: a loop that takes it again at once can keep others
+    waiting for ever.
+
+    Example:
+        >>> gate = PauseGate()
+        >>> with gate.work():
+        ...     pass
+        >>> with gate.pause():
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._workers: list[int] = []
+        self._pausers: list[int] = []
+
+    @contextmanager
+    def work(self, stop: threading.Event | None = None) -> Iterator[bool]:
+        """Work inside this context; entered when nobody else has asked for a pause.
+
+        Args:
+            stop: gives up waiting when it is set.
+
+        Yields:
+            Whether to work: ``False`` when ``stop`` was set while the gate was closed.
+        """
+        own = threading.get_ident()
+        with self._changed:
+            while any(pauser != own for pauser in self._pausers):
+                if stop is not None and stop.is_set():
+                    break
+                self._changed.wait(_POLL_S)
+            enters = all(pauser == own for pauser in self._pausers)
+            if enters:
+                self._workers.append(own)
+        try:
+            yield enters
+        finally:
+            with self._changed:
+                if enters:
+                    self._workers.remove(own)
+                self._changed.notify_all()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """No work of other threads inside this context; what is under way is finished first."""
+        own = threading.get_ident()
+        with self._changed:
+            self._pausers.append(own)
+            while any(worker != own for worker in self._workers):
+                self._changed.wait(_POLL_S)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pausers.remove(own)
+                self._changed.notify_all()
 
 
 def _stop_at_exit(stop: threading.Event, thread: threading.Thread) -> None:

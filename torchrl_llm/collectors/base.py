@@ -7,8 +7,6 @@ collection beside training, versions and weights of the policy, and exact resume
 from __future__ import annotations
 
 import contextlib
-import queue as queues
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +17,8 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from torchrl_llm.collectors.background import BackgroundLoop
+from torchrl_llm.collectors.background import BackgroundLoop, PauseGate
+from torchrl_llm.collectors.delivery import put_batch
 from torchrl_llm.collectors.policy import VersionedPolicy
 from torchrl_llm.collectors.rollout import (
     AsyncTrajectoryRollout,
@@ -27,8 +26,6 @@ from torchrl_llm.collectors.rollout import (
     StepRollout,
     TrajectoryRollout,
 )
-from torchrl_llm.data.rollouts import split_rollout
-from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.weight_update import InProcessWeights, WeightUpdater
@@ -163,8 +160,7 @@ class LLMCollector(BaseCollector):
         self._iter = -1
         self._background: BackgroundLoop | None = None
         self._closed = False
-        self._lock = threading.RLock()
-        self._paused = threading.RLock()
+        self._calls, self._batches = PauseGate(), PauseGate()
         self._rollout = self._make_rollout()
         self.weight_updater = InProcessWeights() if weight_updater is None else weight_updater
 
@@ -194,7 +190,7 @@ class LLMCollector(BaseCollector):
     def _make_rollout(self) -> Rollout:
         common: dict[str, Any] = {
             "turns_per_batch": self.requested_frames_per_batch,
-            "lock": self._lock,
+            "calls": self._calls,
             "verbose": self.verbose,
         }
         positional = (self.env, self.policy, self._policy.stamp)
@@ -244,7 +240,7 @@ class LLMCollector(BaseCollector):
         self._check_usable()
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
-        with self._paused:
+        with self._batches.work():
             batch = self._rollout.collect()
             self._iter += 1
         if self.postproc is not None:
@@ -269,17 +265,8 @@ class LLMCollector(BaseCollector):
         if self.replay_buffer is not None:
             self.replay_buffer.extend(batch)
             return
-        in_process = isinstance(self.queue, (queues.Queue, queues.SimpleQueue))
-        item = batch if in_process else pack_rows(split_rollout(batch))
         stopping = None if self._background is None else self._background.stopping
-        while True:
-            try:
-                # A full queue that nobody empties must not keep the thread from stopping.
-                self.queue.put(item, timeout=_POLL_S)
-                return
-            except queues.Full:
-                if stopping is not None and stopping.is_set():
-                    return
+        put_batch(self.queue, batch, stopping)
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the post-processing of batches.
@@ -317,7 +304,15 @@ class LLMCollector(BaseCollector):
     def _collect_once(self) -> bool:
         if self._exhausted:
             return False
-        self._deliver(self.rollout())
+        with self._batches.work(self._background.stopping) as enters:
+            if enters:
+                batch = self.rollout()
+                # Written before anyone may save: a batch must not be neither here nor there.
+                if self.replay_buffer is not None:
+                    self._deliver(batch)
+        # A full queue is waited for outside: whoever empties it may be the one that pauses.
+        if enters and self.replay_buffer is None:
+            self._deliver(batch)
         return True
 
     @property
@@ -362,8 +357,11 @@ class LLMCollector(BaseCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """No batch is collected inside this context; the one under way is finished first."""
-        with self._paused:
+        """No batch is collected inside this context; the one under way is written first.
+
+        Save collector and buffer inside it, so that they belong together.
+        """
+        with self._batches.pause():
             yield
 
     def _raise_failure(self) -> None:
@@ -429,7 +427,7 @@ class LLMCollector(BaseCollector):
         given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
         if len(given) > 1:
             raise ConfigError("pass the weights once")
-        with self._lock:
+        with self._calls.pause():
             self.weight_updater.push_weights(given[0] if given else None)
             self.increment_version()
 
@@ -475,7 +473,7 @@ class LLMCollector(BaseCollector):
             CheckpointError: for an ``AsyncEnvPool``.
         """
         self._raise_failure()
-        with self._paused:
+        with self._batches.pause():
             return OrderedDict(
                 rollout=self._rollout.state_dict(),
                 iterations=self._iter,
@@ -488,7 +486,7 @@ class LLMCollector(BaseCollector):
         Args:
             state_dict: of a collector that was built alike.
         """
-        with self._paused:
+        with self._batches.pause():
             self._rollout.load_state_dict(state_dict["rollout"])
             self._iter = state_dict["iterations"]
             self._policy.load_state_dict(state_dict["versions"])

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import CheckpointError, ConfigError
 
 __all__ = ["VersionedPolicy"]
 
@@ -85,7 +85,16 @@ class VersionedPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue where :meth:`state_dict` was taken.
+
+        Raises:
+            CheckpointError: the policy has other parts.
+        """
+        if len(self._parts()) != len(state["parts"]):
+            raise CheckpointError(
+                f"{len(self._parts())} parts of the policy have a version, and "
+                f"{len(state['parts'])} of the saved one had; build it as it was"
+            )
         if self.tracker is not None and state["tracked"] is not None:
             self.tracker.version = state["tracked"]
         for part, version in zip(self._parts(), state["parts"], strict=True):

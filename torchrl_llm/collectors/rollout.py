@@ -8,7 +8,6 @@ Shape legend: ``B`` rows of the environment, ``T`` steps.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
+from torchrl_llm.collectors.background import PauseGate
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import split_batch, split_rollout
 from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
@@ -77,7 +77,7 @@ class Rollout(ABC):
         policy: tensordict to tensordict.
         stamp: writes the policy's version into what the policy reads.
         turns_per_batch: turns of a batch.
-        lock: held during a policy call, so that weights do not change within one.
+        calls: policy calls go through it, so that weights do not change within one.
         verbose: log progress.
 
     Attributes:
@@ -91,11 +91,11 @@ class Rollout(ABC):
         stamp: Stamp,
         *,
         turns_per_batch: int,
-        lock: threading.RLock,
+        calls: PauseGate,
         verbose: bool = False,
     ) -> None:
         self.env, self.policy, self.stamp = env, policy, stamp
-        self.turns_per_batch, self.lock, self.verbose = turns_per_batch, lock, verbose
+        self.turns_per_batch, self.calls, self.verbose = turns_per_batch, calls, verbose
         self.turns = 0
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Rollout(ABC):
         """Continue where :meth:`state_dict` was taken."""
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase:
-        with self.lock, torch.no_grad():
+        with self.calls.work(), torch.no_grad():
             return self.policy(self.stamp(carrier))
 
     def _log(self, collected: int) -> None:
@@ -161,17 +161,17 @@ class StepRollout(_Lockstep):
     def __init__(self, *args: Any, reset_first: bool, flatten: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reset_first, self.flatten = reset_first, flatten
+        self.steps: list[TensorDictBase] = []
 
     def collect(self) -> TensorDictBase:
         """``[*B, T]`` lazily stacked steps, or ``[B * T]`` rows, row ``b * T + t`` being step t."""
-        if self.reset_first:
+        if self.reset_first and not self.steps:
             self.carrier = None
-        steps: list[TensorDictBase] = []
-        collected = 0
-        while collected < self.turns_per_batch:
+        # Steps of a batch that an error or Ctrl-C cut short are its first steps when it goes on.
+        while (collected := sum(step.numel() for step in self.steps)) < self.turns_per_batch:
             self._log(collected)
-            steps.append(self._step())
-            collected += steps[-1].numel()
+            self.steps.append(self._step())
+        steps, self.steps = self.steps, []
         self.turns += collected
         if not self.flatten:
             return lazy_stack(steps, -1)
@@ -179,6 +179,15 @@ class StepRollout(_Lockstep):
             return split_rollout(lazy_stack(steps, -1))
         split = [split_batch(step) for step in steps]
         return lazy_rows([row for rows in zip(*split, strict=True) for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As above, with the steps of a batch that was cut short."""
+        return {**super().state_dict(), "steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        super().load_state_dict(state)
+        self.steps = list(state["steps"])
 
 
 class _Assembly:
