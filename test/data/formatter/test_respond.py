@@ -43,7 +43,7 @@ def test_what_a_template_writes_for_a_turn_is_read_back(name, kind):
         message = formatter.parse_response(prompt, body + tail, finish)
         assert message["role"] == "assistant"
         assert message["is_complete"]
-        assert message["raw"] == formatter.decode(body + tail)
+        assert message["raw"] == formatter.decode(body)
         assert (message.get("reasoning_content") or None) == turn.get("reasoning_content")
         calls = [c["function"] for c in message.get("tool_calls", [])]
         assert calls == [c["function"] for c in turn.get("tool_calls", [])], turn_name
@@ -77,7 +77,9 @@ def test_parsing_never_raises_and_loses_nothing(pieces, as_tokens, finish):
     text = "".join(pieces)
     ids = formatter._codec.ids(text) if as_tokens else plain_ids(formatter, text)
     message = formatter.parse_response(formatter.encode([USER]).token_ids, ids, finish)
-    assert message["raw"] == text
+    # What ends the turn, and nothing else, is not in the raw text.
+    assert text.startswith(message["raw"])
+    assert text.removeprefix(message["raw"]) in ("", "<|im_end|>", "<|im_start|>")
     assert message["is_complete"] == (finish in (STOP, FinishReason.TOOL_CALLS))
     # Every word of the turn is in the message, whichever field it went to.
     body = text.split("<|im_end|>")[0] if as_tokens else text
@@ -92,13 +94,15 @@ def test_parsing_never_raises_and_loses_nothing(pieces, as_tokens, finish):
     assert starts == 4
 
 
-def test_defect_01_the_end_of_turn_token_is_a_part_of_the_response_though_pad_equals_eos():
+def test_defect_01_a_turn_ends_by_its_token_though_pad_equals_eos():
     formatter = formatter_of("faithful")
     assert formatter.tokenizer.pad_token_id == formatter.tokenizer.eos_token_id
     message = parsed(formatter, "Hi there!")
-    assert message["raw"].endswith("<|im_end|>")
-    assert message["content"] == "Hi there!"
+    assert message["content"] == message["raw"] == "Hi there!"
     assert message["is_complete"]
+    # Text that spells the token ends nothing.
+    ids = plain_ids(formatter, "Hi <|im_end|>") + list(formatter.closers[0].ids)
+    assert formatter.parse_response([1], ids, STOP)["content"] == "Hi <|im_end|>"
 
 
 def test_defect_02_white_space_of_an_answer_is_kept():

@@ -56,13 +56,12 @@ class ResponseParser:
             finish_reason: how the response ended.
 
         Returns:
-            A message with ``role``, ``content``, ``is_complete`` and ``raw`` (the exact text, without
-            what ended the turn; an overrun is kept), and
-            where there is any: ``reasoning_content`` (if the template reads a reasoning field;
-            empty if a block without a thought was sampled),
-            ``tool_calls``, ``tool_call_errors`` (the broken calls stay in ``content``), and
-            ``flags``: ``"overrun"`` (ids behind the end of the turn), ``"injection"`` (a role's
-            header inside the turn), ``"unclosed_reasoning"``.
+            A message with ``role``, ``content``, ``is_complete``, ``raw`` (the exact text without
+            the tokens that ended the turn; with them if more was sampled behind), and where there
+            is any: ``reasoning_content`` (if the template reads a reasoning field; empty if a block
+            without a thought was sampled), ``tool_calls``, ``tool_call_errors`` (the broken calls
+            stay in ``content``), and ``flags``: ``"overrun"`` (ids behind the end of the turn),
+            ``"injection"`` (a role's header inside the turn), ``"unclosed_reasoning"``.
         """
         codec, flags = self._codec, []
         ending = read_ending(
