@@ -157,8 +157,9 @@ def test_a_collector_that_has_ended_is_a_clear_error():
 
 
 def test_marking_changes_only_the_sampled_tokens_of_cut_rows():
-    rows = lazy_rows([row(0, cut=True), row(1)])
+    rows = [row(0, cut=True), row(1)]
     assert mark_truncated(rows, drop=False) == 0
+    rows = lazy_rows(rows)
     reasons = [r.tolist() for r in read_rows(rows, ("trace", "mask_reason"))]
     assert reasons == [[1, 1, 2, 2, 2], [1, 1, 0, 0, 0]]
     assert tokens_by_reason(rows) == {MaskReason.TRAINED: 3, MaskReason.TRUNCATED: 3}

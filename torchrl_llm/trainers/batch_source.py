@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows, read_rows
-from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.credit.base import CreditAssigner
 from torchrl_llm.trainers.ledger import TokenLedger
@@ -75,35 +75,35 @@ class BatchSource:
         """
         self._buffer.empty()
         before = self._credit.get_stats()
-        collected: list[TensorDictBase] = []
+        collected: list[TensorDict] = []
         written = 0
         for _ in range(1 + self._max_resamples):
             rows = self._next()
-            collected += rows.unbind(0)
+            collected += rows
             written += len(self._buffer.extend(self._marked(rows)))
             if written >= self._num_rows:
                 break
         self._account(collected, before, written)
         return lazy_rows(collected)
 
-    def _next(self) -> LazyStackedTensorDict:
+    def _next(self) -> list[TensorDict]:
         if self._batches is None:
             self._batches = iter(self._collector)
         batch = next(self._batches, None)
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
-        return split_rollout(batch)
+        return row_list(batch)
 
-    def _marked(self, rows: LazyStackedTensorDict) -> LazyStackedTensorDict:
+    def _marked(self, rows: list[TensorDict]) -> list[TensorDict]:
         if self._truncated == "keep":
             return rows
         # Copies of the nodes, for metrics report the rows as they were collected.
-        rows = lazy_rows([row.clone(False) for row in rows.unbind(0)])
+        rows = [row.clone(False) for row in rows]
         self._dropped += mark_truncated(rows, drop=self._truncated == "drop")
         return rows
 
     def _account(
-        self, collected: list[TensorDictBase], before: dict[str, int], written: int
+        self, collected: list[TensorDict], before: dict[str, int], written: int
     ) -> None:
         after = self._credit.get_stats()
         reasons: dict[int, int] = {}
@@ -145,18 +145,18 @@ class BatchSource:
         self._dropped = state["dropped"]
 
 
-def mark_truncated(rows: LazyStackedTensorDict, *, drop: bool) -> int:
+def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
     """Take the sampled tokens of responses that were cut by their length limit out of the loss.
 
     Args:
-        rows: rows with ``("tokens", "finish_reason")`` and a trace; changed in place.
+        rows: each with ``("tokens", "finish_reason")`` and a trace; changed in place.
         drop: also make their reward invalid, so that they leave their group's baseline.
 
     Returns:
         Sampled tokens of the rows that were dropped; 0 without ``drop``.
     """
     dropped = 0
-    for row in rows.unbind(0):
+    for row in rows:
         if int(row.get(("tokens", "finish_reason"))) != FinishReason.LENGTH:
             continue
         source, reason = row.get(("trace", "source")), row.get(("trace", "mask_reason"))

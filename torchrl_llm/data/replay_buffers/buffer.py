@@ -112,6 +112,20 @@ class ReplayBuffer(_ReplayBuffer):
                 return []
         return row_list(data)
 
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict]:
+        plain = self._sample_unit is None and not self._writer.tracks_generations
+        writing_only = all(getattr(t, "adds_keys_only", False) for t in self._transform.transforms)
+        if not (plain and writing_only) or self._pin_memory:
+            return super()._sample(batch_size)
+        # Transforms that act on what is written have nothing to do here, but TorchRL unlocks and
+        # locks every node of every row around them, which takes longer than all of the rest.
+        with self._replay_lock, self._write_lock:
+            index, info = self._sampler.sample(self._storage, batch_size)
+            data = self._storage.get(index)
+        return self._collate_fn(data), {**info, "index": index}
+
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -127,7 +127,8 @@ class JoinTurns(Transform):
         last = turns[-1]
         row = TensorDict._new_unsafe(source=dict(last._tensordict), batch_size=_ROW)
         row.set("num_turns", torch.tensor(len(turns)))
-        if last.get(("tokens", "full"), None) is None:
+        alone = len(turns) == 1 and not continues
+        if alone or last.get(("tokens", "full"), None) is None:
             return row
         spans = [_span(turn) for turn in turns]
         start = spans[0][0]
