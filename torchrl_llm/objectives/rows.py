@@ -119,7 +119,7 @@ class TokenRows:
         """
         values = _column(td, key, "MCAdvantage must run before sampling")
         if all(value.numel() == 1 for value in values):
-            per_row = torch.stack([value.reshape(()) for value in values]).float()
+            per_row = torch.cat([value.reshape(1) for value in values]).float()
             return self._finite(per_row[self.row], key)
         for row, (value, length) in enumerate(zip(values, self._stored, strict=True)):
             if value.numel() != 1 and value.shape != (length, 1):
