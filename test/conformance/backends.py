@@ -182,6 +182,12 @@ class BackendConformance:
         with pytest.raises(DataError, match="first token"):
             backend.token_scores([torch.tensor([5, 6])], [torch.tensor([True, True])])
 
+    def test_rows_of_one_token_are_scored_to_nothing_and_empty_ones_refused(self, backend):
+        one = torch.tensor([5])
+        assert backend.token_scores([one], [torch.tensor([False])]).log_probs.shape == (0,)
+        with pytest.raises(DataError, match="row 1 is empty"):
+            backend.token_scores([one, one[:0]], [torch.tensor([False]), one[:0].bool()])
+
     def test_scores_have_gradients_where_they_are_enabled(self, backend):
         if backend.module is None:
             pytest.skip("this backend holds no weights")

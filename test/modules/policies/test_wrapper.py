@@ -396,6 +396,20 @@ def test_overlong_prompts_can_be_dropped_and_counted():
     assert not read_rows(out, ("masks", "all_assistant_mask"))[1].any()
 
 
+def test_prompts_may_be_held_shorter_than_the_context():
+    policy = fake_tokens([7], on_overlong="drop", max_prompt_length=3)
+    out = policy(tokens_td([1, 3, 4], [1, 3, 4, 5]))
+    assert [row.shape[0] for row in read_rows(out, ("tokens", "response"))] == [2, 0]
+    policy = fake_tokens([7], on_overlong="truncate", max_prompt_length=3)
+    out = policy(tokens_td([1, 3, 4, 5]))
+    assert read_rows(out, ("tokens", "prompt"))[0].tolist() == [3, 4, 5]
+    policy = fake_tokens([7], max_prompt_length=3)
+    with pytest.raises(OverlongError, match="max_prompt_length is 3"):
+        policy(tokens_td([1, 3, 4, 5]))
+    with pytest.raises(ConfigError, match="max_prompt_length must be at least 1"):
+        fake_tokens([7], max_prompt_length=0)
+
+
 def test_overlong_prompts_can_be_truncated_from_the_left_and_counted():
     policy = fake_tokens(
         [7], max_length=6, on_overlong="truncate", generate_kwargs={"max_new_tokens": 2}

@@ -198,7 +198,8 @@ class Backend(TokenScorer):
         """Raise for arguments that :meth:`token_scores` cannot take.
 
         Raises:
-            DataError: for masks of another shape than their rows, or a selected first token.
+            DataError: for an empty row, a mask of another shape than its row, or a selected first
+                token.
             TokenizerError: for ids outside the vocabulary.
         """
         if len(sequences) != len(select):
@@ -209,6 +210,8 @@ class Backend(TokenScorer):
                     f"row {row} has {ids.shape[0]} tokens and a mask {mask.dtype} of shape "
                     f"{tuple(mask.shape)}; expected bool of the same length"
                 )
+            if ids.shape[0] == 0:
+                raise DataError(f"row {row} is empty; there is nothing to score")
             if bool(mask[:1].any()):
                 raise DataError(f"row {row} selects its first token, which has no prefix to score")
         self.check_ids(sequences)

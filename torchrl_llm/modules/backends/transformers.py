@@ -86,7 +86,7 @@ class TransformersBackend(Backend):
         self._config = config
         self._max_length = max_length or getattr(config, "max_position_embeddings", None)
         self._eos = tuple(eos_token_ids) if eos_token_ids else _known_eos(model, tokenizer)
-        self._takes_positions = "position_ids" in inspect.signature(_base(model).forward).parameters
+        self._takes = frozenset(inspect.signature(_base(model).forward).parameters)
         if pack and getattr(config, "sliding_window", None):
             raise ConfigError(
                 "packing (pad_model_input=False) writes one mask for all layers and this model has "
@@ -138,7 +138,7 @@ class TransformersBackend(Backend):
                 distinct,
                 self._max_length,
                 params.max_new_tokens,
-                takes_positions=self._takes_positions,
+                takes=self._takes,
             )
             logits = decoder.prefill(torch.tensor(owners))
             flat = decode(
@@ -212,12 +212,12 @@ class _CausalDecoder:
         max_length: int | None,
         max_new_tokens: int,
         *,
-        takes_positions: bool,
+        takes: frozenset[str],
     ) -> None:
         device = _base(model).get_input_embeddings().weight.device
         self._model = model
         self._cache = make_cache(_base(model), max_new_tokens)
-        self._takes_positions = takes_positions
+        self._takes = takes
         self._last_position = max_length - 1 if max_length else None
         lengths = torch.tensor([p.shape[0] for p in prompts])
         self._held = int(lengths.max())
@@ -260,13 +260,13 @@ class _CausalDecoder:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         # By keyword always: the second positional argument is not the mask in every model.
-        extra = {"position_ids": positions} if self._takes_positions else {}
+        wanted = {"position_ids": positions, "logits_to_keep": 1}
+        extra = {name: value for name, value in wanted.items() if name in self._takes}
         output = self._model(
             input_ids=ids,
             attention_mask=None if self._mask is None else self._mask[:, : self._held],
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
             **extra,
         )
         return output.logits[:, -1]

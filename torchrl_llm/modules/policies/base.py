@@ -116,6 +116,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             instead of encoding again. ``False`` encodes everything anew.
         on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
             aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
+        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
         policy_version: version of the weights, written into the trace of every sampled token.
 
     Attributes:
@@ -160,6 +161,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         batching_timeout: float = 10.0,
         prefer_tokens: bool = True,
         on_overlong: OnOverlong = "error",
+        max_prompt_length: int | None = None,
         policy_version: int = 0,
     ) -> None:
         super().__init__()
@@ -184,7 +186,8 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         self.generate = generate
         self.pad_output = pad_output
         self.policy_version = policy_version
-        self.on_overlong = check_on_overlong(on_overlong)
+        self.on_overlong = check_on_overlong(on_overlong, max_prompt_length)
+        self.max_prompt_length = max_prompt_length
         self.overlong_counts = {"dropped": 0, "truncated": 0}
         self.names = KeyNames(
             history=history_key,
@@ -322,12 +325,10 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
 
     def _answer(self, blocks: Sequence[TensorDictBase], params: SamplingParams) -> TensorDict:
         samples = self.num_samples
-        params = replace(params, num_samples=samples or 1)
-        params = self._with_closers(params)
+        params = self._with_closers(replace(params, num_samples=samples or 1))
         prompts = self.reader.read_prompts(blocks)
-        fitted = fit_context(
-            prompts.records, self.backend.max_length, params.max_new_tokens, self.on_overlong
-        )
+        limits = (self.backend.max_length, self.max_prompt_length)
+        fitted = fit_context(prompts.records, *limits, params.max_new_tokens, self.on_overlong)
         if any(fitted.overlong):
             kind = "dropped" if self.on_overlong == "drop" else "truncated"
             self.overlong_counts[kind] += sum(fitted.overlong)

@@ -31,14 +31,16 @@ class Fitted(NamedTuple):
 def fit_context(
     records: Sequence[TokenRecord],
     max_length: int | None,
+    max_prompt_length: int | None,
     max_new_tokens: int,
     on_overlong: OnOverlong,
 ) -> Fitted:
-    """Deal with prompts that leave no room for one token.
+    """Deal with prompts that leave no room for one token, or are longer than wanted.
 
     Args:
         records: ``B`` prompts.
         max_length: tokens of the context; ``None`` without a limit.
+        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
         max_new_tokens: room that a truncated prompt leaves, where the context is that large.
         on_overlong: ``"error"`` raises; ``"drop"`` gives the row an empty, aborted response;
             ``"truncate"`` cuts the beginning of the prompt off.
@@ -46,21 +48,24 @@ def fit_context(
     Raises:
         OverlongError: for the first such prompt under ``"error"``.
     """
-    overlong = [
-        max_length is not None and record.token_ids.shape[0] >= max_length for record in records
-    ]
+    limits = [] if max_length is None else [max_length - 1]
+    limits += [] if max_prompt_length is None else [max_prompt_length]
+    limit = min(limits, default=None)
+    overlong = [limit is not None and record.token_ids.shape[0] > limit for record in records]
     if not any(overlong):
         return Fitted(list(records), overlong, [True] * len(records))
     if on_overlong == "error":
         row = overlong.index(True)
+        reason = f"the model's context holds {max_length}, of which a response needs at least one"
+        if limit == max_prompt_length:
+            reason = f"max_prompt_length is {max_prompt_length}"
         raise OverlongError(
-            f"the prompt of row {row} has {records[row].token_ids.shape[0]} tokens and the model's "
-            f"context holds {max_length}, of which a response needs at least one; shorten it, or "
-            'set on_overlong="drop" or "truncate"'
+            f"the prompt of row {row} has {records[row].token_ids.shape[0]} tokens and {reason}; "
+            'shorten it, or set on_overlong="drop" or "truncate"'
         )
     if on_overlong == "drop":
         return Fitted(list(records), overlong, [not flag for flag in overlong])
-    kept = max(1, max_length - max_new_tokens)
+    kept = limit if max_length is None else min(limit, max(1, max_length - max_new_tokens))
     fitted = [
         _last(record, kept) if flag else record
         for record, flag in zip(records, overlong, strict=True)
@@ -68,10 +73,12 @@ def fit_context(
     return Fitted(fitted, overlong, [True] * len(records))
 
 
-def check_on_overlong(value: str) -> OnOverlong:
-    """The value itself, or a :class:`~torchrl_llm.errors.ConfigError` for an unknown one."""
+def check_on_overlong(value: str, max_prompt_length: int | None = None) -> OnOverlong:
+    """The value itself, or a :class:`~torchrl_llm.errors.ConfigError` for an impossible one."""
     if value not in get_args(OnOverlong):
         raise ConfigError(f"on_overlong must be one of {get_args(OnOverlong)}, got {value!r}")
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise ConfigError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
     return value
 
 

@@ -256,13 +256,11 @@ class HistoryRows(RowReader):
         """One message a row, from its ids."""
         messages = []
         for record, completion in zip(prompts.records, completions, strict=True):
-            start = record.response_start if continues(record) else record.token_ids.shape[0]
-            ids = torch.cat([record.token_ids[start:], completion.token_ids])
-            messages.append(
-                self.formatter.parse_response(
-                    record.token_ids[:start], ids, completion.finish_reason
-                )
-            )
+            asked, said = record.token_ids, completion.token_ids
+            if continues(record):
+                asked, begun = asked[: record.response_start], asked[record.response_start :]
+                said = torch.cat([begun, said])
+            messages.append(self.formatter.parse_response(asked, said, completion.finish_reason))
         return messages
 
     def view(
