@@ -19,6 +19,7 @@ from grpo_utils import (
     make_loss,
     make_policy,
     minibatches,
+    overlong_metrics,
     seed_everything,
 )
 from hydra.core.hydra_config import HydraConfig
@@ -104,7 +105,8 @@ def main(cfg: DictConfig) -> None:
             norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
             meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
         collector.update_policy_weights_()
-        run.record(rollout_metrics(rows) | meter.metrics() | source.ledger.metrics())
+        metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+        run.record(metrics | overlong_metrics(policy))
     run.finish()
 
 

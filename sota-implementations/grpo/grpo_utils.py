@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+import transformers
 from tensordict import LazyStackedTensorDict
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
@@ -30,6 +31,7 @@ from torchrl_llm.modules import (
     load_tokenizer,
 )
 from torchrl_llm.objectives import GRPOLoss, MCAdvantage
+from torchrl_llm.trainers import trained_rows
 from torchrl_llm.trainers.grpo_config import GRPOConfig
 
 TASKS: dict[str, type[TaskEnv]] = {"arithmetic": ArithmeticEnv, "gsm8k": GSM8KEnv}
@@ -58,6 +60,8 @@ def autocast(config: GRPOConfig) -> AbstractContextManager[Any]:
 
 def make_policy(config: GRPOConfig) -> TransformersWrapper:
     """The policy that samples and is trained; both use its one module."""
+    # Bars for the reading and writing of weight files would break up the one of the run.
+    transformers.utils.logging.disable_progress_bar()
     wanted, lora = config.train_model, None
     if wanted.lora.enabled:
         lora = {
@@ -82,6 +86,7 @@ def make_policy(config: GRPOConfig) -> TransformersWrapper:
         tokenizer=tokenizer,
         chat_template_name=config.model.chat_template_name,
         on_overlong=config.env.on_overlong,
+        max_prompt_length=config.env.max_prompt_length,
         generate_kwargs={
             "max_new_tokens": config.inference_model.max_tokens,
             "temperature": config.inference_model.temperature,
@@ -166,7 +171,18 @@ def make_loss(config: GRPOConfig, policy: TransformersWrapper) -> GRPOLoss:
     )
 
 
+def overlong_metrics(policy: TransformersWrapper) -> dict[str, int]:
+    """How many prompts of this step were too long; counting begins anew."""
+    counts = policy.overlong_counts
+    total = sum(counts.values())
+    counts.update(dict.fromkeys(counts, 0))
+    return {"train/overlong": total}
+
+
 def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
-    """The rows of an optimizer step at a time, each row once an epoch."""
+    """The rows of an optimizer step at a time, each row that trains once an epoch."""
     for _ in range(epochs if len(buffer) else 0):
-        yield from buffer
+        for batch in buffer:
+            rows = trained_rows(batch)
+            if rows is not None:
+                yield rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import importlib
 import json
 import os
 import runpy
@@ -15,8 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from torchrl_llm.errors import CheckpointError, ConfigError, DataError
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
+from torchrl_llm.trainers import (
+    BatchSource,
+    GRPOConfig,
+    load_config,
+    make_optimizer,
+    micro_batches,
+)
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-sync.py"
 SMALL = [
@@ -215,6 +225,18 @@ def test_groups_without_variance_are_filtered_and_counted(tmp_path, run, zero_va
     assert sum(column(table, "train/tokens_filtered")) > 0
 
 
+def test_overlong_prompts_are_an_error_or_counted(tmp_path, run):
+    limits = ["env.max_prompt_length=3", "train.max_steps=1"]
+    with pytest.raises(OverlongError, match="max_prompt_length is 3"):
+        run(tmp_path / "a", *limits)
+    table = run(tmp_path / "b", *limits, "env.on_overlong=drop", "eval.num_prompts=0")
+    assert column(table, "train/overlong") == [16.0]
+    assert column(table, "train/tokens_generated") == [0.0]
+    table = run(tmp_path / "c", *limits, "env.on_overlong=truncate", "eval.num_prompts=0")
+    assert column(table, "train/overlong") == [16.0]
+    assert column(table, "train/tokens_trained")[0] > 0
+
+
 def test_bad_data_is_a_clear_error(tmp_path, run, problems):
     gsm8k = ["env=gsm8k", "train.max_steps=1"]
     with pytest.raises(DataError, match=r"cannot read the data file .*missing.jsonl"):
@@ -230,3 +252,72 @@ def test_bad_data_is_a_clear_error(tmp_path, run, problems):
         run(tmp_path / "d", *gsm8k, f"env.data_files={problems}")
     with pytest.raises(ConfigError, match="there is no model 'nobody/nothing'"):
         run(tmp_path / "e", "model.name=nobody/nothing")
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The module beside the script."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("grpo_utils")
+
+
+def test_defect_08_a_step_follows_the_sum_of_the_loss_terms_and_no_mean_over_metrics(recipe):
+    from torchrl_llm.data.ragged import read_rows
+
+    config = load_config(
+        {
+            "env": {"repeats": 4},
+            "train": {"prompts_per_batch": 4, "micro_token_budget": 100},
+            "inference_model": {"max_tokens": 6},
+            "loss": {"entropy_coeff": 0.01},
+        }
+    )
+    recipe.seed_everything(0)
+    policy = recipe.make_policy(config)
+    env, _ = recipe.make_envs(config, policy)
+    collector = LLMCollector(
+        env, policy=policy, dialog_turns_per_batch=16, yield_completed_trajectories=True
+    )
+    buffer, credit = recipe.make_buffer(config)
+    BatchSource(collector, buffer, credit=credit, num_rows=16).fill()
+    loss_module = recipe.make_loss(config, policy)
+    [rows] = recipe.minibatches(buffer, 1)
+    normalizer = loss_module.normalizer(rows)
+    for micro_batch in micro_batches(rows, budget=config.train.micro_token_budget):
+        loss_module(micro_batch, normalizer=normalizer).total_loss().backward()
+    gradient = policy.model.get_input_embeddings().weight.grad.clone()
+
+    # The same by hand, one row at a time: at ratio one the clip does nothing, so the loss is
+    # -sum(ratio * advantage) / N - 0.01 * sum(entropy) / N over the N sampled tokens.
+    policy.model.zero_grad()
+    total, count = torch.zeros(()), 0
+    columns = (read_rows(rows, ("tokens", "full")), read_rows(rows, ("tokens", "prompt")))
+    for full, prompt, advantage in zip(*columns, read_rows(rows, "advantage"), strict=True):
+        logits = policy.model(full[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_probs = logits.gather(-1, full[len(prompt) :, None]).squeeze(-1)
+        ratio = (log_probs - log_probs.detach()).exp()
+        entropy = -(logits.exp() * logits).sum(-1)
+        total = total - (ratio * advantage.item()).sum() - 0.01 * entropy.sum()
+        count += len(log_probs)
+    (total / count).backward()
+    expected = policy.model.get_input_embeddings().weight.grad
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_defect_21_the_default_configuration_needs_nothing_from_the_command_line(recipe):
+    from hydra import compose, initialize_config_dir
+
+    for overrides in ([], ["env=gsm8k"]):
+        with initialize_config_dir(str(SCRIPT.parent / "config"), version_base="1.3"):
+            composed = compose("grpo", overrides)
+        config = load_config(composed)
+        # Every key that the schema has is written in the YAML, with the same value.
+        assert set(config.flat()) == set(GRPOConfig(**{}).flat())
+        written = set(OmegaConf.to_container(composed, resolve=True))
+        assert written == set(GRPOConfig.__dataclass_fields__)
+        optimizer = make_optimizer(
+            torch.nn.Linear(1, 1).parameters(),
+            **{**config.optimizer.arguments, "name": "SGD", "lr": 0.1},
+        )
+        assert type(optimizer) is torch.optim.SGD

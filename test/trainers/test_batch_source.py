@@ -17,6 +17,7 @@ from torchrl_llm.trainers.batch_source import (
     mark_truncated,
     rollout_metrics,
     tokens_by_reason,
+    trained_rows,
 )
 
 
@@ -163,6 +164,15 @@ def test_marking_changes_only_the_sampled_tokens_of_cut_rows():
     reasons = [r.tolist() for r in read_rows(rows, ("trace", "mask_reason"))]
     assert reasons == [[1, 1, 2, 2, 2], [1, 1, 0, 0, 0]]
     assert tokens_by_reason(rows) == {MaskReason.TRAINED: 3, MaskReason.TRUNCATED: 3}
+
+
+def test_rows_without_a_token_to_train_on_are_left_out_of_the_forward():
+    rows = [row(0, cut=True), row(1), row(0, cut=True)]
+    stack = lazy_rows(rows)
+    assert trained_rows(stack) is stack
+    mark_truncated(rows, drop=False)
+    assert [r.item() for r in read_rows(trained_rows(lazy_rows(rows)), ("next", "reward"))] == [1.0]
+    assert trained_rows(lazy_rows(rows[::2])) is None
 
 
 def test_rewards_are_summed_over_the_turns_of_an_episode():

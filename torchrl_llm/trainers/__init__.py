@@ -6,7 +6,7 @@ for every algorithm (see ``sota-implementations/grpo/grpo-sync.py``).
 
 from __future__ import annotations
 
-from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics
+from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics, trained_rows
 from torchrl_llm.trainers.checkpoint import CheckpointStore, save_pretrained
 from torchrl_llm.trainers.config import check_override_keys, from_mapping
 from torchrl_llm.trainers.grpo_config import GRPOConfig, check_arguments, load_config
@@ -41,4 +41,5 @@ __all__ = [
     "micro_batches",
     "rollout_metrics",
     "save_pretrained",
+    "trained_rows",
 ]

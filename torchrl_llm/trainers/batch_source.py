@@ -21,7 +21,13 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.credit.base import CreditAssigner
 from torchrl_llm.trainers.ledger import TokenLedger
 
-__all__ = ["BatchSource", "mark_truncated", "rollout_metrics", "tokens_by_reason"]
+__all__ = [
+    "BatchSource",
+    "mark_truncated",
+    "rollout_metrics",
+    "tokens_by_reason",
+    "trained_rows",
+]
 
 
 class BatchSource:
@@ -102,9 +108,7 @@ class BatchSource:
         self._dropped += mark_truncated(rows, drop=self._truncated == "drop")
         return rows
 
-    def _account(
-        self, collected: list[TensorDict], before: dict[str, int], written: int
-    ) -> None:
+    def _account(self, collected: list[TensorDict], before: dict[str, int], written: int) -> None:
         after = self._credit.get_stats()
         reasons: dict[int, int] = {}
         if len(self._buffer):
@@ -183,6 +187,26 @@ def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
     reason = torch.cat(read_rows(rows, ("trace", "mask_reason")))
     counts = torch.bincount(reason[source == Source.SAMPLED].long(), minlength=len(MaskReason))
     return {code: number for code, number in enumerate(counts.tolist()) if number}
+
+
+def trained_rows(rows: LazyStackedTensorDict) -> LazyStackedTensorDict | None:
+    """The rows that have a token to train on; all others would only cost their forward.
+
+    Args:
+        rows: 1-d stack of rows with a trace.
+
+    Returns:
+        A stack of those rows, ``None`` without any.
+    """
+    lengths = [ids.shape[0] for ids in read_rows(rows, ("trace", "source"))]
+    source = torch.cat(read_rows(rows, ("trace", "source")))
+    reason = torch.cat(read_rows(rows, ("trace", "mask_reason")))
+    counted = (source == Source.SAMPLED) & (reason == MaskReason.TRAINED)
+    kept = [bool(part.any()) for part in counted.split(lengths)]
+    if all(kept):
+        return rows
+    left = [row for row, keep in zip(rows.unbind(0), kept, strict=True) if keep]
+    return lazy_rows(left) if left else None
 
 
 def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:

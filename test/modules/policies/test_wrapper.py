@@ -507,3 +507,25 @@ def test_it_works_whatever_list_to_stack_says(tokenizer):
 def test_the_vllm_policy_says_how_to_install_it():
     with pytest.raises((MissingExtraError, ConfigError), match=r"vllm|TransformersWrapper"):
         vLLMWrapper("a/model")
+
+
+def test_arguments_of_the_tokenizer_are_used_and_padding_is_refused(make_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    td = TensorDict(text=TensorDict(prompt=["Hello"], batch_size=[1]), batch_size=[1])
+    for options, first in (({}, False), ({"add_special_tokens": True}, True)):
+        policy = FakeWrapper(
+            "ok", tokenizer=tokenizer, input_mode="text", tokenizer_kwargs=options, inplace=False
+        )
+        assert (read_rows(policy(td), ("tokens", "prompt"))[0][0] == 1) == first
+    with pytest.raises(ConfigError, match="pad_output"):
+        FakeWrapper(tokenizer=tokenizer, input_mode="text", tokenizer_kwargs={"padding": True})
+
+
+def test_the_weights_are_registered_once(tokenizer, tiny_model):
+    policy = TransformersWrapper(tiny_model, tokenizer=tokenizer)
+    assert set(policy.state_dict()) == {f"model.{name}" for name in tiny_model.state_dict()}

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.data.formatter.codec import Codec, Piece
+from torchrl_llm.errors import ConfigError
 
 __all__ = ["TextCodec"]
+
+_ARGUMENTS = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})
 
 
 class TextCodec:
@@ -21,8 +24,12 @@ class TextCodec:
 
     Args:
         tokenizer: a fast tokenizer.
-        tokenizer_kwargs: arguments of the tokenizer's call, such as ``add_special_tokens=True``.
+        tokenizer_kwargs: arguments of the tokenizer's call: ``add_special_tokens``,
+            ``split_special_tokens``, ``truncation`` and ``max_length``.
         skip_special_tokens: leave special tokens out of decoded text.
+
+    Raises:
+        ConfigError: for other arguments; padding belongs to the output, ``pad_output=True``.
     """
 
     def __init__(
@@ -35,6 +42,11 @@ class TextCodec:
         self.tokenizer = tokenizer
         self._codec = Codec(tokenizer)
         self._kwargs = dict(tokenizer_kwargs or {})
+        if unknown := sorted(set(self._kwargs) - _ARGUMENTS):
+            raise ConfigError(
+                f"tokenizer_kwargs takes {sorted(_ARGUMENTS)}, got {unknown}; rows are never padded "
+                "before the model, pad_output=True pads what comes out"
+            )
         self._skip = skip_special_tokens
 
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
