@@ -68,6 +68,29 @@ def test_a_rollout_of_the_environment_goes_into_the_buffer_as_it_is(real_policy)
     assert [row["num_turns"].item() for row in buffer[:].unbind(0)] == [3, 3]
 
 
+def test_what_only_the_policy_writes_is_not_carried_into_the_next_step(tokenizer):
+    class Remembers:
+        """Declares a key that it reads back, and one that it only writes."""
+
+        in_keys = ["memory"]
+        out_keys = ["memory", "scratch", ("history", "full")]
+        policy = make_policy(tokenizer)
+        seen = []
+
+        def __call__(self, td):
+            self.seen.append(sorted({"memory", "scratch"} & set(td.keys())))
+            td["memory"] = td.get("memory", torch.zeros(2)) + 1
+            td["scratch"] = torch.ones(2)
+            return self.policy(td)
+
+    policy = Remembers()
+    collector = LLMCollector(make_env(2, 3), policy=policy, dialog_turns_per_batch=6)
+    batch = next(iter(collector))
+    assert policy.seen == [[], ["memory"], ["memory"]]
+    assert batch["memory"].tolist() == [[1, 2, 3]] * 2
+    assert batch["scratch"].shape == (2, 3)
+
+
 def test_defect_31_no_stack_view_or_densify_on_the_way_of_a_row(tokenizer, monkeypatch):
     """TorchRL views, stacks and densifies lazy rows at each step, row by row."""
 

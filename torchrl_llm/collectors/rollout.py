@@ -119,20 +119,40 @@ class Rollout(ABC):
             logger.info(f"LLMCollector: {collected} of {self.turns_per_batch} turns")
 
 
+def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
+    """What the policy writes anew in every call and neither it nor the environment reads.
+
+    TorchRL carries such keys into the next step, where they are copied several times.
+    """
+    written, read = (
+        {key if isinstance(key, str) else key[0] for key in getattr(policy, name, ())}
+        for name in ("out_keys", "in_keys")
+    )
+    specs = (env.full_observation_spec, env.full_state_spec, env.full_action_spec)
+    known = {name for spec in specs if spec is not None for name in spec.keys()}
+    return written - read - known
+
+
 class _Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
 
-    carrier: TensorDictBase | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.carrier: TensorDictBase | None = None
+        self._stale = _stale_keys(self.env, self.policy)
 
     def _step(self) -> TensorDictBase:
-        """One step of all rows; the carrier moves on only when it has succeeded."""
+        """One step of all rows; the carrier moves on only when it has succeeded.
+
+        The policy writes into the carrier, whose inner nodes may be those of the step before: split
+        or copy a step before the next one.
+        """
         if self.carrier is None:
             self.carrier = self.env.reset()
         with torch.no_grad():
-            # The policy may write into its input; a step that fails must not find that there.
-            stepped, carrier = self.env.step_and_maybe_reset(
-                self._act(self.carrier.clone(recurse=False))
-            )
+            stepped, carrier = self.env.step_and_maybe_reset(self._act(self.carrier))
+        for name in self._stale:
+            carrier.pop(name, None)
         self.carrier = carrier
         return stepped
 
@@ -170,15 +190,11 @@ class StepRollout(_Lockstep):
         # Steps of a batch that an error or Ctrl-C cut short are its first steps when it goes on.
         while (collected := sum(step.numel() for step in self.steps)) < self.turns_per_batch:
             self._log(collected)
-            self.steps.append(self._step())
+            self.steps.append(self._step().clone(recurse=False))
         steps, self.steps = self.steps, []
         self.turns += collected
-        if not self.flatten:
-            return lazy_stack(steps, -1)
-        if steps[0].batch_dims != 1:
-            return split_rollout(lazy_stack(steps, -1))
-        split = [split_batch(step) for step in steps]
-        return lazy_rows([row for rows in zip(*split, strict=True) for row in rows])
+        rollout = lazy_stack(steps, -1)
+        return split_rollout(rollout) if self.flatten else rollout
 
     def state_dict(self) -> dict[str, Any]:
         """As above, with the steps of a batch that was cut short."""

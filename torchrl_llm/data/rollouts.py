@@ -57,7 +57,7 @@ def split_batch(batch: Any) -> list[TensorDict]:
     if batch.batch_dims != 1:
         raise ValueError(f"expected one batch dimension, got batch size {tuple(batch.batch_size)}")
     cls, node = _unwrap(batch)
-    return _split(node, cls)
+    return _split(node, cls, {})
 
 
 def split_rollout(rollout: Any) -> LazyStackedTensorDict:
@@ -135,7 +135,7 @@ def _unwrap(value: Any) -> tuple[type | None, Any]:
     return (None if lazy or isinstance(value, _TOKEN_VIEWS) else type(value)), node
 
 
-def _split(node: Any, cls: type | None) -> list[Any]:
+def _split(node: Any, cls: type | None, cells: dict[int, NonTensorData]) -> list[Any]:
     if isinstance(node, LazyStackedTensorDict):
         if node.stack_dim != 0:
             return [_plain_row(row) for row in node.unbind(0)]
@@ -143,23 +143,35 @@ def _split(node: Any, cls: type | None) -> list[Any]:
     count = node.batch_size[0]
     sources: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in node._tensordict.items():
-        for source, part in zip(sources, _parts(value, count), strict=True):
+        for source, part in zip(sources, _parts(value, count, cells), strict=True):
             source[name] = part
     rows = [TensorDict._new_unsafe(source=source, batch_size=_ROW) for source in sources]
     return rows if cls is None else [typed_node(cls, row) for row in rows]
 
 
-def _parts(value: Any, count: int) -> Any:
+def _parts(value: Any, count: int, cells: dict[int, NonTensorData]) -> Any:
     if isinstance(value, Tensor):
         return torch.unbind_copy(value, 0)
     if isinstance(value, NonTensorStack):
-        return [item if isinstance(item, TensorDictBase) else cell(item) for item in value.tolist()]
+        return [
+            item if isinstance(item, TensorDictBase) else _shared_cell(item, cells)
+            for item in value.tolist()
+        ]
     if isinstance(value, NonTensorData):
-        return [cell(value.data) for _ in range(count)]
+        return [_shared_cell(value.data, cells)] * count
     cls, node = _unwrap(value)
     if isinstance(node, (TensorDict, LazyStackedTensorDict)):
-        return _split(node, cls)
+        return _split(node, cls, cells)
     return value.unbind(0)
+
+
+def _shared_cell(item: Any, cells: dict[int, NonTensorData]) -> NonTensorData:
+    # The same object stands in many places (a query in its repeats and in ``next``, a conversation
+    # as ``full`` and as the next prompt), and a cell costs six allocations.
+    found = cells.get(id(item))
+    if found is None:
+        found = cells[id(item)] = cell(item)
+    return found
 
 
 def _plain_row(row: Any) -> Any:
