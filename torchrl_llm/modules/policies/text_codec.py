@@ -44,7 +44,7 @@ class TextCodec:
         self._kwargs = dict(tokenizer_kwargs or {})
         if unknown := sorted(set(self._kwargs) - _ARGUMENTS):
             raise ConfigError(
-                f"tokenizer_kwargs takes {sorted(_ARGUMENTS)}, got {unknown}; rows are never padded "
+                f"tokenizer_kwargs takes {sorted(_ARGUMENTS)}, got {unknown}; rows are not padded "
                 "before the model, pad_output=True pads what comes out"
             )
         self._skip = skip_special_tokens
