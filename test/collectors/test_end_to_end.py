@@ -72,10 +72,11 @@ def test_what_only_the_policy_writes_is_not_carried_into_the_next_step(tokenizer
     class Remembers:
         """Declares a key that it reads back, and one that it only writes."""
 
-        in_keys = ["memory"]
-        out_keys = ["memory", "scratch", ("history", "full")]
-        policy = make_policy(tokenizer)
-        seen = []
+        in_keys = ("memory",)
+        out_keys = ("memory", "scratch", ("history", "full"))
+
+        def __init__(self):
+            self.policy, self.seen = make_policy(tokenizer), []
 
         def __call__(self, td):
             self.seen.append(sorted({"memory", "scratch"} & set(td.keys())))
