@@ -87,6 +87,11 @@ class TransformersBackend(Backend):
         self._max_length = max_length or getattr(config, "max_position_embeddings", None)
         self._eos = tuple(eos_token_ids) if eos_token_ids else _known_eos(model, tokenizer)
         self._takes = frozenset(inspect.signature(_base(model).forward).parameters)
+        if "past_key_values" not in self._takes:
+            raise ConfigError(
+                f"{type(_base(model)).__name__} has no key-value cache that decoding could use; "
+                "only attention models (and hybrids of them) are supported"
+            )
         if pack and getattr(config, "sliding_window", None):
             raise ConfigError(
                 "packing (pad_model_input=False) writes one mask for all layers and this model has "
