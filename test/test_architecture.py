@@ -41,7 +41,8 @@ SAME_FLOOR = {
 EXCEPT = {"objectives": {"data", "functional"}}
 # The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
-ALWAYS_INSTALLED |= {"numpy", "jinja2"}
+# torch and transformers install these themselves.
+ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm"}
 # Core torchrl re-exports parts of its LLM package under these names.
 RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
 
