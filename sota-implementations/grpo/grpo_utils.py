@@ -7,7 +7,7 @@ objects of the library; nothing here is needed by the library itself.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.loading import load_rows
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import (
     TransformersBackend,
     TransformersWrapper,
@@ -94,12 +95,6 @@ def make_policy(config: GRPOConfig) -> TransformersWrapper:
     )
 
 
-def greedy(policy: TransformersWrapper, config: GRPOConfig) -> TransformersWrapper:
-    """The same policy, answering greedily."""
-    arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
-    return policy.get_new_version(generate_kwargs=arguments)
-
-
 def make_envs(config: GRPOConfig, policy: TransformersWrapper) -> tuple[TaskEnv, TaskEnv | None]:
     """The environment to train in, and that of the held-out prompts."""
     task = TASKS[config.env.dataset]
@@ -139,6 +134,22 @@ def _data(config: GRPOConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict
             f"of {files} for training; lower it, or pass env.eval_data_files"
         )
     return {"dataset": rows[:split]}, {"dataset": rows[split:]}
+
+
+def make_evaluation(
+    config: GRPOConfig, env: TaskEnv | None, policy: TransformersWrapper
+) -> Callable[[], Evaluation] | None:
+    """Greedy accuracy of the policy on the held-out prompts, when it is called."""
+    if env is None:
+        return None
+    arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
+    greedy = policy.get_new_version(generate_kwargs=arguments)
+
+    def run() -> Evaluation:
+        with autocast(config):
+            return evaluate(env, greedy, num_prompts=config.eval.num_prompts)
+
+    return run
 
 
 def make_buffer(config: GRPOConfig) -> tuple[ReplayBuffer, MCAdvantage]:
