@@ -42,13 +42,16 @@ def test_a_step_splits_into_plain_rows():
     assert second["turn"].item() == 13
 
 
-def test_rows_keep_no_batch_alive_and_share_no_nodes():
+def test_rows_keep_no_large_batch_alive_and_share_nothing_with_it():
     step = _step(0)
+    step["frame"] = torch.arange(20_000).view(2, -1)
     row = split_batch(step)[0]
-    assert row["turn"].untyped_storage().nbytes() == 8
+    assert row["frame"].untyped_storage().nbytes() == 80_000
 
+    step["turn"].add_(5)  # an environment that writes in place
     row["tokens", "extra"] = torch.ones(1)
     row["history"].full = row["history"].prompt
+    assert row["turn"].item() == 0
     assert ("tokens", "extra") not in step.keys(True)
     assert step["history"].full is None
 

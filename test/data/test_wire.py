@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl_llm.data import Chat, FinishReason, History, TokenRecord
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.rollouts import split_batch
-from torchrl_llm.data.wire import cell, leaf, own_rows, pack_rows, typed_node, unpack_rows
+from torchrl_llm.data.wire import cell, leaf, new_node, own_rows, pack_rows, typed_node, unpack_rows
 
 
 def _chat(length: int, answer: str) -> Chat:
@@ -116,19 +116,21 @@ def test_views_pickle_their_own_part_only():
     assert len(pickle.dumps(pack_rows(rows))) < 4_000  # the storage alone is 40,000 bytes
 
 
-def test_own_rows_copies_views_and_leaves_the_rest():
-    whole, single = torch.arange(10), torch.arange(3)
-    row = TensorDict({"a": whole[:2], "node": TensorDict({"b": whole[5:]}), "c": single})
+def test_own_rows_copies_views_of_large_storages_and_leaves_the_rest():
+    whole, small, single = torch.arange(10_000), torch.arange(100), torch.arange(3)
+    node = TensorDict({"b": whole[5:9], "c": small[:2]})
+    row = TensorDict({"a": whole[:2], "node": node, "c": single})
     (owned,) = own_rows([row])
 
     assert owned["a"].untyped_storage().nbytes() == 16
-    assert owned["node", "b"].untyped_storage().nbytes() == 40
+    assert owned["node", "b"].untyped_storage().nbytes() == 32
+    assert owned["node", "b"].tolist() == [5, 6, 7, 8]
+    assert owned["node", "c"].data_ptr() == small.data_ptr()
     assert owned["c"].data_ptr() == single.data_ptr()
-    assert owned["node", "b"].tolist() == [5, 6, 7, 8, 9]
 
 
-def test_unpacking_with_own_memory_leaves_no_views():
-    packed = pack_rows(ragged_rows({"x": [torch.arange(3), torch.arange(500)]}))
+def test_unpacking_with_own_memory_leaves_no_views_of_much():
+    packed = pack_rows(ragged_rows({"x": [torch.arange(3), torch.arange(5000)]}))
     small = unpack_rows(packed, own=True)[0]["x"]
 
     assert small.untyped_storage().nbytes() == 24
@@ -141,6 +143,11 @@ def test_cheap_cells_and_views_equal_those_of_the_public_constructors():
     assert TensorDict({"a": quick})["a"] == "text"
     assert quick.__dict__.keys() == public.__dict__.keys()
     assert quick._non_tensordict == public._non_tensordict
+
+    built, unsafe = new_node({"a": quick}), TensorDict._new_unsafe({"a": quick}, torch.Size([]))
+    assert built.__dict__.keys() == unsafe.__dict__.keys()
+    assert type(built._tensordict) is type(unsafe._tensordict)
+    assert built.set("b", torch.ones(2)).clone()["b"].tolist() == [1, 1]
 
     node = TensorDict({"messages": cell(_chat(2, "a"))})
     assert typed_node(History, node).content == History._from_tensordict(node).content

@@ -25,11 +25,10 @@ from torch import Tensor
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.wire import cell, leaf, typed_node
+from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, typed_node
 
 __all__ = ["row_list", "sampled_tokens", "split_batch", "split_rollout"]
 
-_ROW = torch.Size([])
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
 _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace)
 
@@ -42,9 +41,9 @@ def split_batch(batch: Any) -> list[TensorDict]:
             lazy nodes.
 
     Returns:
-        ``B`` tensordicts without batch dimension. Dense tensors are copied, so that no row keeps
-        its batch alive; ragged ones and objects are referenced. Conversations and text keep their
-        tensorclass; token-aligned nodes are plain.
+        ``B`` tensordicts without batch dimension. Dense tensors are copied, large ones row by row,
+        so that no row keeps its batch alive; ragged ones and objects are referenced. Conversations
+        and text keep their tensorclass; token-aligned nodes are plain.
 
     Raises:
         ValueError: for another number of batch dimensions.
@@ -137,21 +136,27 @@ def _unwrap(value: Any) -> tuple[type | None, Any]:
 
 def _split(node: Any, cls: type | None, cells: dict[int, NonTensorData]) -> list[Any]:
     if isinstance(node, LazyStackedTensorDict):
-        if node.stack_dim != 0:
-            return [_plain_row(row) for row in node.unbind(0)]
-        return [_plain_row(row) for row in node.tensordicts]
+        rows = node.tensordicts if node.stack_dim == 0 else node.unbind(0)
+        # Rows of a stack are alike; where they hold tensors only there is nothing to look into.
+        first = rows[0]
+        if type(first) is TensorDict and all(
+            isinstance(value, Tensor) for value in first._tensordict.values()
+        ):
+            return [new_node(row._tensordict.copy()) for row in rows]
+        return [_plain_row(row) for row in rows]
     count = node.batch_size[0]
-    sources: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in node._tensordict.items():
-        for source, part in zip(sources, _parts(value, count, cells), strict=True):
-            source[name] = part
-    rows = [TensorDict._new_unsafe(source=source, batch_size=_ROW) for source in sources]
+    names = tuple(node._tensordict)
+    columns = [_parts(value, count, cells) for value in node._tensordict.values()]
+    values = zip(*columns, strict=True) if columns else [()] * count
+    rows = [new_node(dict(zip(names, row, strict=True))) for row in values]
     return rows if cls is None else [typed_node(cls, row) for row in rows]
 
 
 def _parts(value: Any, count: int, cells: dict[int, NonTensorData]) -> Any:
     if isinstance(value, Tensor):
-        return torch.unbind_copy(value, 0)
+        # The environment may go on writing into its tensors, so rows never share them.
+        small = value.nbytes <= SHARED_BYTES
+        return value.clone().unbind(0) if small else torch.unbind_copy(value, 0)
     if isinstance(value, NonTensorStack):
         return [
             item if isinstance(item, TensorDictBase) else _shared_cell(item, cells)

@@ -20,7 +20,7 @@ from torchrl.data import ReplayBuffer as _ReplayBuffer
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list, split_rollout
-from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, new_node, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["ReplayBuffer"]
@@ -203,9 +203,7 @@ def _as_rows(data: Any) -> list[TensorDict]:
     else:
         return list(split_rollout(data).tensordicts)
     return [
-        TensorDict._new_unsafe(source=dict(row._tensordict), batch_size=row.batch_size)
-        if type(row) is TensorDict
-        else row
+        new_node(row._tensordict.copy()) if type(row) is TensorDict and not row.batch_dims else row
         for row in rows
     ]
 

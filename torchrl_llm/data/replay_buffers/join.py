@@ -27,11 +27,10 @@ from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectories import TrajectoryQueue, as_path
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import cell, plain_node, typed_node
+from torchrl_llm.data.wire import cell, leaf, new_node, plain_node, typed_node
 
 __all__ = ["JoinTurns"]
 
-_ROW = torch.Size([])
 # Columns along ``tokens.full`` whose values at a turn's response are those of that turn's own row.
 _OF_THE_TURN = (
     ("log_probs", "full"),
@@ -125,10 +124,9 @@ class JoinTurns(Transform):
 
     def _join(self, turns: list[TensorDict], *, continues: bool) -> TensorDict:
         last = turns[-1]
-        row = TensorDict._new_unsafe(source=dict(last._tensordict), batch_size=_ROW)
-        row.set("num_turns", torch.tensor(len(turns)))
+        row = new_node({**last._tensordict, "num_turns": torch.tensor(len(turns))})
         alone = len(turns) == 1 and not continues
-        if alone or last.get(("tokens", "full"), None) is None:
+        if alone or leaf(last, ("tokens", "full")) is None:
             return row
         spans = [_span(turn) for turn in turns]
         start = spans[0][0]
@@ -269,7 +267,7 @@ def _rest(prompt: Any, whole: Any) -> Any:
     if chat.messages[: len(before)] != before.messages:
         return None
     messages = cell(type(chat)(chat.messages[len(before) :]))
-    inner = TensorDict._new_unsafe(source={"messages": messages}, batch_size=_ROW)
+    inner = new_node({"messages": messages})
     return typed_node(type(whole), inner) if is_tensorclass(whole) else inner
 
 
@@ -302,7 +300,7 @@ def _set_copied(row: TensorDict, key: tuple[str, ...], value: Any) -> None:
     for name in key[:-1]:
         child = node._get_str(name, None)
         source = {} if child is None else dict(plain_node(child)._tensordict)
-        inner = TensorDict._new_unsafe(source=source, batch_size=_ROW)
+        inner = new_node(source)
         typed = child is not None and is_tensorclass(child)
         node._tensordict[name] = typed_node(type(child), inner) if typed else inner
         node = inner
