@@ -141,8 +141,10 @@ def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, run):
 
 
 def test_the_cut_into_micro_batches_does_not_change_the_result(tmp_path, run):
-    whole = run(tmp_path / "a", "train.max_steps=1", "train.micro_token_budget=null")
-    pieces = run(tmp_path / "b", "train.max_steps=1", "train.micro_token_budget=60")
+    # Adam's first step is the sign of the gradient, which rounding flips where it is about zero.
+    settings = ["train.max_steps=1", "optimizer.name=SGD", "optimizer.lr=0.1"]
+    whole = run(tmp_path / "a", *settings, "train.micro_token_budget=null")
+    pieces = run(tmp_path / "b", *settings, "train.micro_token_budget=60")
     for name in ("train/loss_objective", "train/entropy", "train/grad_norm"):
         assert column(whole, name) == pytest.approx(column(pieces, name), rel=1e-4, abs=1e-6)
     first, second = weights(tmp_path / "a", 1), weights(tmp_path / "b", 1)
