@@ -10,6 +10,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The models here are so small that a second thread only waits for the first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
