@@ -216,6 +216,21 @@ def test_gsm8k_from_a_file_with_lora_bfloat16_checkpointing_and_a_reference(
     assert not hasattr(AutoModelForCausalLM.from_pretrained(folder), "peft_config")
 
 
+@pytest.mark.skipif(
+    "GSM8K_TRAIN" not in os.environ,
+    reason="GSM8K_TRAIN=/path/to/gsm8k/train.jsonl pytest test/recipes runs it on the real file",
+)
+def test_the_real_gsm8k_file_trains(tmp_path, run):
+    table = run(
+        tmp_path,
+        "env=gsm8k",
+        f"env.data_files={os.environ['GSM8K_TRAIN']}",
+        "train.max_steps=2",
+        "inference_model.max_tokens=16",
+    )
+    assert [row["train/step"] for row in table] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize("zero_variance", ["drop", "resample"])
 def test_groups_without_variance_are_filtered_and_counted(tmp_path, run, zero_variance):
     settings = [f"filter.zero_variance={zero_variance}", "train.max_steps=3"]

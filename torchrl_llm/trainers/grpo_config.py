@@ -248,9 +248,7 @@ class LossConfig:
         entropy_coeff: weight of an entropy bonus; at 0 entropy is not part of the loss.
     """
 
-    aggregation: Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum"] = (
-        "token_mean"
-    )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     clip_epsilon: tuple[float, float] = (0.2, 0.2)
     entropy_coeff: float = 0.0
 
