@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrl_llm.functional import chunked_head, chunked_log_probs
+from torchrl_llm.functional import chunked_log_probs, head_tiles
 
 N, D, V, R = 7, 5, 23, 2
 
@@ -110,10 +110,48 @@ def test_entropy_is_none_unless_asked_for():
 def test_many_row_tiles_give_the_same_weight_gradient(monkeypatch):
     inputs = make(bias=True)
     expected = gradients(inputs, *naive(inputs), 0.3)
-    monkeypatch.setitem(chunked_head._MAX_ROWS, "cpu", 3)
+    monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", 3)
     got = gradients(inputs, *chunked(inputs, entropy=True, chunk_size=12), 0.3)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 64, 200])
+@pytest.mark.parametrize("rows", [64, 16])
+def test_tiles_wait_in_the_memory_of_the_gradient_without_being_overwritten(
+    monkeypatch, tokens, rows
+):
+    # With 16 hidden units all, all but one, a quarter and fewer of the tiles are kept.
+    monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", rows)
+    hidden = torch.randn(tokens, 16, requires_grad=True)
+    weight = torch.randn(97, 16, requires_grad=True)
+    targets = torch.randint(0, 97, (tokens,))
+    slopes = torch.randn(tokens)
+    full = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((full * slopes).sum(), (hidden, weight))
+    for chunk_size in (tokens * 5, tokens * 10, tokens * 50):
+        scores = chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)
+        got = torch.autograd.grad((scores.log_probs * slopes).sum(), (hidden, weight))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+
+
+def test_a_graph_can_be_walked_twice():
+    inputs = make()
+    total = chunked(inputs, chunk_size=30).log_probs.sum()
+    leaves = (inputs["hidden"], inputs["weight"])
+    first = [x.clone() for x in torch.autograd.grad(total, leaves, retain_graph=True)]
+    for ours, theirs in zip(torch.autograd.grad(total, leaves), first, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_scoring_without_gradients_allocates_no_gradient(monkeypatch):
+    inputs = make()
+    monkeypatch.setattr(head_tiles.KeptTiles, "__init__", None)
+    with torch.no_grad():
+        chunked(inputs)
+    inputs["weight"].requires_grad_(False)
+    chunked(inputs).log_probs.sum().backward()
 
 
 def test_in_place_gradient_is_the_same_and_accumulates():

@@ -6,6 +6,10 @@ most of the memory of a training step. Here the forward walks over tiles of the 
 a running log-sum-exp; the backward computes every tile again. What is held is one tile, never ``[N,
 V]``.
 
+In a backward that makes a gradient of the weight, that gradient needs ``V x D`` numbers. They are
+allocated in the forward already and hold, until they are needed, as many of the tiles as fit
+(``D / N`` of them), which the backward then does not compute again. The peak is the same.
+
 Tiles are slices of the *vocabulary* rather than of the tokens: each slice of the weight is read
 once, its gradient is written once, and the running sums over it stay in cache.
 
@@ -23,12 +27,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HeadScores", "chunked_log_probs"]
+from torchrl_llm.functional.head_tiles import (
+    HeadSettings,
+    HeadTiles,
+    KeptTiles,
+    add_product,
+    write_product,
+)
 
-# Logits alive at once. On a CPU a tile should stay in the cache; on a GPU it should fill the
-# device.
-_TILE = {"cpu": 1 << 21, "cuda": 1 << 26}
-_MAX_ROWS = {"cpu": 1024, "cuda": 8192}
+__all__ = ["HeadScores", "chunked_log_probs"]
 
 
 class HeadScores(NamedTuple):
@@ -101,23 +108,20 @@ def chunked_log_probs(
     _check(hidden_ND, weight_VD, targets_N, bias, low_rank, temperature)
     if in_place_head_grad and not (weight_VD.is_leaf and weight_VD.requires_grad):
         raise ValueError("in_place_head_grad needs a leaf weight that requires gradients")
-    settings = _Settings(
-        scale, softcap, entropy, chunk_size, in_place_head_grad, _matmul_dtype(hidden_ND, weight_VD)
+    settings = HeadSettings(
+        scale,
+        softcap,
+        entropy,
+        chunk_size,
+        in_place_head_grad,
+        _can_keep(weight_VD, softcap) and not in_place_head_grad,
+        _matmul_dtype(hidden_ND, weight_VD),
     )
     adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
     log_probs, entropies = _ChunkedHead.apply(
         hidden_ND, weight_VD, bias, adapter, adapter_weight, targets_N, temperature, settings
     )
     return HeadScores(log_probs, entropies)
-
-
-class _Settings(NamedTuple):
-    scale: float
-    softcap: float | None
-    entropy: bool
-    chunk_size: int | None
-    in_place: bool
-    dtype: torch.dtype
 
 
 def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
@@ -159,82 +163,21 @@ def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
+def _can_keep(weight: Tensor, softcap: float | None) -> bool:
+    """Whether tiles can wait in the memory of the weight's gradient: as exponentials in float32."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and weight.dtype is torch.float32
+        and weight.is_contiguous()
+        and softcap is None
+    )
+
+
 def _without_autocast(kind: str) -> AbstractContextManager:
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product with a float32 result."""
-    if left.dtype is torch.float32:
-        return left @ right
-    return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-class _Head:
-    """The tiles of one head: logits and, from their gradient, the gradients of the inputs."""
-
-    def __init__(self, hidden, weight, bias, adapter, adapter_weight, temperature, settings):
-        self.weight, self.bias, self.adapter_weight = weight, bias, adapter_weight
-        self.settings = settings
-        num_rows, num_columns = hidden.shape[0], weight.shape[0]
-        kind = hidden.device.type
-        tile = settings.chunk_size or _TILE.get(kind, _TILE["cuda"])
-        max_rows = min(_MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile)
-        self.rows = _slices(num_rows, max(1, max_rows))
-        self.columns = _slices(num_columns, max(1, tile // max(1, min(num_rows, max_rows))))
-        # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
-        self.late = None
-        factor = settings.scale
-        if settings.softcap is None:
-            factor = factor / temperature
-        elif isinstance(temperature, Tensor) or temperature != 1.0:
-            self.late = 1.0 / temperature
-        self.factor = factor[:, None] if isinstance(factor, Tensor) else factor
-        self.hidden = self._scaled(hidden)
-        self.adapter = None if adapter is None else self._scaled(adapter)
-
-    def _scaled(self, states: Tensor) -> Tensor:
-        if not isinstance(self.factor, Tensor) and self.factor == 1.0:
-            return states.to(self.settings.dtype)
-        return (states.float() * self.factor).to(self.settings.dtype)
-
-    def _late(self, rows: slice) -> Tensor | float:
-        return self.late[rows, None] if isinstance(self.late, Tensor) else self.late
-
-    def _bias(self, rows: slice, columns: slice) -> Tensor:
-        factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
-        return self.bias[columns].float() * factor
-
-    def logits(self, rows: slice, columns: slice, weight: Tensor) -> Tensor:
-        """float32 ``[n, v]``, what the softmax sees."""
-        logits = _product(self.hidden[rows], weight.t())
-        if self.adapter is not None:
-            columns_VR = self.adapter_weight[columns].to(self.settings.dtype)
-            logits += _product(self.adapter[rows], columns_VR.t())
-        if self.bias is not None:
-            logits += self._bias(rows, columns)
-        if self.settings.softcap is not None:
-            logits.div_(self.settings.softcap).tanh_().mul_(self.settings.softcap)
-            if self.late is not None:
-                logits.mul_(self._late(rows))
-        return logits
-
-    def uncap(self, grad: Tensor, logits: Tensor, rows: slice) -> Tensor:
-        """Gradient before the cap, in place, from the one after it."""
-        if self.late is not None:
-            late = self._late(rows)
-            grad.mul_(late)
-            logits = logits / late
-        return grad.mul_(1.0 - (logits / self.settings.softcap).square_())
-
-    def slice_of_weight(self, columns: slice) -> Tensor:
-        return self.weight[columns].to(self.settings.dtype)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -248,12 +191,13 @@ class _ChunkedHead(torch.autograd.Function):
         adapter_weight,
         targets,
         temperature,
-        settings: _Settings,
+        settings: HeadSettings,
     ):
         ctx.set_materialize_grads(False)
         with _without_autocast(hidden.device.type):
-            head = _Head(hidden, weight, bias, adapter, adapter_weight, temperature, settings)
-            log_probs, entropy, log_sum = _scan(head, targets, settings.entropy)
+            head = HeadTiles(hidden, weight, bias, adapter, adapter_weight, temperature, settings)
+            ctx.kept = KeptTiles(head) if settings.keep else None
+            log_probs, entropy, log_sum = _scan(head, targets, settings.entropy, ctx.kept)
         temperature_N = temperature if isinstance(temperature, Tensor) else None
         ctx.temperature = None if temperature_N is not None else temperature
         ctx.settings = settings
@@ -280,27 +224,20 @@ class _ChunkedHead(torch.autograd.Function):
         temperature = temperature_N if temperature_N is not None else ctx.temperature
         needs = ctx.needs_input_grad[:5]
         with _without_autocast(inputs[0].device.type):
-            head = _Head(*inputs, temperature, ctx.settings)
-            grads = _Gradients(head, inputs, needs, ctx.leaf)
+            head = HeadTiles(*inputs, temperature, ctx.settings)
+            # The first backward overwrites what is kept; the tiles also lack log p.
+            kept, ctx.kept = ctx.kept, None
+            grads = _Gradients(head, inputs, needs, ctx.leaf, kept)
+            upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
             for columns in head.columns:
                 weight = head.slice_of_weight(columns)
                 for rows in head.rows:
-                    tile = _tile_gradient(
-                        head,
-                        rows,
-                        columns,
-                        weight,
-                        targets,
-                        log_sum,
-                        grad_log_probs,
-                        grad_entropy,
-                        entropy,
-                    )
+                    tile = _tile_gradient(head, rows, columns, weight, upstream, kept)
                     grads.add(tile, rows, columns, weight)
             return (*grads.finish(), None, None, None)
 
 
-def _scan(head: _Head, targets: Tensor, with_entropy: bool):
+def _scan(head: HeadTiles, targets: Tensor, with_entropy: bool, kept: KeptTiles | None):
     """Log-probs, entropy and log-sum-exp ``[N]``, by one pass over the tiles.
 
     Running sums relative to the running maximum ``m``: ``s = sum exp(x - m)`` and, for the entropy
@@ -310,32 +247,29 @@ def _scan(head: _Head, targets: Tensor, with_entropy: bool):
     top = targets.new_full((count,), -torch.inf, dtype=torch.float32)
     total, moment = torch.zeros_like(top), torch.zeros_like(top)
     picked = torch.zeros_like(top)
-    single = len(head.columns) == 1
     for columns in head.columns:
         weight = head.slice_of_weight(columns)
         for rows in head.rows:
-            logits = head.logits(rows, columns, weight)
-            index = targets[rows] - columns.start
-            if single:
-                picked[rows] = logits.gather(1, index[:, None])[:, 0]
-            else:
-                inside = (index >= 0) & (index < weight.shape[0])
-                index = index.clamp_(0, weight.shape[0] - 1)
-                found = logits.gather(1, index[:, None])[:, 0]
-                picked[rows] = torch.where(inside, found, picked[rows])
+            tile = kept and kept.tile(rows, columns)
+            into = head.buffer(rows, columns) if tile is None or with_entropy else tile
+            logits = head.logits(rows, columns, weight, into)
+            inside, index = _index(targets, rows, columns)
+            picked[rows] = torch.where(inside, logits.gather(0, index[None])[0], picked[rows])
             old = top[rows]
-            new = torch.maximum(old, logits.amax(1))
-            logits.sub_(new[:, None])
+            new = torch.maximum(old, logits.amax(0))
             shift = old - new
             decay = shift.exp()
+            logits.sub_(new)
             if with_entropy:
-                weights = logits.exp()
+                weights = logits.exp() if tile is None else torch.exp(logits, out=tile)
                 carried = torch.where(decay > 0, (moment[rows] + shift * total[rows]) * decay, 0.0)
-                moment[rows] = carried + logits.mul_(weights).sum(1)
+                moment[rows] = carried + logits.mul_(weights).sum(0)
             else:
                 weights = logits.exp_()
-            total[rows] = total[rows] * decay + weights.sum(1)
+            total[rows] = total[rows] * decay + weights.sum(0)
             top[rows] = new
+            if tile is not None:
+                kept.tops[rows.start, columns.start] = new
     log_total = total.log()
     log_sum = top + log_total
     # Rounding may leave a certain token a hair above log 1.
@@ -344,35 +278,64 @@ def _scan(head: _Head, targets: Tensor, with_entropy: bool):
     return log_probs, entropy, log_sum
 
 
+def _index(targets: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in the columns, and where; an index that is valid for the others too."""
+    index = targets[rows] - columns.start
+    size = columns.stop - columns.start
+    return (index >= 0) & (index < size), index.clamp_(0, size - 1)
+
+
+class _Upstream(NamedTuple):
+    targets: Tensor
+    log_sum: Tensor
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    entropy_value: Tensor | None
+
+
 def _tile_gradient(
-    head, rows, columns, weight, targets, log_sum, grad_log_probs, grad_entropy, entropy
+    head: HeadTiles,
+    rows: slice,
+    columns: slice,
+    weight: Tensor,
+    upstream: _Upstream,
+    kept: KeptTiles | None,
 ) -> Tensor:
-    """Gradient of the tile's logits: ``g (1[v = target] - p) - g_H p (log p + H)``, in float32."""
-    logits = head.logits(rows, columns, weight)
-    capped = logits.clone() if head.settings.softcap is not None else None
-    log_p = logits.sub_(log_sum[rows, None])
-    if grad_entropy is None:
-        grad = log_p.exp_().mul_(grad_log_probs[rows, None].neg())
+    """Gradient of a tile's logits, ``g (1[v = target] - p) - g_H p (log p + H)``, ``[v, n]``."""
+    into = head.buffer(rows, columns)
+    log_sum = upstream.log_sum[rows]
+    grad_log_probs = None if upstream.log_probs is None else upstream.log_probs[rows]
+    tile = kept.tile(rows, columns) if kept is not None and upstream.entropy is None else None
+    capped = None
+    if tile is not None:
+        rescale = (kept.tops[rows.start, columns.start] - log_sum).exp_()
+        grad = torch.mul(tile, rescale.mul_(grad_log_probs).neg_(), out=into)
     else:
-        slope = grad_entropy[rows, None]
-        offset = slope * entropy[rows, None]
-        if grad_log_probs is not None:
-            offset = offset + grad_log_probs[rows, None]
-        probs = log_p.exp()
-        grad = log_p.mul_(slope).add_(offset).mul_(probs).neg_()
+        logits = head.logits(rows, columns, weight, into)
+        if head.settings.softcap is not None:
+            capped = logits.clone()
+        log_p = logits.sub_(log_sum)
+        if upstream.entropy is None:
+            grad = log_p.exp_().mul_(grad_log_probs.neg())
+        else:
+            slope = upstream.entropy[rows]
+            offset = slope * upstream.entropy_value[rows]
+            if grad_log_probs is not None:
+                offset = offset + grad_log_probs
+            grad = log_p.exp().neg_().mul_(log_p.mul_(slope).add_(offset))
     if grad_log_probs is not None:
-        index = targets[rows] - columns.start
-        inside = (index >= 0) & (index < weight.shape[0])
-        index = index.clamp_(0, weight.shape[0] - 1)
-        value = torch.where(inside, grad_log_probs[rows], 0.0)
-        grad.scatter_add_(1, index[:, None], value[:, None])
+        inside, index = _index(upstream.targets, rows, columns)
+        value = torch.where(inside, grad_log_probs, 0.0)
+        grad.scatter_add_(0, index[None], value[None])
     return grad if capped is None else head.uncap(grad, capped, rows)
 
 
 class _Gradients:
     """Collects the gradients of the five differentiable inputs tile by tile."""
 
-    def __init__(self, head: _Head, inputs, needs, leaf: Tensor | None):
+    def __init__(
+        self, head: HeadTiles, inputs, needs, leaf: Tensor | None, kept: KeptTiles | None
+    ) -> None:
         hidden, weight, bias, adapter, adapter_weight = inputs
         self.head, self.inputs = head, inputs
         self.hidden = self._zeros(hidden) if needs[0] else None
@@ -385,52 +348,39 @@ class _Gradients:
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
         elif needs[1]:
-            self.weight = torch.empty_like(weight)
+            self.weight = torch.empty_like(weight) if kept is None else kept.gradient
 
     @staticmethod
     def _zeros(like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
-    def add(self, tile: Tensor, rows: slice, columns: slice, weight: Tensor) -> None:
+    def add(self, tile_VN: Tensor, rows: slice, columns: slice, weight: Tensor) -> None:
         head = self.head
-        grad = tile.to(head.settings.dtype)
+        grad_VN = tile_VN.to(head.settings.dtype)
         if self.hidden is not None:
-            self._accumulate(self.hidden[rows], grad, weight)
+            add_product(self.hidden[rows], grad_VN.t(), weight)
         if self.leaf is not None:
-            self._accumulate(self.leaf.grad[columns], grad.t(), head.hidden[rows])
+            add_product(self.leaf.grad[columns], grad_VN, head.hidden[rows])
         elif self.weight is not None:
-            self._write(self.weight[columns], grad.t(), head.hidden[rows], rows.start == 0)
+            add = write_product if rows.start == 0 else add_product
+            add(self.weight[columns], grad_VN, head.hidden[rows])
         if self.bias is not None:
             factor = head.factor[rows] if isinstance(head.factor, Tensor) else head.factor
-            self.bias[columns] += (tile * factor).sum(0)
+            self.bias[columns] += (tile_VN * factor).sum(1)
         if self.adapter is not None:
-            columns_VR = head.adapter_weight[columns].to(grad.dtype)
-            self._accumulate(self.adapter[rows], grad, columns_VR)
+            add_product(self.adapter[rows], grad_VN.t(), head.slice_of_adapter(columns))
         if self.adapter_weight is not None:
-            self._accumulate(self.adapter_weight[columns], grad.t(), head.adapter[rows])
-
-    @staticmethod
-    def _accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
-        if into.dtype is left.dtype is torch.float32:
-            into.addmm_(left, right)
-        else:
-            into.add_(_product(left, right))
-
-    @classmethod
-    def _write(cls, into: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-        if not first:
-            cls._accumulate(into, left, right)
-        elif into.dtype is left.dtype is torch.float32:
-            torch.mm(left, right, out=into)
-        else:
-            into.copy_(_product(left, right))
+            add_product(self.adapter_weight[columns], grad_VN, head.adapter[rows])
 
     def finish(self) -> list[Tensor | None]:
         hidden, _, bias, adapter, adapter_weight = self.inputs
         factor = self.head.factor
         for states in (self.hidden, self.adapter):
-            if states is not None and (isinstance(factor, Tensor) or factor != 1.0):
-                states.mul_(factor)
+            if states is not None:
+                if isinstance(factor, Tensor):
+                    states.mul_(factor[:, None])
+                elif factor != 1.0:
+                    states.mul_(factor)
         pairs = (
             (self.hidden, hidden),
             (self.weight, self.weight),

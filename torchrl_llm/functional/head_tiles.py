@@ -1,0 +1,200 @@
+"""Tiles of the logits of a language-model head, and where some of them wait for the backward.
+
+The arithmetic on tiles is in :mod:`torchrl_llm.functional.chunked_head`.
+
+Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of an adapter; a tile is
+``v`` vocabulary entries by ``n`` tokens, in this order, which is the faster one for the products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["HeadSettings", "HeadTiles", "KeptTiles", "add_product", "write_product"]
+
+# Logits alive at once. On a CPU a tile should stay in the cache; on a GPU it should fill the
+# device.
+_TILE = {"cpu": 1 << 21, "cuda": 1 << 26}
+_MAX_ROWS = {"cpu": 1024, "cuda": 8192}
+
+
+class HeadSettings(NamedTuple):
+    """What a head does besides its matrix product, and how it is computed.
+
+    Attributes:
+        scale: factor on the logits.
+        softcap: cap of the scaled logits, or ``None``.
+        entropy: whether entropies are asked for.
+        chunk_size: the most logits alive at once, or ``None`` for the device's default.
+        in_place: add the weight's gradient to ``weight.grad`` in the backward.
+        keep: keep tiles in the memory of the weight's gradient.
+        dtype: type of the factors of the matrix products.
+    """
+
+    scale: float
+    softcap: float | None
+    entropy: bool
+    chunk_size: int | None
+    in_place: bool
+    keep: bool
+    dtype: torch.dtype
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product with a float32 result."""
+    if left.dtype is torch.float32:
+        return left @ right
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def write_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """``into = left @ right``, summed in float32 whatever the factors are."""
+    if into.dtype is left.dtype is torch.float32:
+        torch.mm(left, right, out=into)
+    else:
+        into.copy_(_product(left, right))
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """``into += left @ right``, summed in float32 whatever the factors are."""
+    if into.dtype is left.dtype is torch.float32:
+        into.addmm_(left, right)
+    else:
+        into.add_(_product(left, right))
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class HeadTiles:
+    """The tiles of one head over one set of tokens.
+
+    Args:
+        hidden: ``[N, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or ``None``.
+        adapter: ``[N, R]`` or ``None``.
+        adapter_weight: ``[V, R]`` or ``None``.
+        temperature: a number, or float32 ``[N]``.
+        settings: the rest.
+
+    Attributes:
+        rows: slices of the tokens.
+        columns: slices of the vocabulary.
+        factor: what the states were multiplied with: a number, or ``[N]``.
+    """
+
+    def __init__(self, hidden, weight, bias, adapter, adapter_weight, temperature, settings):
+        self.weight, self.bias, self.adapter_weight = weight, bias, adapter_weight
+        self.settings = settings
+        num_rows, num_columns = hidden.shape[0], weight.shape[0]
+        kind = hidden.device.type
+        tile = settings.chunk_size or _TILE.get(kind, _TILE["cuda"])
+        max_rows = min(_MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile)
+        self.rows = _slices(num_rows, max(1, max_rows))
+        self.columns = _slices(num_columns, max(1, tile // max(1, min(num_rows, max_rows))))
+        self._buffer = None
+        # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
+        self.late = None
+        factor = settings.scale
+        if settings.softcap is None:
+            factor = factor / temperature
+        elif isinstance(temperature, Tensor) or temperature != 1.0:
+            self.late = 1.0 / temperature
+        self.factor = factor
+        self.hidden = self._scaled(hidden)
+        self.adapter = None if adapter is None else self._scaled(adapter)
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        if isinstance(self.factor, Tensor):
+            states = states.float() * self.factor[:, None]
+        elif self.factor != 1.0:
+            states = states.float() * self.factor
+        return states.to(self.settings.dtype)
+
+    def _late(self, rows: slice) -> Tensor | float:
+        return self.late[rows] if isinstance(self.late, Tensor) else self.late
+
+    def buffer(self, rows: slice, columns: slice) -> Tensor:
+        """Memory for one tile, float32 ``[v, n]``; the same for all."""
+        height, width = columns.stop - columns.start, rows.stop - rows.start
+        if self._buffer is None:
+            self._buffer = torch.empty(
+                height * width, dtype=torch.float32, device=self.hidden.device
+            )
+        return self._buffer[: height * width].view(height, width)
+
+    def logits(self, rows: slice, columns: slice, weight: Tensor, into: Tensor) -> Tensor:
+        """What the softmax sees, float32 ``[v, n]``, written into ``into``."""
+        write_product(into, weight, self.hidden[rows].t())
+        if self.adapter is not None:
+            add_product(into, self.slice_of_adapter(columns), self.adapter[rows].t())
+        if self.bias is not None:
+            factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
+            into.add_(self.bias[columns, None].float() * factor)
+        if self.settings.softcap is not None:
+            into.div_(self.settings.softcap).tanh_().mul_(self.settings.softcap)
+            if self.late is not None:
+                into.mul_(self._late(rows))
+        return into
+
+    def uncap(self, grad: Tensor, logits: Tensor, rows: slice) -> Tensor:
+        """Gradient before the cap, in place, from the one after it."""
+        if self.late is not None:
+            late = self._late(rows)
+            grad.mul_(late)
+            logits = logits / late
+        return grad.mul_(1.0 - (logits / self.settings.softcap).square_())
+
+    def slice_of_weight(self, columns: slice) -> Tensor:
+        """``[v, D]`` in the type of the products."""
+        return self.weight[columns].to(self.settings.dtype)
+
+    def slice_of_adapter(self, columns: slice) -> Tensor:
+        """``[v, R]`` in the type of the products."""
+        return self.adapter_weight[columns].to(self.settings.dtype)
+
+
+class KeptTiles:
+    """Exponentials of the first tiles, waiting in the memory of the weight's gradient.
+
+    The backward takes tiles and writes gradients in one order, both from the first column on. Kept
+    tiles are packed against the end of the memory, one tile's columns short of it, so that what is
+    written never reaches a tile that has not been taken. With ``b`` columns done, ``c`` kept and
+    ``v`` a tile: ``(b + v) D <= V D - (c - b) N``, which is linear in ``b`` and checked at both
+    ends.
+
+    Args:
+        head: the tiles.
+
+    Attributes:
+        gradient: memory of the weight's gradient, ``[V, D]``.
+        tops: per tile the maximum that its exponentials are relative to, ``[n]``.
+    """
+
+    def __init__(self, head: HeadTiles) -> None:
+        self.gradient = torch.empty_like(head.weight)
+        room, size = self.gradient.numel(), head.weight.shape[1]
+        count, width = head.hidden.shape[0], head.columns[0].stop
+        self.columns = 0
+        for columns in head.columns:
+            end = columns.stop
+            if end * count + width * size > room or end * size + width * count > room:
+                break
+            self.columns = end
+        self._flat = self.gradient.view(-1)
+        self._start = room - self.columns * count
+        self._count = count
+        self.tops: dict[tuple[int, int], Tensor] = {}
+
+    def tile(self, rows: slice, columns: slice) -> Tensor | None:
+        """Memory of a tile, float32 ``[v, n]``, or ``None`` when it is not kept."""
+        if columns.stop > self.columns:
+            return None
+        height, width = columns.stop - columns.start, rows.stop - rows.start
+        start = self._start + columns.start * self._count + height * rows.start
+        return self._flat[start : start + height * width].view(height, width)
