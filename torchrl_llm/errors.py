@@ -13,7 +13,6 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- OverlongError        (ValueError)    a prompt longer than the model's context
     |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
-    |-- BatchingTimeoutError (TimeoutError)  a queued request that was not answered in time
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
     |-- CheckpointError      (RuntimeError)  a checkpoint that cannot be written or read
     `-- MissingExtraError    (ImportError)   an optional package that is not installed
@@ -24,7 +23,6 @@ from __future__ import annotations
 __all__ = [
     "AmbiguousTextError",
     "BackendError",
-    "BatchingTimeoutError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -67,10 +65,6 @@ class DataError(TorchRLLLMError, ValueError):
 
 class BackendError(TorchRLLLMError, RuntimeError):
     """A call of a model backend failed."""
-
-
-class BatchingTimeoutError(TorchRLLLMError, TimeoutError):
-    """A queued request was not answered within its time limit."""
 
 
 class RewardError(TorchRLLLMError, RuntimeError):

@@ -26,9 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(parent) for parent in Path(__file__).resolve().parents[:3]]
 
-import torch  # noqa: E402
-from conftest import _make_tiny_model, _make_tokenizer  # noqa: E402
-from harness import compare, report  # noqa: E402
+import torch
+from conftest import _make_tiny_model, _make_tokenizer
+from harness import compare, report
 
 PROMPTS = [f"What is {10 + i} and {30 + i}?" for i in range(8)]
 GROUP, NEW_TOKENS, LR = 8, 24, 1e-4

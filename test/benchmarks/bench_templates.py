@@ -20,7 +20,9 @@ from harness import compare, report
 from torchrl_llm.data.history import History
 from torchrl_llm.data.templates import resolve_template
 
-WORDS = "the quick brown fox jumps over the lazy dog what is the sum of 3 and 4 ? I am fine .".split()
+WORDS = (
+    "the quick brown fox jumps over the lazy dog what is the sum of 3 and 4 ? I am fine .".split()
+)
 NUM_CHATS, NUM_MESSAGES, NUM_WORDS = 256, 6, 30
 
 

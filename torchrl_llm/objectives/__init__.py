@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torchrl_llm.objectives.base import LLMLossOutput, PolicyGradientLoss, PolicyLossOutput
 from torchrl_llm.objectives.credit import CreditAssigner, MCAdvantage
-from torchrl_llm.objectives.credit import MCAdvantage
 from torchrl_llm.objectives.grpo import GRPOLoss, GRPOLossOutput
 from torchrl_llm.objectives.sft import SFTLoss, SFTLossOutput, minor_sft_loss, sft_loss
 
@@ -17,7 +16,6 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "LLMLossOutput",
-    "MCAdvantage",
     "MCAdvantage",
     "PolicyGradientLoss",
     "PolicyLossOutput",
