@@ -15,7 +15,7 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.data.wire import PackedRows
-from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.modules import FakeWrapper, TransformersWrapper
 from torchrl_llm.objectives import MCAdvantage
 
 
@@ -58,6 +58,62 @@ def test_a_joined_dialog_scores_as_it_was_sampled(real_policy):
     with torch.no_grad():
         scored = real_policy.token_scores(sequences, select).log_probs
     assert torch.allclose(scored, sampled, atol=1e-4)
+
+
+def _thinks_and_forgets(tokenizer, template):
+    """A template that shows reasoning in the last answer only, and answers with reasoning."""
+    content = "message['content'] + '<|im_end|>' -}}{%- endgeneration"
+    kept = "(message['content'] if loop.last else message['content'].split('</think>')[-1])"
+    template = template.replace(content, content.replace("message['content']", kept))
+    answers = ["<think>let me see</think>42", "no thought"]
+    return FakeWrapper(
+        answers,
+        tokenizer=tokenizer,
+        chat_template=template,
+        generate_kwargs={"max_new_tokens": 40},
+    )
+
+
+@pytest.mark.parametrize("case", ["history", "text", "tokens", "forks"])
+def test_each_sampled_token_is_trained_exactly_once_whatever_the_mode(tokenizer, case):
+    mode = "history" if case == "forks" else case
+    history = mode == "history"
+    if case == "forks":
+        policy = _thinks_and_forgets(tokenizer, tokenizer.chat_template)
+    else:
+        policy = make_policy(tokenizer, input_mode=mode)
+    credit, join = MCAdvantage(3), JoinTurns()
+    buffer = ReplayBuffer(transform=credit)
+    buffer.append_transform(join)  # runs first
+    collector = LLMCollector(
+        make_env(
+            3,
+            tool="result" if history else None,
+            repeats=3,
+            input_mode=mode,
+            tokenizer=None if history else tokenizer,
+        ),
+        policy=policy,
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=12,
+        total_dialog_turns=36,
+    )
+    generated = 0
+    for batch in collector:
+        generated += sum(map(sampled_tokens, batch.unbind(0)))
+        buffer.extend(batch)
+    rows = buffer[:].unbind(0)
+    trained = sum(
+        ((row["trace", "source"] == Source.SAMPLED) & (row["trace", "mask_reason"] == 0)).sum()
+        for row in rows
+    )
+    stats = join.get_stats()
+    assert generated == trained + credit.get_stats()["queued_tokens"]
+    assert stats["turns"] > stats["trajectories"]
+    assert (stats["forks"] > 0) == (case == "forks")
+    for traj_id in {row["traj_id"].item() for row in rows}:
+        shared = {r["advantage"].item() for r in rows if r["traj_id"].item() == traj_id}
+        assert len(shared) == 1
 
 
 def test_a_rollout_of_the_environment_goes_into_the_buffer_as_it_is(real_policy):
