@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -107,3 +108,12 @@ def tiny_model():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_dir():
+    """The real GSM8K files, where the machine has them."""
+    folder = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+    if not (folder / "train.jsonl").exists():
+        pytest.skip(f"no GSM8K files in {folder}; download openai/gsm8k as JSON lines into it")
+    return folder

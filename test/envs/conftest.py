@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tensordict import TensorDict
 
 from torchrl_llm.data.history import History
-
-REPO = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def gsm8k_dir():
-    """The real GSM8K files, where the machine has them."""
-    folder = REPO.parent / "shared" / "data" / "gsm8k"
-    if not (folder / "train.jsonl").exists():
-        pytest.skip(f"no GSM8K files in {folder}; download openai/gsm8k as JSON lines into it")
-    return folder
 
 
 @pytest.fixture

@@ -216,15 +216,11 @@ def test_gsm8k_from_a_file_with_lora_bfloat16_checkpointing_and_a_reference(
     assert not hasattr(AutoModelForCausalLM.from_pretrained(folder), "peft_config")
 
 
-@pytest.mark.skipif(
-    "GSM8K_TRAIN" not in os.environ,
-    reason="GSM8K_TRAIN=/path/to/gsm8k/train.jsonl pytest test/recipes runs it on the real file",
-)
-def test_the_real_gsm8k_file_trains(tmp_path, run):
+def test_the_real_gsm8k_file_trains(tmp_path, run, gsm8k_dir):
     table = run(
         tmp_path,
         "env=gsm8k",
-        f"env.data_files={os.environ['GSM8K_TRAIN']}",
+        f"env.data_files={gsm8k_dir / 'train.jsonl'}",
         "train.max_steps=2",
         "inference_model.max_tokens=16",
     )
