@@ -44,7 +44,7 @@ class TransformersBackend(Backend):
         pack: score sequences behind each other in one row with a block-causal mask, instead of
             padded on the right.
         scorer: computes log-probs; built for the model by default.
-        chunk_size: tokens per chunk of the head when a scorer is built; ``None`` chooses.
+        chunk_size: the most logits alive at once when a scorer is built; ``None`` chooses.
         full_logits: when a scorer is built, let the model make its own logits (for heads that the
             chunked one does not know).
 
