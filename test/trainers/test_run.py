@@ -134,6 +134,15 @@ def test_auto_begins_where_there_is_nothing_and_never_refuses_an_old_run(tmp_pat
         Toy(tmp_path, max_steps=2)
 
 
+def test_a_run_that_is_complete_is_shown_again_and_not_repeated(tmp_path, capsys):
+    Toy(tmp_path, max_steps=3, evaluate=True).train()
+    before = (tmp_path / "metrics.csv").read_bytes()
+    toy = Toy(tmp_path, max_steps=3, evaluate=True, resume="auto").train()
+    toy.run.finish()
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert "held-out conversation 1, after training" in capsys.readouterr().err
+
+
 def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
     Toy(tmp_path, max_steps=2).train()
     changed = {"optimizer.lr": 0.2}
