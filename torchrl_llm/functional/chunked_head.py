@@ -3,12 +3,12 @@
 A language-model head turns ``N`` hidden states into ``N x V`` logits of which a loss needs one
 number a row. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
 most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
-a running log-sum-exp; the backward computes every tile again. What is held is one tile, never ``[N,
-V]``.
+a running log-sum-exp; the backward computes the tiles again. No tensor is ever ``[N, V]``.
 
-In a backward that makes a gradient of the weight, that gradient needs ``V x D`` numbers. They are
-allocated in the forward already and hold, until they are needed, as many of the tiles as fit
-(``D / N`` of them), which the backward then does not compute again. The peak is the same.
+Where the weight gets a gradient, that gradient needs ``V x D`` numbers. They are allocated in the
+forward already and hold, until the gradient is written, as many tiles as fit (a share of ``D /
+N``), which the backward then does not compute again. The peak of forward and backward is the same;
+but a graph holds that memory until its backward, so backpropagate each micro-batch by itself.
 
 Tiles are slices of the *vocabulary* rather than of the tokens: each slice of the weight is read
 once, its gradient is written once, and the running sums over it stay in cache.
