@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from torchrl_llm.modules.policies.base import LLMWrapperBase
 from torchrl_llm.modules.policies.distributions import LogProbDistribution, TokenDistribution
 from torchrl_llm.modules.policies.fake_wrapper import FakeWrapper
@@ -9,10 +10,15 @@ from torchrl_llm.modules.policies.transformers_wrapper import TransformersWrappe
 from torchrl_llm.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
+    "ChatHistory",
     "FakeWrapper",
     "LLMWrapperBase",
     "LogProbDistribution",
+    "LogProbs",
+    "Masks",
+    "Text",
     "TokenDistribution",
+    "Tokens",
     "TransformersWrapper",
     "vLLMWrapper",
 ]
