@@ -220,6 +220,13 @@ def test_no_token_gives_empty_scores():
     assert scores.log_probs.shape == scores.entropy.shape == (0,)
 
 
+def test_no_token_gives_zero_gradients():
+    hidden, weight = torch.zeros(0, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+    scores = chunked_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    scores.log_probs.sum().backward()
+    assert weight.grad.tolist() == torch.zeros(V, D).tolist()
+
+
 class _Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 

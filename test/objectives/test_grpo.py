@@ -352,6 +352,16 @@ class TestRefusals:
         with pytest.raises(DataError, match="no token"):
             GRPOLoss(actor()).normalizer(rows)
 
+    def test_a_micro_batch_in_which_nothing_counts_adds_nothing(self, make_tiny_model):
+        rows = make_rows(make_row([5, 1, 2], 1, reason=[1, 5, 5], ref=-1.0))
+        for policy in (actor(), CausalScorer(make_tiny_model())):
+            for aggregation in ("token_mean", "sequence_mean"):
+                loss = GRPOLoss(policy, aggregation=aggregation, kl_to_ref_coeff=0.1)
+                output = loss(rows, normalizer=Normalizer(10, 3))
+                assert all(value == 0.0 for value in output.metrics().values())
+                output.total_loss().backward()
+                assert all(not p.grad.any() for p in policy.parameters() if p.grad is not None)
+
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_values_that_are_not_finite(self, bad):
         rows = two_rows()

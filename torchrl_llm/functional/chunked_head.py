@@ -349,6 +349,8 @@ class _Gradients:
                 leaf.grad = torch.zeros_like(leaf)
         elif needs[1]:
             self.weight = torch.empty_like(weight) if kept is None else kept.gradient
+            if not head.rows:
+                self.weight.zero_()
 
     @staticmethod
     def _zeros(like: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ class PolicyGradientLoss(LossModule):
         Raises:
             DataError: when no token counts.
         """
-        return Normalizer.of(self._rows(tensordict).counts)
+        return self._rows(tensordict).normalizer()
 
     def forward(self, tensordict: Any, *, normalizer: Normalizer | None = None) -> Any:
         """The loss of a batch, or of a micro-batch of it.
@@ -253,6 +253,8 @@ class PolicyGradientLoss(LossModule):
         """
         keys = self.tensor_keys
         rows = self._rows(tensordict)
+        # A piece of a batch may be without tokens that count; it then adds nothing.
+        normalizer = normalizer or rows.normalizer()
         rows.refuse_truncated_support(tensordict, keys.truncated_support)
         advantage = rows.advantage(tensordict, keys.advantage)
         sampled = rows.column(
@@ -282,7 +284,7 @@ class PolicyGradientLoss(LossModule):
             tokens,
             scores.entropy.to(device),
             None if reference is None else reference.to(device),
-            normalizer or Normalizer.of(rows.counts),
+            normalizer,
         )
 
     def _output(
@@ -303,7 +305,7 @@ class PolicyGradientLoss(LossModule):
             "loss_objective": reduce(loss),
             "clip_fraction": clipped.sum() * share,
             "kl_approx": -log_ratio.sum() * share,
-            "ESS": effective_sample_size(log_ratio) * (log_ratio.shape[0] * share),
+            "ESS": _summed_ess(log_ratio) * share,
             "entropy": entropy.detach().sum() * share,
         }
         if self.entropy_coeff:
@@ -340,6 +342,13 @@ class PolicyGradientLoss(LossModule):
         if self.kl_to_ref_coeff:
             self.in_keys.append(keys.ref_log_probs)
         self.out_keys = list(self.output_type.__dataclass_fields__)
+
+
+def _summed_ess(log_ratio_N: Tensor) -> Tensor:
+    """Effective number of samples; 0 of none."""
+    if not log_ratio_N.numel():
+        return log_ratio_N.new_zeros(())
+    return effective_sample_size(log_ratio_N) * log_ratio_N.shape[0]
 
 
 def _coefficient(name: str, value: float | None) -> float:

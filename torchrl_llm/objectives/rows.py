@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.errors import DataError
-from torchrl_llm.functional import pad_flat, row_index
+from torchrl_llm.functional import Normalizer, pad_flat, row_index
 
 __all__ = ["MaskingStrategy", "RowKeys", "TokenRows", "read_token_rows"]
 
@@ -57,7 +57,7 @@ class TokenRows:
         row: int64 ``[N]``, the row of each token that counts.
 
     Raises:
-        DataError: when no token counts, or the first token of a row does.
+        DataError: when the first token of a row counts.
     """
 
     def __init__(
@@ -71,17 +71,26 @@ class TokenRows:
         self.counts = torch.bincount(self.row, minlength=len(lengths)).tolist()
         self._stored, self._kept = stored, kept
         self._index = mask.nonzero()[:, 0]
-        if not self._index.numel():
-            raise DataError(
-                f"no token of these {len(lengths)} rows counts: the mask of the masking strategy, "
-                "or the trace's mask_reason, excludes them all; drop such batches before the loss"
-            )
         first = rows[mask & (_positions(lengths) == 0)]
         if first.numel():
             raise DataError(
                 f"the first token of row {first[0]} counts but has no prefix to be predicted from; "
                 "rows need a prompt of at least one token"
             )
+
+    def normalizer(self) -> Normalizer:
+        """Counts of these rows as a whole batch.
+
+        Raises:
+            DataError: when no token counts.
+        """
+        if not self._index.numel():
+            raise DataError(
+                f"no token of these {len(self.counts)} rows counts: the mask of the masking "
+                "strategy, or the trace's mask_reason, excludes them all; drop such batches before "
+                "the loss"
+            )
+        return Normalizer.of(self.counts)
 
     def column(self, td: Any, key: NestedKey, advice: str) -> Tensor:
         """Values of a token-aligned column at the tokens that count, checked to be finite.
@@ -196,7 +205,7 @@ def read_token_rows(td: Any, keys: RowKeys, strategy: MaskingStrategy) -> TokenR
         The rows.
 
     Raises:
-        DataError: when a column that is needed is missing or misaligned, or no token counts.
+        DataError: when a column that is needed is missing or misaligned.
     """
     if len(td.batch_size) != 1:
         raise DataError(

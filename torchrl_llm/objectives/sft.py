@@ -200,7 +200,7 @@ class SFTLoss(LossModule):
         Args:
             tensordict: the rows of the whole batch.
         """
-        return Normalizer.of(self._rows(tensordict).counts)
+        return self._rows(tensordict).normalizer()
 
     def forward(self, tensordict: Any, *, normalizer: Normalizer | None = None) -> SFTLossOutput:
         """The loss of a batch, or of a micro-batch of it.
@@ -234,7 +234,7 @@ class SFTLoss(LossModule):
         log_probs = log_probs.to(self.device or log_probs.device)
         if reference is not None:
             reference = reference.to(log_probs.device)
-        normalizer = normalizer or Normalizer.of(rows.counts)
+        normalizer = normalizer or rows.normalizer()
         fields = {"loss_sft": self._objective(log_probs, reference, rows, normalizer)}
         if self.kl_to_ref_coeff:
             divergence = k3(reference - log_probs).sum() / normalizer.num_tokens
