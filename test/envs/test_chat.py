@@ -10,7 +10,7 @@ import torch
 from envs.fake_policy import AnsweringPolicy
 from tensordict import TensorDict, is_tensor_collection, list_to_stack, set_list_to_stack
 from torchrl.envs import TransformedEnv
-from torchrl.envs.utils import check_env_specs
+from torchrl.envs.utils import check_env_specs, step_mdp
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
@@ -21,6 +21,7 @@ from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.modes import message_text
 from torchrl_llm.envs.transforms import StepCounter
 from torchrl_llm.errors import ConfigError, DataError, TemplateError
+from torchrl_llm.modules import FakeWrapper
 
 MODES = ("history", "text", "tokens")
 
@@ -304,3 +305,13 @@ def test_a_missing_chat_template_that_no_built_in_one_can_replace_is_an_error(to
     )
     with pytest.raises(TemplateError, match="no chat template"):
         ChatEnv(input_mode="text", tokenizer=foreign)
+
+
+def test_torchrls_own_step_mdp_keeps_conversations_readable(tokenizer):
+    env = ChatEnv(batch_size=(2,))
+    policy = FakeWrapper("ok", tokenizer=tokenizer)
+    td = env.reset(TensorDict({"query": ["a", "b"]}, batch_size=(2,)))
+    td = step_mdp(env.step(policy(td)))
+    assert [chat[-1]["content"] for chat in td["history"].prompt.chats] == ["ok", "ok"]
+    after = env.step(policy(td))["next", "history"].prompt.chats
+    assert [len(chat) for chat in after] == [3, 3]

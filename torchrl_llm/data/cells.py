@@ -146,7 +146,8 @@ def cells_of(node: TensorDictBase) -> Any:
     value = node.get("messages", None)
     if value is None:
         raise DataError("this History has no messages; it is an empty view")
-    return value if isinstance(value, Chat) else value.tolist()
+    # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
+    return value if isinstance(value, (Chat, list)) else value.tolist()
 
 
 def flattened(values: Any, dims: int) -> list[Any]:

@@ -77,7 +77,8 @@ def _objects(node: Any, key: tuple[str, ...]) -> list[Any] | None:
 
 def _leaf_values(leaf: Any) -> list[Any]:
     if not isinstance(leaf, NonTensorData):
-        return leaf.tolist()
+        # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
+        return list(leaf) if isinstance(leaf, list) else leaf.tolist()
     count = leaf.batch_size.numel() if leaf.batch_size else 1
     # With set_list_to_stack(False) a list stands in one cell for the whole batch.
     if leaf.batch_size and isinstance(leaf.data, (list, np.ndarray)) and len(leaf.data) == count:
