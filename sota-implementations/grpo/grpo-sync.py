@@ -22,6 +22,7 @@ from grpo_utils import (
     minibatches,
     overlong_metrics,
     seed_everything,
+    set_threads,
 )
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -44,6 +45,7 @@ from torchrl_llm.trainers import (
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    set_threads(config)
     seed_everything(config.seed)
 
     policy = make_policy(config)

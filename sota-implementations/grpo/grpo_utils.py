@@ -45,6 +45,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def set_threads(config: GRPOConfig) -> None:
+    """Give torch the configured number of CPU threads."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+
+
 def device_of(config: GRPOConfig) -> torch.device:
     """CUDA where there is one, unless the configuration says otherwise."""
     if config.train.device == "auto":

@@ -42,6 +42,7 @@ from torchrl_llm.trainers import (
 @hydra.main(version_base="1.3", config_path="config", config_name="sft")
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.seed)
 
     tokenizer = make_tokenizer()

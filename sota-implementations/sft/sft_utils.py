@@ -85,10 +85,12 @@ class TrainConfig:
     Attributes:
         max_steps: optimizer steps.
         batch_size: conversations in each.
+        num_threads: CPU threads of torch; fixed, for the order of sums depends on it.
     """
 
     max_steps: int = 1400
     batch_size: int = 64
+    num_threads: int = 1
 
 
 @dataclass(kw_only=True)

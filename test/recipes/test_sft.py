@@ -30,7 +30,11 @@ def _run(monkeypatch, folder, *overrides):
     arguments = [str(RECIPE / "sft.py"), f"hydra.run.dir={folder}", *overrides]
     monkeypatch.syspath_prepend(str(RECIPE))
     monkeypatch.setattr(sys, "argv", arguments)
-    runpy.run_path(arguments[0], run_name="__main__")
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _answers(rows):

@@ -85,6 +85,8 @@ class TrainConfig:
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA when there is one.
+        num_threads: threads of torch on the CPU; ``None`` for torch's choice. A tiny model gains
+            little from a second one and loses much where cores are shared: waiting threads spin.
     """
 
     max_steps: int = 100
@@ -95,12 +97,13 @@ class TrainConfig:
     kl_to_ref_coeff: float = 0.0
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
+    num_threads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "prompts_per_batch", "epochs"):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name} must be at least 1, got {value}")
-        for name in ("optim_batch_size", "micro_token_budget"):
+        for name in ("optim_batch_size", "micro_token_budget", "num_threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"train.{name} must be at least 1, got {value}")
         _require(
