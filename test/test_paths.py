@@ -6,30 +6,22 @@ import importlib
 
 import pytest
 
+POLICIES = [
+    "ChatHistory",
+    "LLMWrapperBase",
+    "LogProbs",
+    "Masks",
+    "Text",
+    "Tokens",
+    "TransformersWrapper",
+    "vLLMWrapper",
+]
 PATHS = {
     "torchrl_llm.data": ["History", "ContentBase", "add_chat_template", "TopKRewardSelector"],
     "torchrl_llm.data.chat": ["History", "ContentBase", "add_chat_template"],
     "torchrl_llm.data.history": ["History", "ContentBase", "add_chat_template"],
-    "torchrl_llm.modules": [
-        "ChatHistory",
-        "LLMWrapperBase",
-        "LogProbs",
-        "Masks",
-        "Text",
-        "Tokens",
-        "TransformersWrapper",
-        "vLLMWrapper",
-    ],
-    "torchrl_llm.modules.policies": [
-        "ChatHistory",
-        "LLMWrapperBase",
-        "LogProbs",
-        "Masks",
-        "Text",
-        "Tokens",
-        "TransformersWrapper",
-        "vLLMWrapper",
-    ],
+    "torchrl_llm.modules": POLICIES,
+    "torchrl_llm.modules.policies": POLICIES,
     "torchrl_llm.envs": ["ChatEnv", "DatasetChatEnv", "GSM8KEnv", "GSM8KRewardParser"],
     "torchrl_llm.envs.transforms": [
         "DataLoadingPrimer",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
+
+LOG2 = math.log(2)
 
 
 class TableActor(nn.Module, TokenScorer):
@@ -116,3 +120,19 @@ def pad(rows, side="right", junk=0):
         names = ("source", "turn", "policy_version", "mask_reason")
         td["trace"] = TensorDict({n: padded(("trace", n), 3) for n in names}, [len(rows)])
     return TensorDict(td, [len(rows)])
+
+
+def two_rows(**settings):
+    """Sampled at log-prob -1: ids 1 and 2 (advantage 1), id 3 (advantage -2)."""
+    return make_rows(
+        make_row([5, 1, 2], 1, advantage=1.0, **settings),
+        make_row([5, 6, 3], 2, advantage=-2.0, **settings),
+    )
+
+
+def actor(**log_probs):
+    """Ratios: id 1: 1, id 2: 2 (clipped), id 3: 1/2 (clipped)."""
+    table = torch.full((8,), -9.0)
+    for name, value in {"t1": -1.0, "t2": -1.0 + LOG2, "t3": -1.0 - LOG2, **log_probs}.items():
+        table[int(name[1:])] = value
+    return TableActor(table)

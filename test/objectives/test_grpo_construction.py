@@ -1,32 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from objectives.rows_helper import TableActor, make_row, make_rows
+from objectives.rows_helper import actor, two_rows
 from tensordict import TensorDict
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import GRPOLoss, GRPOLossOutput, LLMLossOutput
-
-LOG2 = math.log(2)
-
-
-def two_rows(**settings):
-    """Sampled at log-prob -1: ids 1 and 2 (advantage 1), id 3 (advantage -2)."""
-    return make_rows(
-        make_row([5, 1, 2], 1, advantage=1.0, **settings),
-        make_row([5, 6, 3], 2, advantage=-2.0, **settings),
-    )
-
-
-def actor(**log_probs):
-    """Ratios: id 1: 1, id 2: 2 (clipped), id 3: 1/2 (clipped)."""
-    table = torch.full((8,), -9.0)
-    for name, value in {"t1": -1.0, "t2": -1.0 + LOG2, "t3": -1.0 - LOG2, **log_probs}.items():
-        table[int(name[1:])] = value
-    return TableActor(table)
 
 
 class TestConstructor:
