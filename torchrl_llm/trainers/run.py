@@ -86,7 +86,7 @@ class EvalConfig:
 
     Attributes:
         interval: steps between evaluations; ``None`` for the last step only.
-        num_prompts: held-out prompts; 0 switches evaluation off.
+        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say.
         before_train: evaluate the model as it is first.
         batch_size: prompts that are answered together.
     """
@@ -102,11 +102,8 @@ class EvalConfig:
                 "eval.num_prompts must not be negative and eval.batch_size at least 1, got "
                 f"{self.num_prompts} and {self.batch_size}"
             )
-        if self.interval is not None and (self.interval < 1 or not self.num_prompts):
-            raise ConfigError(
-                f"eval.interval={self.interval} must be at least 1 and has no effect with "
-                "eval.num_prompts=0"
-            )
+        if self.interval is not None and self.interval < 1:
+            raise ConfigError(f"eval.interval must be at least 1 or null, got {self.interval}")
 
 
 class EvalResult(Protocol):
