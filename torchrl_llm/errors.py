@@ -13,6 +13,9 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- OverlongError        (ValueError)    a prompt longer than the model's context
     |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
+    |   `-- WorkerError                      a process elsewhere died or did not answer in time
+    |-- ResourceError        (RuntimeError)  fewer CPUs, GPUs or bytes than what was asked for needs
+    |-- WeightUpdateError    (RuntimeError)  weights that did not arrive, or not as they were sent
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
     |-- CheckpointError      (RuntimeError)  a checkpoint that cannot be written or read
     `-- MissingExtraError    (ImportError)   an optional package that is not installed
@@ -28,10 +31,13 @@ __all__ = [
     "DataError",
     "MissingExtraError",
     "OverlongError",
+    "ResourceError",
     "RewardError",
     "TemplateError",
     "TokenizerError",
     "TorchRLLLMError",
+    "WeightUpdateError",
+    "WorkerError",
 ]
 
 
@@ -65,6 +71,18 @@ class DataError(TorchRLLLMError, ValueError):
 
 class BackendError(TorchRLLLMError, RuntimeError):
     """A call of a model backend failed."""
+
+
+class WorkerError(BackendError):
+    """A process elsewhere (an actor, a server, a replica) died or did not answer in time."""
+
+
+class ResourceError(TorchRLLLMError, RuntimeError):
+    """The machine or cluster has fewer CPUs, GPUs or bytes than what was asked for needs."""
+
+
+class WeightUpdateError(TorchRLLLMError, RuntimeError):
+    """Weights did not arrive at a sampler, or not as they were sent."""
 
 
 class RewardError(TorchRLLLMError, RuntimeError):

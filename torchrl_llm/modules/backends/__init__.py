@@ -7,6 +7,7 @@ from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
 from torchrl_llm.modules.backends.modes import sampling_mode
 from torchrl_llm.modules.backends.scorer import CausalScorer
 from torchrl_llm.modules.backends.transformers import TransformersBackend
+from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
 
 __all__ = [
     "Answer",
@@ -16,6 +17,9 @@ __all__ = [
     "Completion",
     "FakeBackend",
     "SamplingParams",
+    "TensorSource",
     "TransformersBackend",
+    "WeightReceipt",
+    "WeightSource",
     "sampling_mode",
 ]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support, TokenScorer
 from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 
 __all__ = ["Backend", "Completion", "SamplingParams"]
 
@@ -129,12 +130,16 @@ class Completion(NamedTuple):
         finish_reason: how it ended, decided by the last id and the length, never by text or pads.
         support: the ids that truncation kept for each token, int32 on the CPU; ``None`` where it
             was not asked for.
+        versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
+            counts versions itself because its weights may change within a response; ``None`` where
+            whoever updates the weights counts.
     """
 
     token_ids: Tensor
     log_probs: Tensor
     finish_reason: FinishReason
     support: Support | None = None
+    versions: Tensor | None = None
 
 
 class Backend(TokenScorer):
@@ -172,6 +177,22 @@ class Backend(TokenScorer):
     def exclusive(self) -> AbstractContextManager[Any]:
         """A context in which other threads neither sample nor score; nothing to wait for here."""
         return nullcontext()
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """Take new weights, forget what was computed with the old ones, and say what arrived.
+
+        Args:
+            source: where the weights are.
+            version: number of these weights; later completions carry it.
+
+        Returns:
+            One receipt for each copy of the weights (a pool of engines has several).
+
+        Raises:
+            ConfigError: this backend takes its weights in another way.
+            WeightUpdateError: they did not arrive, or not as they were sent; the old ones stay.
+        """
+        raise ConfigError(f"{type(self).__name__} does not take weights from a source")
 
     @abstractmethod
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:

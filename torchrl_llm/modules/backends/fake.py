@@ -23,6 +23,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, load_into
 
 __all__ = ["Answer", "BigramModel", "FakeBackend"]
 
@@ -240,6 +241,11 @@ class FakeBackend(Backend):
             logits_NV = restrict_logits(logits_NV, *extras.support)
         log_probs_N = selective_log_softmax(logits_NV, targets)
         return TokenScores(log_probs_N, entropy_from_logits(logits_NV) if entropy else None)
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
+        with self._lock:
+            return [load_into(self.module, source, version=version)]
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`."""

@@ -30,6 +30,7 @@ from torchrl_llm.modules.backends.kv_cache import make_cache
 from torchrl_llm.modules.backends.modes import sampling_mode
 from torchrl_llm.modules.backends.native import NATIVE_ARGUMENTS, native_processors
 from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, load_into
 from torchrl_llm.modules.value_head import ValueHead
 
 __all__ = ["TransformersBackend"]
@@ -220,6 +221,11 @@ class TransformersBackend(Backend):
             return score()
         with self._lock, sampling_mode(self.model):
             return score()
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
+        with self._lock:
+            return [load_into(self.module, source, version=version)]
 
     def naive_scorer(self) -> TokenScorer | None:
         """See :meth:`TokenScorer.naive_scorer`."""

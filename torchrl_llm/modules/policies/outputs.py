@@ -48,7 +48,8 @@ def respond(
     Args:
         prompts: ``B`` records.
         completions: ``B`` sampled responses.
-        policy_version: version of the weights that sampled them.
+        policy_version: version of the weights that sampled them, where a completion does not say it
+            itself.
 
     Returns:
         ``B`` records, whose tensors are views of one tensor a field.
@@ -71,7 +72,10 @@ def respond(
         "token_ids": [c.token_ids for c in completions],
         "source": [sampled[:size] for size in sizes],
         "turn": [by_turn[t][:size] for t, size in zip(turns, sizes, strict=True)],
-        "policy_version": [versions[:size] for size in sizes],
+        "policy_version": [
+            versions[:size] if c.versions is None else c.versions
+            for c, size in zip(completions, sizes, strict=True)
+        ],
         "log_probs": [c.log_probs for c in completions],
     }
     lengths = [p.token_ids.shape[0] + size for p, size in zip(prompts, sizes, strict=True)]

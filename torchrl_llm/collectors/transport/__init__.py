@@ -1,0 +1,7 @@
+"""Transports: how rows get from the processes that collect to the one that trains."""
+
+from __future__ import annotations
+
+from torchrl_llm.collectors.transport.base import Delivery, LocalChannel, RowChannel, WorkerCounts
+
+__all__ = ["Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
