@@ -11,6 +11,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Neither library tells its makers about runs of our tests.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # The models here are so small that a second thread only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
