@@ -7,9 +7,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.collectors.transport import WorkerCounts
-from torchrl_llm.data import MaskReason, Source
-from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.collectors.staleness import (
     Pacer,
     StalenessRule,
@@ -17,6 +14,9 @@ from torchrl_llm.collectors.staleness import (
     age_metrics,
     sampled_versions,
 )
+from torchrl_llm.collectors.transport import WorkerCounts
+from torchrl_llm.data import MaskReason, Source
+from torchrl_llm.errors import ConfigError, DataError
 
 
 def row(*versions, masked=()):
