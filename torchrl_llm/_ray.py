@@ -5,13 +5,27 @@ No other file imports ``ray`` but through :func:`require_ray`.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from types import ModuleType
 from typing import Any
 
 from torchrl_llm._imports import require
-from torchrl_llm.errors import ResourceError, WorkerError
+from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
-__all__ = ["CALL_TIMEOUT_S", "START_TIMEOUT_S", "check_resources", "get", "require_ray"]
+__all__ = [
+    "CALL_TIMEOUT_S",
+    "START_TIMEOUT_S",
+    "ActorOptions",
+    "RemoteObject",
+    "check_resources",
+    "get",
+    "require_ray",
+]
 
 CALL_TIMEOUT_S = 300.0
 """Seconds that a call of an actor may take unless its caller says otherwise."""
@@ -57,35 +71,259 @@ def get(refs: Any, *, timeout_s: float, what: str) -> Any:
         return ray.get(refs, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
         raise WorkerError(f"{what}: no answer within {timeout_s:g} s") from None
-    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-        raise WorkerError(f"{what}: {type(error).__name__}: {error}") from None
     except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, Exception) else error from None
+        cause = error.cause
+        raise cause if isinstance(cause, Exception) else error from None
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"{what}: {type(error).__name__}: {error}") from None
 
 
-def check_resources(what: str, bundles: list[dict[str, float]]) -> None:
+def check_resources(what: str, bundles: list[dict[str, float]], *, settle_s: float = 10.0) -> None:
     """Compare what is about to be started with what the cluster has, before anything hangs.
 
     Args:
         what: what is about to be started.
         bundles: resources of each actor, as ``{"CPU": 1, "GPU": 0.5}``.
+        settle_s: seconds to wait for resources that the cluster has and others hold: those of
+            actors that just ended come back with a delay.
 
     Raises:
         ResourceError: they do not suffice; the message says how many are needed and free.
     """
     ray = require_ray(what)
-    total: dict[str, float] = {}
+    needed: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    free, whole = ray.available_resources(), ray.cluster_resources()
-    short = {name: amount for name, amount in total.items() if amount > free.get(name, 0.0) + 1e-6}
+            needed[name] = needed.get(name, 0.0) + amount
+    deadline = time.monotonic() + settle_s
+    while True:
+        free, whole = ray.available_resources(), ray.cluster_resources()
+        short = _short(needed, free)
+        if not short or _short(needed, whole) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
     if short:
         wanted = ", ".join(
-            f"{amount:g} {name} ({free.get(name, 0.0):g} of {whole.get(name, 0.0):g} free)"
-            for name, amount in sorted(short.items())
+            f"{needed[name]:g} {name} ({free.get(name, 0.0):g} of {whole.get(name, 0.0):g} free)"
+            for name in short
         )
         raise ResourceError(
-            f"{what} needs {wanted} for its {len(bundles)} actors; start Ray with more, or ask for "
-            "less for each"
+            f"{what} needs {wanted} for {len(bundles)} actors; start Ray with more, or ask for less"
         )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle in bundles:
+        if all(_short(bundle, node) for node in nodes):
+            raise ResourceError(
+                f"{what} needs {_spell(bundle)} on one machine for one of its actors; the largest "
+                f"machines have {'; '.join(sorted({_spell(bundle, node) for node in nodes}))}"
+            )
+
+
+def _short(needed: Mapping[str, float], there: Mapping[str, float]) -> list[str]:
+    return sorted(name for name, n in needed.items() if n > there.get(name, 0.0) + 1e-6)
+
+
+def _spell(bundle: Mapping[str, float], amounts: Mapping[str, float] | None = None) -> str:
+    amounts = bundle if amounts is None else amounts
+    return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in sorted(bundle))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorOptions:
+    """What one actor needs.
+
+    Args:
+        num_cpus: CPUs that it holds; fractions are allowed.
+        num_gpus: GPUs that it holds.
+        resources: further resources of the cluster by name.
+        max_concurrency: calls that run at once, each in a thread of its own.
+        name: other processes find it by this name; ``None`` for an actor without one.
+        env_vars: environment of its process, set before Python starts.
+        start_timeout_s: most seconds that its creation may take.
+        timeout_s: most seconds that a call may take unless the call says otherwise.
+
+    Raises:
+        ConfigError: for a negative amount or a limit of nothing.
+    """
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    max_concurrency: int = 1
+    name: str | None = None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = START_TIMEOUT_S
+    timeout_s: float = CALL_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        for name, amount in {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}.items():
+            if amount < 0:
+                raise ConfigError(f"an actor cannot hold {amount} of {name}")
+        if self.max_concurrency < 1 or min(self.start_timeout_s, self.timeout_s) <= 0:
+            raise ConfigError("max_concurrency must be at least 1 and every limit of time above 0")
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Its resources as Ray names them, without those that it does not need."""
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: float(amount) for name, amount in wanted.items() if amount > 0}
+
+
+class Host:
+    """What runs inside an actor: it builds one object and calls it by name.
+
+    The object is built by a call and not by the constructor, so that an error of its own reaches
+    whoever asked, instead of the news that an actor died.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._built: list[Any] = []
+
+    def build(self, factory: Callable[[], Any]) -> bool:
+        """Build the object; whether this call did it, for a named actor may have been found."""
+        with self._lock:
+            if self._built:
+                return False
+            self._built.append(factory())
+            return True
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method; dots lead to members of members, and no name calls the object itself."""
+        return self._find(method)(*args, **kwargs)
+
+    def read(self, attribute: str) -> Any:
+        """Value of an attribute."""
+        return self._find(attribute)
+
+    def pid(self) -> int:
+        """Its process; also a sign of life."""
+        return os.getpid()
+
+    def _find(self, path: str) -> Any:
+        if not self._built:
+            raise WorkerError("the actor's object is not built yet")
+        return reduce(getattr, path.split(".") if path else [], self._built[0])
+
+
+class RemoteObject:
+    """An object in an actor of its own: called by name, every call with a limit of time.
+
+    Picklable: the copies name the same actor, which lives until :meth:`shutdown`, until the process
+    that made it ends, or until nobody holds it any more.
+
+    Args:
+        factory: makes the object, in the actor; everything that it holds is sent there.
+        options: what the actor needs.
+        what: what it is; begins error messages.
+        placement: options of Ray that say where the actor goes, such as
+            ``{"scheduling_strategy": ...}``; its resources are then not compared with what is free.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ResourceError: Ray is not running, or has less than what is needed.
+        WorkerError: it did not start in time.
+        Exception: what the factory raised.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        options: ActorOptions | None = None,
+        *,
+        what: str = "a remote object",
+        placement: Mapping[str, Any] | None = None,
+    ) -> None:
+        ray = require_ray(what)
+        options = ActorOptions() if options is None else options
+        found = None if options.name is None else _named_actor(options.name)
+        if found is None and placement is None:
+            check_resources(what, [options.bundle])
+        settings: dict[str, Any] = {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "max_concurrency": options.max_concurrency,
+            **(placement or {}),
+        }
+        if options.resources:
+            settings["resources"] = dict(options.resources)
+        if options.name is not None:
+            settings.update(name=options.name, get_if_exists=True)
+        if options.env_vars:
+            settings["runtime_env"] = {"env_vars": dict(options.env_vars)}
+        actor_class = ray.remote(concurrency_groups={"control": 2})(Host)
+        self.what, self.options = what, options
+        self.handle = found or actor_class.options(**settings).remote()
+        try:
+            get(
+                self._method("build", control=True).remote(factory),
+                timeout_s=options.start_timeout_s,
+                what=f"the start of {what}",
+            )
+        except BaseException:
+            if found is None:
+                self.shutdown()
+            raise
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a method of the object and wait for its result.
+
+        Args:
+            method: its name.
+            args: its positional arguments.
+            timeout_s: most seconds to wait; that of the options by default.
+            kwargs: its keyword arguments.
+
+        Raises:
+            WorkerError: the actor died or did not answer in time.
+            Exception: what the method raised.
+        """
+        return self.result(self.submit(method, *args, **kwargs), timeout_s=timeout_s, call=method)
+
+    def submit(self, method: str, *args: Any, control: bool = False, **kwargs: Any) -> Any:
+        """Start a call and return Ray's reference to its result.
+
+        Args:
+            method: its name.
+            args: its positional arguments.
+            control: run it beside the ordinary calls, in a thread that is kept free for this.
+            kwargs: its keyword arguments.
+        """
+        return self._method("call", control=control).remote(method, args, kwargs)
+
+    def result(self, ref: Any, *, timeout_s: float | None = None, call: str = "a call") -> Any:
+        """Wait for what :meth:`submit` returned; raises as :meth:`call` does."""
+        limit = self.options.timeout_s if timeout_s is None else timeout_s
+        return get(ref, timeout_s=limit, what=f"{call} of {self.what}")
+
+    def read(self, attribute: str, *, timeout_s: float | None = None) -> Any:
+        """Value of an attribute of the object; raises as :meth:`call` does."""
+        ref = self._method("read", control=True).remote(attribute)
+        return self.result(ref, timeout_s=timeout_s, call=attribute)
+
+    def pid(self, *, timeout_s: float = 10.0) -> int:
+        """Process of the actor, from a thread that is kept free for this.
+
+        Raises:
+            WorkerError: it died or did not answer in time.
+        """
+        ref = self._method("pid", control=True).remote()
+        return self.result(ref, timeout_s=timeout_s, call="a sign of life")
+
+    def shutdown(self) -> None:
+        """End the actor at once; nothing to do where it ended or Ray stopped already."""
+        ray = require_ray(self.what, running=False)
+        if ray.is_initialized():
+            ray.kill(self.handle)
+
+    def _method(self, name: str, *, control: bool) -> Any:
+        method = getattr(self.handle, name)
+        return method.options(concurrency_group="control") if control else method
+
+
+def _named_actor(name: str) -> Any:
+    ray = require_ray(name)
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None

@@ -1,0 +1,133 @@
+"""Objects in Ray actors: found, called, limited, killed; every wait ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
+from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def times(cluster):
+    """The module ``time`` in an actor: something to call that can also sleep."""
+    remote = RemoteObject(
+        partial(importlib.import_module, "time"),
+        ActorOptions(num_cpus=0.5, max_concurrency=4),
+        what="a clock",
+    )
+    yield remote
+    remote.shutdown()
+
+
+def test_without_ray_the_message_says_how_to_start_it():
+    assert not ray.is_initialized()
+    with pytest.raises(ResourceError, match=r"a clock needs a running Ray: call ray.init"):
+        RemoteObject(dict, what="a clock")
+
+
+def test_calls_attributes_and_errors_are_those_of_the_object(times):
+    assert times.call("gmtime", 0).tm_year == 1970
+    assert times.read("gmtime.__name__") == "gmtime"
+    with pytest.raises(OverflowError):
+        times.call("gmtime", 10**30)
+    with pytest.raises(AttributeError, match="nonsense"):
+        times.call("nonsense")
+
+
+def test_calls_run_beside_each_other_and_a_sign_of_life_beside_all(times):
+    started = time.monotonic()
+    refs = [times.submit("sleep", 1.5) for _ in range(4)]
+    assert times.pid(timeout_s=1.4) != os.getpid()
+    assert time.monotonic() - started < 1.5
+    for ref in refs:
+        times.result(ref)
+    assert time.monotonic() - started < 4.5
+
+
+def test_a_call_without_an_answer_ends_at_its_limit(times):
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="sleep of a clock: no answer within 0.3 s"):
+        times.call("sleep", 3, timeout_s=0.3)
+    assert time.monotonic() - started < 2
+
+
+def test_a_pickled_copy_names_the_same_actor(times):
+    assert pickle.loads(pickle.dumps(times)).pid() == times.pid()
+
+
+def test_an_error_of_the_factory_reaches_whoever_asked(cluster):
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        RemoteObject(partial(importlib.import_module, "no_such_module"), ActorOptions(num_cpus=0))
+
+
+def test_named_actors_are_found_and_built_once(cluster):
+    options = ActorOptions(num_cpus=0, name="shared")
+    first = RemoteObject(partial(dict, a=1), options)
+    second = RemoteObject(partial(dict, a=2), options)
+    assert second.pid() == first.pid()
+    assert second.call("get", "a") == 1
+    first.shutdown()
+
+
+def test_a_killed_actor_fails_its_calls_with_its_name_and_soon(cluster):
+    remote = RemoteObject(
+        partial(importlib.import_module, "time"),
+        ActorOptions(num_cpus=0, max_concurrency=2, env_vars={"TZ": "UTC-7"}),
+        what="clock 3",
+    )
+    assert remote.call("localtime", 0).tm_hour == 7
+    ref = remote.submit("sleep", 60)
+    threading.Timer(0.3, os.kill, (remote.pid(), signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="clock 3.*died"):
+        remote.result(ref)
+    with pytest.raises(WorkerError, match="a sign of life of clock 3"):
+        remote.pid()
+    assert time.monotonic() - started < 20
+
+
+def test_what_the_cluster_cannot_give_is_said_before_anything_starts(cluster):
+    started = time.monotonic()
+    with pytest.raises(ResourceError, match=r"a pool needs 6 CPU \(.* of 2 free\) for 3 actors"):
+        check_resources("a pool", [{"CPU": 2.0}] * 3)
+    with pytest.raises(ResourceError, match=r"1 GPU \(0 of 0 free\)"):
+        RemoteObject(dict, ActorOptions(num_gpus=1))
+    assert time.monotonic() - started < 5
+
+
+def test_what_others_hold_is_waited_for_and_then_named(cluster):
+    holder = RemoteObject(dict, ActorOptions(num_cpus=1.5))
+    with pytest.raises(ResourceError, match=r"1 CPU \(0(\.5)? of 2 free\)"):
+        check_resources("more", [{"CPU": 1.0}], settle_s=0.5)
+    threading.Timer(0.5, holder.shutdown).start()
+    check_resources("more", [{"CPU": 1.0}])
+
+
+@pytest.mark.parametrize("bad", [{"num_gpus": -1}, {"max_concurrency": 0}, {"timeout_s": 0}])
+def test_impossible_options_are_refused(bad):
+    with pytest.raises(ConfigError):
+        ActorOptions(**bad)
+
+
+def test_ray_is_imported_without_running_where_that_is_enough():
+    assert require_ray("a test", running=False) is ray
