@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from torchrl_llm.collectors.transport.base import Delivery, LocalChannel, RowChannel, WorkerCounts
+from torchrl_llm.collectors.transport.base import (
+    ChannelState,
+    Delivery,
+    LocalChannel,
+    RowChannel,
+    WorkerCounts,
+)
 
-__all__ = ["Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
+__all__ = ["ChannelState", "Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]

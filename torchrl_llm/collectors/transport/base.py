@@ -16,12 +16,14 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchrl_llm.data.wire import PackedRows
+from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = ["Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
+__all__ = ["ChannelState", "Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Delivery:
         sequence: 0, 1, 2, ... of this worker; a gap is a loss.
         claimed: rows that were claimed for this delivery, which these rows use up.
         generated: tokens that the worker has sampled since it started, these rows included.
+        tokens: sampled tokens of these rows.
         digests: version of the weights to their digest, for the versions that sampled these rows.
     """
 
@@ -42,6 +45,7 @@ class Delivery:
     sequence: int
     claimed: int = 0
     generated: int = 0
+    tokens: int = 0
     digests: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -53,17 +57,28 @@ class WorkerCounts:
         claimed: rows that it may collect and has not delivered.
         generated: tokens that it says it has sampled.
         delivered: deliveries of it that were put.
-        seen_s: ``time.time()`` of its last sign of life.
+        delivered_tokens: sampled tokens of these.
+        seen_s: ``time.time()`` of its last sign of life, which every call of it is.
     """
 
     claimed: int = 0
     generated: int = 0
     delivered: int = 0
+    delivered_tokens: int = 0
     seen_s: float = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens that it has sampled and not delivered; lost if it dies now."""
+        return max(self.generated - self.delivered_tokens, 0)
 
 
 class RowChannel(ABC):
-    """Bounded, many writers, one reader; every call returns or raises within its limit of time."""
+    """Bounded, many writers, one reader; every call returns or raises within its limit of time.
+
+    Handles may be copied to threads and, but for :class:`LocalChannel`, pickled to processes. The
+    conformance tests are ``test/conformance/channels.py``.
+    """
 
     # -- the workers' end ---------------------------------------------------------------------
 
@@ -71,9 +86,12 @@ class RowChannel(ABC):
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
         """Hand rows over; waits while the channel is full.
 
+        A delivery whose sequence number was taken before is not taken twice, so a worker that is in
+        doubt (an answer that was lost) may put it again.
+
         Raises:
             queue.Full: nobody made room in time. The delivery was not taken; try again.
-            WorkerError: the channel is gone.
+            WorkerError: the channel is gone or closed, or this worker was forgotten.
         """
 
     @abstractmethod
@@ -87,11 +105,18 @@ class RowChannel(ABC):
 
         Returns:
             Whether they were granted.
+
+        Raises:
+            WorkerError: the channel is gone or closed, or this worker was forgotten.
         """
 
     @abstractmethod
     def report(self, worker: str, *, generated: int) -> None:
-        """Say how many tokens were sampled since the worker started; also a sign of life."""
+        """Say how many tokens were sampled since the worker started; also a sign of life.
+
+        Raises:
+            WorkerError: the channel is gone or closed, or this worker was forgotten.
+        """
 
     @abstractmethod
     def version(self) -> int:
@@ -101,7 +126,7 @@ class RowChannel(ABC):
 
     @abstractmethod
     def get(self, *, timeout_s: float) -> Delivery:
-        """The next delivery.
+        """The next delivery, those of one worker in the order of their sequence.
 
         Raises:
             queue.Empty: none came in time.
@@ -110,7 +135,11 @@ class RowChannel(ABC):
 
     @abstractmethod
     def grant(self, num_rows: int) -> None:
-        """Allow workers to claim so many more rows; negative takes back what nobody claimed."""
+        """Allow workers to claim so many more rows.
+
+        Args:
+            num_rows: negative takes back what nobody claimed, as far as there is any.
+        """
 
     @abstractmethod
     def set_version(self, version: int) -> None:
@@ -118,11 +147,19 @@ class RowChannel(ABC):
 
     @abstractmethod
     def workers(self) -> dict[str, WorkerCounts]:
-        """What is known of every worker that ever called."""
+        """What is known of every worker that called and was not forgotten; copies."""
 
     @abstractmethod
     def forget(self, worker: str) -> WorkerCounts:
-        """Take a dead worker's claims back for others, and return its last counts."""
+        """Take a dead worker's claims back for others, and return its last counts.
+
+        What it has put may still be got. What it sampled and did not put is :meth:`lost`. Should it
+        be alive after all, its further calls are refused: others may have its claims by now.
+        """
+
+    @abstractmethod
+    def lost(self) -> int:
+        """Tokens that workers had sampled and not put when they were forgotten, all together."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -130,7 +167,88 @@ class RowChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Refuse further calls of workers; what waits may still be got."""
+        """Refuse further calls of workers, those that wait now included; what waits may be got."""
+
+
+class ChannelState:
+    """The book-keeping of a channel, without any waiting: every call returns at once.
+
+    Not thread-safe. Channels whose state lives in one process of Python wrap it.
+
+    Args:
+        max_size: deliveries that may wait.
+
+    Raises:
+        ConfigError: for a size below 1.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        if max_size < 1:
+            raise ConfigError(f"max_size must be at least 1, got {max_size}")
+        self.max_size = max_size
+        self.waiting: deque[Delivery] = deque()
+        self.version = 0
+        self.closed = False
+        self.lost = 0
+        self._granted = 0
+        self._workers: dict[str, WorkerCounts] = {}
+        self._forgotten: set[str] = set()
+
+    def _counts(self, worker: str) -> WorkerCounts:
+        if self.closed:
+            raise WorkerError("the channel was closed; no further rows are wanted")
+        if worker in self._forgotten:
+            raise WorkerError(
+                f"worker {worker!r} was taken for dead and forgotten; its claims went to others. "
+                "Start it anew under another name"
+            )
+        counts = self._workers.setdefault(worker, WorkerCounts())
+        counts.seen_s = time.time()
+        return counts
+
+    def try_put(self, delivery: Delivery) -> bool:
+        """Whether there was room; see :meth:`RowChannel.put`."""
+        counts = self._counts(delivery.worker)
+        if delivery.sequence < counts.delivered:
+            return True
+        if len(self.waiting) >= self.max_size:
+            return False
+        self.waiting.append(delivery)
+        counts.claimed -= delivery.claimed
+        counts.delivered = delivery.sequence + 1
+        counts.delivered_tokens += delivery.tokens
+        counts.generated = max(counts.generated, delivery.generated)
+        return True
+
+    def try_claim(self, worker: str, num_rows: int) -> bool:
+        """Whether they were granted; see :meth:`RowChannel.claim`."""
+        counts = self._counts(worker)
+        if self._granted < num_rows:
+            return False
+        self._granted -= num_rows
+        counts.claimed += num_rows
+        return True
+
+    def report(self, worker: str, generated: int) -> None:
+        """See :meth:`RowChannel.report`."""
+        counts = self._counts(worker)
+        counts.generated = max(counts.generated, generated)
+
+    def grant(self, num_rows: int) -> None:
+        """See :meth:`RowChannel.grant`."""
+        self._granted = max(self._granted + num_rows, 0)
+
+    def workers(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.workers`."""
+        return {name: replace(counts) for name, counts in self._workers.items()}
+
+    def forget(self, worker: str) -> WorkerCounts:
+        """See :meth:`RowChannel.forget`."""
+        self._forgotten.add(worker)
+        counts = self._workers.pop(worker, WorkerCounts())
+        self._granted += max(counts.claimed, 0)
+        self.lost += counts.in_flight
+        return counts
 
 
 class LocalChannel(RowChannel):
@@ -138,6 +256,9 @@ class LocalChannel(RowChannel):
 
     Args:
         max_size: deliveries that may wait.
+
+    Raises:
+        ConfigError: for a size below 1.
 
     Example:
         >>> channel = LocalChannel(max_size=2)
@@ -147,83 +268,72 @@ class LocalChannel(RowChannel):
     """
 
     def __init__(self, max_size: int = 8) -> None:
-        self._queue: queue.Queue[Delivery] = queue.Queue(max_size)
+        self._state = ChannelState(max_size)
         self._changed = threading.Condition()
-        self._granted = 0
-        self._version = 0
-        self._workers: dict[str, WorkerCounts] = {}
-        self._closed = False
-
-    def _counts(self, worker: str) -> WorkerCounts:
-        counts = self._workers.setdefault(worker, WorkerCounts())
-        counts.seen_s = time.time()
-        return counts
 
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
         """See :meth:`RowChannel.put`."""
-        if self._closed:
-            raise queue.Full
-        self._queue.put(delivery, timeout=timeout_s)
         with self._changed:
-            counts = self._counts(delivery.worker)
-            counts.claimed -= delivery.claimed
-            counts.delivered += 1
-            counts.generated = max(counts.generated, delivery.generated)
+            if not self._changed.wait_for(lambda: self._state.try_put(delivery), timeout_s):
+                raise queue.Full
+            self._changed.notify_all()
 
     def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
         """See :meth:`RowChannel.claim`."""
         with self._changed:
-            granted = self._changed.wait_for(
-                lambda: self._closed or self._granted >= num_rows, timeout_s
+            return self._changed.wait_for(
+                lambda: self._state.try_claim(worker, num_rows), timeout_s
             )
-            if not granted or self._closed:
-                return False
-            self._granted -= num_rows
-            self._counts(worker).claimed += num_rows
-            return True
 
     def report(self, worker: str, *, generated: int) -> None:
         """See :meth:`RowChannel.report`."""
         with self._changed:
-            counts = self._counts(worker)
-            counts.generated = max(counts.generated, generated)
+            self._state.report(worker, generated)
 
     def version(self) -> int:
         """See :meth:`RowChannel.version`."""
-        return self._version
+        return self._state.version
 
     def get(self, *, timeout_s: float) -> Delivery:
         """See :meth:`RowChannel.get`."""
-        return self._queue.get(timeout=timeout_s)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._state.waiting, timeout_s):
+                raise queue.Empty
+            delivery = self._state.waiting.popleft()
+            self._changed.notify_all()
+            return delivery
 
     def grant(self, num_rows: int) -> None:
         """See :meth:`RowChannel.grant`."""
         with self._changed:
-            self._granted += num_rows
+            self._state.grant(num_rows)
             self._changed.notify_all()
 
     def set_version(self, version: int) -> None:
         """See :meth:`RowChannel.set_version`."""
-        self._version = version
+        self._state.version = version
 
     def workers(self) -> dict[str, WorkerCounts]:
         """See :meth:`RowChannel.workers`."""
         with self._changed:
-            return dict(self._workers)
+            return self._state.workers()
 
     def forget(self, worker: str) -> WorkerCounts:
         """See :meth:`RowChannel.forget`."""
         with self._changed:
-            counts = self._workers.pop(worker, WorkerCounts())
-            self._granted += counts.claimed
+            counts = self._state.forget(worker)
             self._changed.notify_all()
             return counts
 
+    def lost(self) -> int:
+        """See :meth:`RowChannel.lost`."""
+        return self._state.lost
+
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return len(self._state.waiting)
 
     def close(self) -> None:
         """See :meth:`RowChannel.close`."""
         with self._changed:
-            self._closed = True
+            self._state.closed = True
             self._changed.notify_all()
