@@ -76,14 +76,14 @@ class ChannelConformance:
 
     def test_a_delivery_arrives_as_it_was_put(self, channel):
         sent = delivery(
-            values=(3, 1, 4), claimed=2, generated=9, tokens=3, digests={7: "abc", 8: "d"}
+            values=(3, 1, 4), claimed=2, generated=9, sent=3, digests={7: "abc", 8: "d"}
         )
         channel.put(sent, timeout_s=PATIENCE_S)
         assert len(channel) == 1
         got = channel.get(timeout_s=PATIENCE_S)
         assert len(channel) == 0
         assert (got.worker, got.sequence, got.claimed) == ("a", 0, 2)
-        assert (got.generated, got.tokens, dict(got.digests)) == (9, 3, {7: "abc", 8: "d"})
+        assert (got.generated, got.sent, dict(got.digests)) == (9, 3, {7: "abc", 8: "d"})
         assert ids_of(got) == [[3, 1, 4], []]
         first, second = unpack_rows(got.rows).unbind(0)
         assert (first["text"], second["text"]) == ("héllo", "")
@@ -135,10 +135,10 @@ class ChannelConformance:
 
     def test_a_delivery_that_is_put_again_is_taken_once(self, channel):
         for _ in range(2):
-            channel.put(delivery(tokens=2, generated=2, claimed=0), timeout_s=PATIENCE_S)
+            channel.put(delivery(sent=2, generated=2, claimed=0), timeout_s=PATIENCE_S)
         assert len(channel) == 1
         counts = channel.workers()["a"]
-        assert (counts.delivered, counts.delivered_tokens) == (1, 2)
+        assert (counts.delivered, counts.sent) == (1, 2)
 
     def test_many_writers_and_one_reader_lose_nothing(self, channel_factory):
         channel = channel_factory(3)
@@ -146,7 +146,7 @@ class ChannelConformance:
 
         def write(name):
             for i in range(each):
-                channel.put(delivery(name, i, values=(i,), tokens=1), timeout_s=PATIENCE_S)
+                channel.put(delivery(name, i, values=(i,), sent=i + 1), timeout_s=PATIENCE_S)
 
         writers = [in_thread(write, name) for name in names]
         got = [channel.get(timeout_s=PATIENCE_S) for _ in range(each * len(names))]
@@ -209,9 +209,9 @@ class ChannelConformance:
         channel.report("a", generated=10)
         channel.report("a", generated=4)
         assert channel.workers()["a"].generated == 10
-        channel.put(delivery(generated=12, tokens=5), timeout_s=PATIENCE_S)
+        channel.put(delivery(generated=12, sent=5), timeout_s=PATIENCE_S)
         counts = channel.workers()["a"]
-        assert (counts.generated, counts.delivered_tokens, counts.in_flight) == (12, 5, 7)
+        assert (counts.generated, counts.sent, counts.in_flight) == (12, 5, 7)
 
     def test_every_call_of_a_worker_is_a_sign_of_life(self, channel):
         calls = [
@@ -238,17 +238,19 @@ class ChannelConformance:
     def test_the_claims_of_a_dead_worker_go_to_others_and_its_tokens_are_lost(self, channel):
         channel.grant(4)
         assert channel.claim("a", 4, timeout_s=0)
-        channel.put(delivery(claimed=1, generated=5, tokens=3), timeout_s=PATIENCE_S)
+        channel.put(delivery(claimed=1, generated=5, sent=3), timeout_s=PATIENCE_S)
         channel.report("a", generated=9)
         counts = channel.forget("a")
         assert (counts.claimed, counts.generated, counts.delivered) == (3, 9, 1)
-        assert channel.lost() == 6
         assert "a" not in channel.workers()
         assert channel.claim("b", 3, timeout_s=0)
         assert not channel.claim("b", 1, timeout_s=0)
         # What it had put before is still worth having.
-        assert channel.get(timeout_s=PATIENCE_S).tokens == 3
-        assert channel.lost() == 6
+        assert channel.get(timeout_s=PATIENCE_S).sent == 3
+        assert channel.forgotten()["a"].in_flight == 6
+        # Forgotten twice, its claims come back once.
+        assert channel.forget("a").in_flight == 6
+        assert not channel.claim("b", 1, timeout_s=0)
 
     def test_who_waits_for_a_claim_gets_that_of_the_dead(self, channel):
         channel.grant(2)
@@ -280,7 +282,8 @@ class ChannelConformance:
 
     def test_nothing_is_known_of_who_never_called(self, channel):
         counts = channel.forget("nobody")
-        assert (counts.claimed, counts.generated, channel.lost()) == (0, 0, 0)
+        assert (counts.claimed, counts.generated) == (0, 0)
+        assert [c.in_flight for c in channel.forgotten().values()] == [0]
 
     # -- version and end ------------------------------------------------------------------------
 

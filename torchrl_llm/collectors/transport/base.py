@@ -36,7 +36,8 @@ class Delivery:
         sequence: 0, 1, 2, ... of this worker; a gap is a loss.
         claimed: rows that were claimed for this delivery, which these rows use up.
         generated: tokens that the worker has sampled since it started, these rows included.
-        tokens: sampled tokens of these rows.
+        sent: how many of those tokens it has delivered, these rows included; ``None`` where it does
+            not count them.
         digests: version of the weights to their digest, for the versions that sampled these rows.
     """
 
@@ -45,7 +46,7 @@ class Delivery:
     sequence: int
     claimed: int = 0
     generated: int = 0
-    tokens: int = 0
+    sent: int | None = None
     digests: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -57,20 +58,20 @@ class WorkerCounts:
         claimed: rows that it may collect and has not delivered.
         generated: tokens that it says it has sampled.
         delivered: deliveries of it that were put.
-        delivered_tokens: sampled tokens of these.
+        sent: sampled tokens of these, as far as it counts them.
         seen_s: ``time.time()`` of its last sign of life, which every call of it is.
     """
 
     claimed: int = 0
     generated: int = 0
     delivered: int = 0
-    delivered_tokens: int = 0
+    sent: int = 0
     seen_s: float = 0.0
 
     @property
     def in_flight(self) -> int:
         """Tokens that it has sampled and not delivered; lost if it dies now."""
-        return max(self.generated - self.delivered_tokens, 0)
+        return max(self.generated - self.sent, 0)
 
 
 class RowChannel(ABC):
@@ -153,13 +154,13 @@ class RowChannel(ABC):
     def forget(self, worker: str) -> WorkerCounts:
         """Take a dead worker's claims back for others, and return its last counts.
 
-        What it has put may still be got. What it sampled and did not put is :meth:`lost`. Should it
-        be alive after all, its further calls are refused: others may have its claims by now.
+        What it has put may still be got; what it sampled and did not put is lost. Should it be
+        alive after all, its further calls are refused: others may have its claims by now.
         """
 
     @abstractmethod
-    def lost(self) -> int:
-        """Tokens that workers had sampled and not put when they were forgotten, all together."""
+    def forgotten(self) -> dict[str, WorkerCounts]:
+        """Last counts of the workers that were forgotten; what they had in flight is lost."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -189,10 +190,9 @@ class ChannelState:
         self.waiting: deque[Delivery] = deque()
         self.version = 0
         self.closed = False
-        self.lost = 0
         self._granted = 0
         self._workers: dict[str, WorkerCounts] = {}
-        self._forgotten: set[str] = set()
+        self._forgotten: dict[str, WorkerCounts] = {}
 
     def _counts(self, worker: str) -> WorkerCounts:
         if self.closed:
@@ -216,7 +216,7 @@ class ChannelState:
         self.waiting.append(delivery)
         counts.claimed -= delivery.claimed
         counts.delivered = delivery.sequence + 1
-        counts.delivered_tokens += delivery.tokens
+        counts.sent = counts.sent if delivery.sent is None else delivery.sent
         counts.generated = max(counts.generated, delivery.generated)
         return True
 
@@ -244,11 +244,14 @@ class ChannelState:
 
     def forget(self, worker: str) -> WorkerCounts:
         """See :meth:`RowChannel.forget`."""
-        self._forgotten.add(worker)
-        counts = self._workers.pop(worker, WorkerCounts())
-        self._granted += max(counts.claimed, 0)
-        self.lost += counts.in_flight
-        return counts
+        if worker not in self._forgotten:
+            self._forgotten[worker] = self._workers.pop(worker, WorkerCounts())
+            self._granted += max(self._forgotten[worker].claimed, 0)
+        return replace(self._forgotten[worker])
+
+    def forgotten(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.forgotten`."""
+        return {name: replace(counts) for name, counts in self._forgotten.items()}
 
 
 class LocalChannel(RowChannel):
@@ -325,9 +328,10 @@ class LocalChannel(RowChannel):
             self._changed.notify_all()
             return counts
 
-    def lost(self) -> int:
-        """See :meth:`RowChannel.lost`."""
-        return self._state.lost
+    def forgotten(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.forgotten`."""
+        with self._changed:
+            return self._state.forgotten()
 
     def __len__(self) -> int:
         return len(self._state.waiting)
