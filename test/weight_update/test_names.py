@@ -14,7 +14,7 @@ from torchrl_llm.weight_update import engine_weights, get_model_metadata, normal
 
 
 @pytest.mark.parametrize(
-    "wrapped, bare",
+    ("wrapped", "bare"),
     [
         ("model.norm.weight", "model.norm.weight"),
         ("module.model.norm.weight", "model.norm.weight"),
@@ -32,7 +32,7 @@ def test_a_wrapped_name_becomes_the_bare_one(wrapped, bare):
 
 
 def test_every_form_of_a_model_gives_the_same_weights(tiny_model):
-    expected = {name: value for name, value in tiny_model.named_parameters()}
+    expected = dict(tiny_model.named_parameters())
     compiled = torch.compile(tiny_model)
     for form in (
         tiny_model,
@@ -44,13 +44,15 @@ def test_every_form_of_a_model_gives_the_same_weights(tiny_model):
         weights = engine_weights(form)
         assert list(weights) == sorted(expected)
         for name, value in weights.items():
-            assert value.data_ptr() == expected[name].data_ptr() and not value.requires_grad
+            assert value.data_ptr() == expected[name].data_ptr()
+            assert not value.requires_grad
 
 
 def test_a_tied_weight_has_one_name(tiny_model):
     assert tiny_model.config.tie_word_embeddings
     weights = engine_weights(tiny_model)
-    assert "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
+    assert "model.embed_tokens.weight" in weights
 
 
 def test_metadata_tell_type_and_shape_of_what_is_sent(tiny_model):
@@ -107,7 +109,7 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(tiny_model):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
     model = peft.get_peft_model(copy.deepcopy(tiny_model), config)
-    with pytest.raises(WeightUpdateError, match="lm_head.*tied"):
+    with pytest.raises(WeightUpdateError, match=r"lm_head.*tied"):
         engine_weights(model)
 
 
