@@ -1,0 +1,442 @@
+"""The learner's end of a channel, with the interface of a collector.
+
+Elsewhere (threads, actors of Ray, processes that only share a Redis) workers collect rows and put
+them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is what
+a training loop iterates instead of an environment: it grants rows to the workers, takes their
+deliveries, refuses those that do not hold what they claim, gives dead workers up, and tells the
+workers of new weights.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torch import nn
+from torchrl._utils import logger
+from torchrl.collectors import BaseCollector
+
+from torchrl_llm.collectors.staleness import Pacer, sampled_versions
+from torchrl_llm.collectors.transport.base import Delivery, RowChannel, WorkerCounts
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.wire import own_rows, pack_rows, unpack_row_list
+from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
+from torchrl_llm.weight_update import WeightUpdater
+
+__all__ = ["ChannelCollector"]
+
+_POLL_S = 1.0
+# Nobody holds a claim and nothing comes, for so long: what is granted is too little to claim.
+_STARVED_S = 5.0
+
+Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+
+
+class ChannelCollector(BaseCollector):
+    """Iterates over batches of rows that workers elsewhere collect.
+
+    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, in the order in
+    which they came. Between two batches the caller trains and calls :meth:`update_policy_weights_`.
+    It ends never by itself; without rows it raises within ``timeout_s``.
+
+    Args:
+        channel: the workers put into it.
+        batch_rows: rows of a batch, reached or exceeded.
+        pacer: how many rows are granted, and which slow workers a batch waits for. Without one the
+            caller grants, with :meth:`grant`.
+        publish: ``publish(weights, version)`` brings weights to where the workers find them, before
+            the channel names the version; returns their digest, or ``None``.
+        weight_updater: does that by ``push_weights(weights)`` instead; at most one of the two.
+        timeout_s: most seconds to wait for a delivery that is accepted.
+        worker_timeout_s: a worker that holds claims and gives no sign of life for so many seconds
+            is given up: its claims go to others, its tokens are lost.
+        check: called with each delivery; a
+            :class:`~torchrl_llm.errors.WeightUpdateError` refuses it.
+        version: of the weights that the workers begin with.
+
+    Raises:
+        ConfigError: for arguments that contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_llm.collectors.staleness import StalenessRule
+        >>> from torchrl_llm.collectors.transport import LocalChannel
+        >>> channel = LocalChannel()
+        >>> pacer = Pacer(StalenessRule(max_policy_age=0), batch_rows=2)
+        >>> collector = ChannelCollector(channel, batch_rows=2, pacer=pacer)
+        >>> channel.claim("a", 2, timeout_s=0)
+        True
+        >>> rows = pack_rows([TensorDict(x=torch.tensor(i)) for i in range(2)])
+        >>> channel.put(Delivery(rows, "a", 0, claimed=2), timeout_s=1)
+        >>> collector.next()["x"].tolist()
+        [0, 1]
+        >>> channel.claim("a", 2, timeout_s=0)  # not before the update that the batch led to
+        False
+        >>> collector.update_policy_weights_()
+        >>> channel.claim("a", 2, timeout_s=0), channel.version()
+        (True, 1)
+    """
+
+    def __init__(
+        self,
+        channel: RowChannel,
+        *,
+        batch_rows: int,
+        pacer: Pacer | None = None,
+        publish: Callable[[Weights | None, int], str | None] | None = None,
+        weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
+        timeout_s: float = 600.0,
+        worker_timeout_s: float = 120.0,
+        check: Callable[[Delivery], None] | None = None,
+        version: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_rows < 1:
+            raise ConfigError(f"batch_rows must be at least 1, got {batch_rows}")
+        if publish is not None and weight_updater is not None:
+            raise ConfigError("pass publish or a weight_updater, not both")
+        self.channel, self.batch_rows, self.pacer = channel, batch_rows, pacer
+        self.timeout_s, self.worker_timeout_s = timeout_s, worker_timeout_s
+        self.requested_frames_per_batch, self.total_frames = batch_rows, -1
+        self._publish, self._check = publish, check
+        self._version = version
+        self._digests: dict[int, str] = {}
+        self._held: list[TensorDict] = []
+        self._unused = 0
+        self._tokens = {"received": 0, "refused": 0}
+        self._lost_before, self._lost_taken = 0, 0
+        self._iter, self._frames = -1, 0
+        self._watched_s = 0.0
+        self._reason = ""
+        self._closed = False
+        self.weight_updater = weight_updater
+        channel.set_version(version)
+        self._top_up()
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[LazyStackedTensorDict]:
+        """Batches, one after the other."""
+        while True:
+            yield self.collect()
+
+    def collect(self) -> LazyStackedTensorDict:
+        """The next batch: whole deliveries until there are ``batch_rows`` rows.
+
+        With a pacer also those of workers whose rows would be too old for the batch after.
+
+        Raises:
+            WorkerError: no delivery was accepted within the limit, or the channel is gone.
+        """
+        while len(self._held) < self.batch_rows or self.stragglers():
+            self._held += self.receive()
+        rows, self._held = self._held, []
+        self._iter += 1
+        return lazy_rows(rows)
+
+    def receive(self, *, timeout_s: float | None = None) -> list[TensorDict]:
+        """The rows of the next delivery that is accepted; what :meth:`collect` is made of.
+
+        Args:
+            timeout_s: most seconds to wait; ``None`` for the collector's own limit.
+
+        Returns:
+            Rows without batch dimension, a row a turn; possibly none, where a worker delivered
+            none.
+
+        Raises:
+            WorkerError: none came in time, or the channel is gone.
+        """
+        if self._closed:
+            raise ConfigError("this collector was shut down")
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        started = starved = time.monotonic()
+        while True:
+            left_s = started + limit_s - time.monotonic()
+            self._watch()
+            try:
+                delivery = self.channel.get(timeout_s=max(0.0, min(_POLL_S, left_s)))
+            except queue.Empty:
+                if left_s <= 0:
+                    raise WorkerError(self._nothing_came(limit_s)) from None
+                if any(counts.claimed > 0 for counts in self.channel.workers().values()):
+                    starved = time.monotonic()
+                elif time.monotonic() - starved > _STARVED_S and self.pacer is not None:
+                    self._relieve()
+                    starved = time.monotonic()
+                continue
+            rows = self._accept(delivery)
+            if rows is not None:
+                return rows
+
+    def _accept(self, delivery: Delivery) -> list[TensorDict] | None:
+        rows = own_rows(unpack_row_list(delivery.rows))
+        tokens = sum(map(sampled_tokens, rows))
+        try:
+            self._verify(delivery, rows)
+        except WeightUpdateError as error:
+            self._reason = str(error)
+            logger.warning(f"delivery {delivery.sequence} of {delivery.worker!r} refused: {error}")
+            self._tokens["refused"] += tokens
+            self._discard(delivery.claimed)
+            return None
+        self._tokens["received"] += tokens
+        self._frames += len(rows)
+        # Claims that brought no row are used up at once; the others with the update.
+        self._unused += min(len(rows), delivery.claimed)
+        self._discard(max(delivery.claimed - len(rows), 0))
+        return rows
+
+    def _verify(self, delivery: Delivery, rows: list[TensorDict]) -> None:
+        """Refuse rows that were not sampled by the weights that they name."""
+        for version, digest in delivery.digests.items():
+            known = self._digests.get(version)
+            if version > self._version or (known is not None and known != digest):
+                raise WeightUpdateError(
+                    f"it was sampled by version {version} with digest {digest}; this learner is at "
+                    f"version {self._version} and knows it as {known}"
+                )
+        if delivery.digests:
+            used = {v for row in rows for v in sampled_versions(row).unique().tolist()}
+            if not used <= set(delivery.digests):
+                raise WeightUpdateError(
+                    f"its tokens name the versions {sorted(used)}, and it proves "
+                    f"{sorted(delivery.digests)} only"
+                )
+        if self._check is not None:
+            self._check(delivery)
+
+    def _nothing_came(self, limit_s: float) -> str:
+        workers = self.channel.workers()
+        known = ", ".join(
+            f"{name} ({time.time() - c.seen_s:.0f} s ago, {c.claimed} rows claimed)"
+            for name, c in sorted(workers.items())
+        )
+        refused = f"; the last that came was refused: {self._reason}" if self._reason else ""
+        return f"no rows came within {limit_s:g} s. Workers: {known or 'none has ever called'}{refused}"
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def grant(self, num_rows: int) -> None:
+        """Allow the workers to collect so many more rows; for callers without a pacer.
+
+        Args:
+            num_rows: rows; negative takes back what nobody has claimed.
+
+        Raises:
+            ConfigError: the pacer does it.
+        """
+        if self.pacer is not None:
+            raise ConfigError("this collector has a pacer, which grants rows by itself")
+        self.channel.grant(num_rows)
+
+    def workers(self) -> dict[str, WorkerCounts]:
+        """What the channel knows of the workers that live."""
+        return self.channel.workers()
+
+    def stragglers(self) -> list[str]:
+        """Workers that the next batch has to wait for; none without a pacer."""
+        if self.pacer is None:
+            return []
+        return self.pacer.stragglers(self._version, self.channel.workers())
+
+    def forget(self, worker: str) -> WorkerCounts:
+        """Give a worker up: its claims go to others, what it has not put is lost.
+
+        Args:
+            worker: its name.
+
+        Returns:
+            Its last counts.
+        """
+        counts = self.channel.forget(worker)
+        logger.warning(
+            f"worker {worker!r} was given up: {counts.claimed} rows go to others, "
+            f"{counts.in_flight} tokens are lost"
+        )
+        return counts
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        if now - self._watched_s < _POLL_S:
+            return
+        self._watched_s = now
+        for name, counts in self.channel.workers().items():
+            owes = counts.claimed > 0 or counts.in_flight > 0
+            if owes and time.time() - counts.seen_s > self.worker_timeout_s:
+                self.forget(name)
+
+    def _discard(self, num_rows: int) -> None:
+        """Rows that were granted and lead to no update."""
+        if self.pacer is not None and num_rows:
+            self.pacer.used(num_rows)
+            self._top_up()
+
+    def _top_up(self) -> None:
+        more = 0 if self.pacer is None else self.pacer.grant()
+        if more:
+            self.channel.grant(more)
+
+    def _relieve(self) -> None:
+        logger.warning(
+            f"no worker holds a claim and {len(self._held)} of {self.batch_rows} rows are here; "
+            f"granting {self.batch_rows} more (rows that a worker claims at once should divide "
+            "those of a batch)"
+        )
+        self.pacer.outstanding += self.batch_rows
+        self.channel.grant(self.batch_rows)
+
+    # -- tokens -----------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Sampled tokens so far: ``received`` (accepted), ``refused``, and ``lost`` with workers.
+
+        What lives and has not delivered is not in here: ``WorkerCounts.in_flight``.
+        """
+        return self._tokens | {"lost": self.channel.lost() - self._lost_before}
+
+    def take_lost(self) -> int:
+        """Tokens lost or refused since the last call, for the ledger of a step."""
+        counts = self.tokens
+        lost = counts["lost"] + counts["refused"]
+        new, self._lost_taken = lost - self._lost_taken, lost
+        return new
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        policy: nn.Module | None = None,
+        state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Publish weights, count a new version, and grant the rows of the next step.
+
+        Args:
+            policy_or_weights: the trained module, its state dict, or a tensordict of its weights;
+                ``None`` where the publisher knows them.
+            weights: the same by another name of TorchRL's.
+            policy: the same.
+            state_dict: the same.
+
+        Raises:
+            ConfigError: more than one source.
+            WeightUpdateError: they did not arrive; the version is the old one then.
+        """
+        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
+        if len(given) > 1:
+            raise ConfigError("pass the weights once")
+        self.publish(given[0] if given else None, version=self._version + 1)
+        if self.pacer is not None:
+            self.pacer.used(self._unused)
+            self.pacer.next_version(self._version, self.channel.workers())
+            self._top_up()
+        self._unused = 0
+
+    def publish(self, weights: Weights | None = None, *, version: int | None = None) -> None:
+        """Bring weights to the workers, without counting a training step.
+
+        Done once before the first batch where the workers start with other weights, and after a
+        learner came back from a checkpoint.
+
+        Args:
+            weights: see :meth:`update_policy_weights_`.
+            version: what they are called from now on; the present version by default.
+        """
+        version = self._version if version is None else version
+        digest = None
+        if self._publish is not None:
+            digest = self._publish(weights, version)
+        elif self.weight_updater is not None:
+            self.weight_updater.push_weights(weights)
+        self._version = version
+        if digest is not None:
+            self._digests[version] = digest
+        self.channel.set_version(version)
+
+    @property
+    def policy_version(self) -> int:
+        """Updates that were published."""
+        return self._version
+
+    def get_policy_version(self) -> int:
+        """The same as :attr:`policy_version`, for callers that can only call methods."""
+        return self._version
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Refused: the environments are elsewhere.
+
+        Args:
+            seed: not used.
+            static_seed: not used.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a ChannelCollector has no environment; seed those of the workers")
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Version, digests, counts, and rows that came and are in no batch yet.
+
+        What the workers hold is theirs and goes on: a learner that is built anew over the same
+        channel gets it.
+        """
+        return OrderedDict(
+            version=self._version,
+            digests=dict(self._digests),
+            held=pack_rows(self._held),
+            tokens=self.tokens,
+            lost_taken=self._lost_taken,
+            iterations=self._iter,
+            rows=self._frames,
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue after :meth:`state_dict`; publish the weights of that version next.
+
+        Args:
+            state_dict: of a collector that was built alike.
+        """
+        self._version = state_dict["version"]
+        self._digests = dict(state_dict["digests"])
+        self._held = unpack_row_list(state_dict["held"])
+        tokens = dict(state_dict["tokens"])
+        self._lost_before = self.channel.lost() - tokens.pop("lost")
+        self._tokens, self._lost_taken = tokens, state_dict["lost_taken"]
+        self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
+        self.channel.set_version(self._version)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Close the channel, which ends the workers; may be called twice.
+
+        Args:
+            timeout: not needed; nothing is waited for.
+            close_env: there is none here.
+            raise_on_error: an error of the channel is raised.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.channel.close()
+        except WorkerError:
+            if raise_on_error:
+                raise
+
+    def __repr__(self) -> str:
+        return (
+            f"ChannelCollector({type(self.channel).__name__}, batch_rows={self.batch_rows}, "
+            f"version={self._version})"
+        )
