@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.base import (
+    Backend,
+    Completion,
+    EngineStatus,
+    SamplingParams,
+)
 from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
 from torchrl_llm.modules.backends.modes import sampling_mode
 from torchrl_llm.modules.backends.scorer import CausalScorer
@@ -15,6 +20,7 @@ __all__ = [
     "BigramModel",
     "CausalScorer",
     "Completion",
+    "EngineStatus",
     "FakeBackend",
     "SamplingParams",
     "TensorSource",

@@ -24,7 +24,7 @@ from torchrl_llm.data.scoring import Support, TokenScorer
 from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 
-__all__ = ["Backend", "Completion", "SamplingParams"]
+__all__ = ["Backend", "Completion", "EngineStatus", "SamplingParams"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +142,18 @@ class Completion(NamedTuple):
     versions: Tensor | None = None
 
 
+class EngineStatus(NamedTuple):
+    """What a backend tells of the work that it does at the moment.
+
+    Attributes:
+        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
+        steps: counts up while it works, also within one long request; 0 where it cannot tell.
+    """
+
+    cache_usage: float | None = None
+    steps: int = 0
+
+
 class Backend(TokenScorer):
     """A model that samples and scores token ids.
 
@@ -153,6 +165,9 @@ class Backend(TokenScorer):
 
     records_support: bool = False
     """Whether it can do what ``SamplingParams.record_support`` asks for."""
+
+    counts_versions: bool = False
+    """Whether its weights may change while it samples; its completions then carry the versions."""
 
     @property
     @abstractmethod
@@ -173,6 +188,10 @@ class Backend(TokenScorer):
     def module(self) -> nn.Module | None:
         """The module that holds the weights, where there is one in this process."""
         return None
+
+    def status(self) -> EngineStatus:
+        """What it does at the moment; must answer while other threads sample."""
+        return EngineStatus()
 
     def exclusive(self) -> AbstractContextManager[Any]:
         """A context in which other threads neither sample nor score; nothing to wait for here."""
