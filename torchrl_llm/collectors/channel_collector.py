@@ -20,6 +20,7 @@ from torch import nn
 from torchrl._utils import logger
 from torchrl.collectors import BaseCollector
 
+from torchrl_llm.collectors.accounts import TokenAccounts
 from torchrl_llm.collectors.staleness import Pacer, sampled_versions
 from torchrl_llm.collectors.transport.base import Delivery, RowChannel, WorkerCounts
 from torchrl_llm.data.ragged import lazy_rows
@@ -58,6 +59,9 @@ class ChannelCollector(BaseCollector):
         check: called with each delivery; a
             :class:`~torchrl_llm.errors.WeightUpdateError` refuses it.
         version: of the weights that the workers begin with.
+
+    Attributes:
+        accounts: tokens that were received and lost.
 
     Raises:
         ConfigError: for arguments that contradict each other.
@@ -108,8 +112,7 @@ class ChannelCollector(BaseCollector):
         self._digests: dict[int, str] = {}
         self._held: list[TensorDict] = []
         self._unused = 0
-        self._tokens = {"received": 0, "refused": 0}
-        self._lost_before, self._lost_taken = 0, 0
+        self.accounts = TokenAccounts()
         self._iter, self._frames = -1, 0
         self._watched_s = 0.0
         self._reason = ""
@@ -177,15 +180,15 @@ class ChannelCollector(BaseCollector):
     def _accept(self, delivery: Delivery) -> list[TensorDict] | None:
         rows = own_rows(unpack_row_list(delivery.rows))
         tokens = sum(map(sampled_tokens, rows))
+        self.accounts.receive(delivery, tokens)
         try:
             self._verify(delivery, rows)
         except WeightUpdateError as error:
             self._reason = str(error)
             logger.warning(f"delivery {delivery.sequence} of {delivery.worker!r} refused: {error}")
-            self._tokens["refused"] += tokens
+            self.accounts.refuse(tokens)
             self._discard(delivery.claimed)
             return None
-        self._tokens["received"] += tokens
         self._frames += len(rows)
         # Claims that brought no row are used up at once; the others with the update.
         self._unused += min(len(rows), delivery.claimed)
@@ -212,13 +215,13 @@ class ChannelCollector(BaseCollector):
             self._check(delivery)
 
     def _nothing_came(self, limit_s: float) -> str:
-        workers = self.channel.workers()
         known = ", ".join(
             f"{name} ({time.time() - c.seen_s:.0f} s ago, {c.claimed} rows claimed)"
-            for name, c in sorted(workers.items())
+            for name, c in sorted(self.channel.workers().items())
         )
         refused = f"; the last that came was refused: {self._reason}" if self._reason else ""
-        return f"no rows came within {limit_s:g} s. Workers: {known or 'none has ever called'}{refused}"
+        workers = f"workers: {known or 'none has ever called'}"
+        return f"no rows came within {limit_s:g} s; {workers}{refused}"
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -293,20 +296,14 @@ class ChannelCollector(BaseCollector):
 
     # -- tokens -----------------------------------------------------------------------------------
 
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Sampled tokens so far: ``received`` (accepted), ``refused``, and ``lost`` with workers.
-
-        What lives and has not delivered is not in here: ``WorkerCounts.in_flight``.
-        """
-        return self._tokens | {"lost": self.channel.lost() - self._lost_before}
-
     def take_lost(self) -> int:
-        """Tokens lost or refused since the last call, for the ledger of a step."""
-        counts = self.tokens
-        lost = counts["lost"] + counts["refused"]
-        new, self._lost_taken = lost - self._lost_taken, lost
-        return new
+        """Tokens lost or refused since the last call, for the ledger of a step.
+
+        Lost is what a worker had sampled and not put when it was given up, and what was put and
+        never came.
+        """
+        self.accounts.forget(self.channel.forgotten())
+        return self.accounts.take_lost()
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -395,8 +392,7 @@ class ChannelCollector(BaseCollector):
             version=self._version,
             digests=dict(self._digests),
             held=pack_rows(self._held),
-            tokens=self.tokens,
-            lost_taken=self._lost_taken,
+            accounts=self.accounts.state_dict(),
             iterations=self._iter,
             rows=self._frames,
         )
@@ -410,9 +406,7 @@ class ChannelCollector(BaseCollector):
         self._version = state_dict["version"]
         self._digests = dict(state_dict["digests"])
         self._held = unpack_row_list(state_dict["held"])
-        tokens = dict(state_dict["tokens"])
-        self._lost_before = self.channel.lost() - tokens.pop("lost")
-        self._tokens, self._lost_taken = tokens, state_dict["lost_taken"]
+        self.accounts.load_state_dict(state_dict["accounts"])
         self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
         self.channel.set_version(self._version)
 
