@@ -19,6 +19,7 @@ def test_a_step_that_adds_up_closes_and_is_reported():
         "train/tokens_truncated": 10,
         "train/tokens_invalid": 6,
         "train/tokens_surplus": 3,
+        "train/tokens_lost": 0,
         "train/tokens_pending": 0,
     }
     ledger.count(generated=1, trained=1)

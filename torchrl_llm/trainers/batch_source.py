@@ -7,7 +7,7 @@ prompts where filtered groups left room, and closes the token ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,13 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
+from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.ledger import TokenLedger
 
 __all__ = [
@@ -30,9 +32,16 @@ __all__ = [
     "trained_rows",
 ]
 
+# Batches worth of stale rows in one step, after which it is not bad luck.
+_MAX_STALE_BATCHES = 100
+
 
 class BatchSource:
     """Fills a replay buffer with the rows of one step.
+
+    A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run beside
+    training, it takes as many as hold ``num_rows`` rows that are not dropped for their age. Rows
+    are judged when they come, and those that wait for their group again in every step.
 
     Args:
         collector: iterated for batches of finished trajectories; it goes on where it was left.
@@ -43,9 +52,18 @@ class BatchSource:
             their group's baseline only, ``drop`` takes them out of that too.
         max_resamples: batches that may be collected in addition while filtered groups leave the
             buffer short of ``num_rows``; 0 for none.
+        staleness: how old the weights may be that sampled what is trained, and what becomes of
+            older rows; the age is that at the collector's ``policy_version``. ``None`` where all
+            rows are of the present weights.
+        lost: tokens that collectors sampled and lost since it was called last, for the ledger.
+
+    Attributes:
+        policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
+            updates; empty without ``staleness``.
 
     Raises:
-        ConfigError: the storage cannot hold exactly the rows of a step.
+        ConfigError: the storage cannot hold exactly the rows of a step, or the collector counts no
+            versions and ``staleness`` is given.
     """
 
     def __init__(
@@ -57,18 +75,30 @@ class BatchSource:
         num_rows: int,
         truncated: Literal["keep", "mask", "drop"] = "keep",
         max_resamples: int = 0,
+        staleness: StalenessRule | None = None,
+        lost: Callable[[], int] | None = None,
     ) -> None:
         if buffer.storage.max_size != num_rows:
             raise ConfigError(
                 f"the storage must hold the {num_rows} rows of a step, so that surplus rows leave "
                 f"it; its max_size is {buffer.storage.max_size}"
             )
+        if staleness is not None and not isinstance(
+            getattr(collector, "policy_version", None), int
+        ):
+            raise ConfigError(
+                f"the age of rows is counted from the version of the weights, and "
+                f"{type(collector).__name__}.policy_version is not an integer"
+            )
         self.ledger = TokenLedger()
+        self.policy_age: dict[str, float] = {}
         self._collector, self._buffer, self._credit = collector, buffer, credit
         self._num_rows, self._truncated = num_rows, truncated
         self._max_resamples = max_resamples
+        self._staleness, self._lost = staleness, lost
         self._batches: Iterator[Any] | None = None
-        self._dropped = 0
+        # Tokens of rows that were made invalid here, until the credit assigner has counted them.
+        self._dropped = {"stale": 0, "truncated": 0}
         self._warned = False
 
     def fill(self) -> LazyStackedTensorDict:
@@ -78,17 +108,28 @@ class BatchSource:
             Every row that was collected, also those that were filtered out, for metrics.
 
         Raises:
-            DataError: the token ledger does not close.
+            DataError: the token ledger does not close, or all rows are too old and stay so.
             ConfigError: the collector has no further batch.
         """
         self._buffer.empty()
         before = self._credit.get_stats()
+        self._judge_waiting()
         collected: list[TensorDict] = []
         written = 0
         for _ in range(1 + self._max_resamples):
-            rows = self._next()
-            collected += rows
-            written += len(self._buffer.extend(self._marked(rows)))
+            fresh = 0
+            while not fresh or (self._staleness is not None and fresh < self._num_rows):
+                rows = self._next()
+                collected += rows
+                marked, stale = self._judged(rows)
+                fresh += len(rows) - stale
+                written += len(self._buffer.extend(marked))
+                if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
+                    raise DataError(
+                        f"{len(collected)} rows in a row were older than max_policy_age="
+                        f"{self._staleness.max_policy_age} at version "
+                        f"{self._collector.policy_version}: do the workers get the weights?"
+                    )
             if written >= self._num_rows:
                 break
         self._account(collected, before, written)
@@ -102,42 +143,77 @@ class BatchSource:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
         return row_list(batch)
 
-    def _marked(self, rows: list[TensorDict]) -> list[TensorDict]:
-        if self._truncated == "keep":
-            return rows
+    def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
+        """Rows with what must not be trained marked, and how many were dropped for their age."""
+        if self._staleness is None and self._truncated == "keep":
+            return rows, 0
         # Copies of the nodes, for metrics report the rows as they were collected.
         rows = [row.clone(False) for row in rows]
-        self._dropped += mark_truncated(rows, drop=self._truncated == "drop")
-        return rows
+        left = rows if self._staleness is None else [row for row in rows if not self._aged(row)]
+        if self._truncated != "keep":
+            drop = self._truncated == "drop"
+            self._dropped["truncated"] += mark_truncated(left, drop=drop)
+        return rows, len(rows) - len(left)
+
+    def _aged(self, row: TensorDict) -> bool:
+        """Mark what is too old; whether the row was dropped by that."""
+        if self._staleness.mark(row, self._collector.policy_version) != "drop":
+            return False
+        self._dropped["stale"] += sampled_tokens(row)
+        return True
+
+    def _judge_waiting(self) -> None:
+        """Rows that came in earlier steps and wait for others have aged since."""
+        if self._staleness is None:
+            return
+        for trajectory in self._credit.waiting():
+            if trajectory.valid:
+                # Every row is to be marked, not only the first.
+                aged = [self._aged(row) for row in trajectory.rows]
+                trajectory.valid = not any(aged)
+        for row in self._credit.unfinished():
+            valid = leaf(row, ("next", "reward_valid"))
+            if valid is None or bool(valid.all()):
+                self._aged(row)
 
     def _account(self, collected: list[TensorDict], before: dict[str, int], written: int) -> None:
         after = self._credit.get_stats()
         reasons: dict[int, int] = {}
+        kept: list[TensorDict] = []
         if len(self._buffer):
             # Straight from the storage: indexing the buffer locks every node of every row first.
-            reasons = tokens_by_reason(self._buffer.storage.get(torch.arange(len(self._buffer))))
+            rows = self._buffer.storage.get(torch.arange(len(self._buffer)))
+            reasons, kept = tokens_by_reason(rows), row_list(rows)
+        if self._staleness is not None:
+            ages = age_histogram(kept, self._collector.policy_version)
+            self.policy_age = age_metrics(ages)
         invalid = after["invalid_tokens"] - before["invalid_tokens"]
-        # Dropped responses are invalid to the credit assigner; the ledger calls them truncated.
-        dropped = min(invalid, self._dropped)
-        self._dropped -= dropped
+        # Dropped responses are invalid to the credit assigner; the ledger says why.
+        dropped = {}
+        for name, number in self._dropped.items():
+            dropped[name] = min(invalid, number)
+            self._dropped[name] -= dropped[name]
+            invalid -= dropped[name]
         filtered = after["filtered_tokens"] - before["filtered_tokens"]
         unfilled = after["unfilled_tokens"] - before["unfilled_tokens"]
-        generated = sum(map(sampled_tokens, collected))
+        lost = 0 if self._lost is None else self._lost()
+        generated = sum(map(sampled_tokens, collected)) + lost
         ledger = self.ledger
         ledger.count(
             generated=generated,
             trained=reasons.pop(MaskReason.TRAINED, 0),
-            truncated=reasons.pop(MaskReason.TRUNCATED, 0) + dropped,
-            stale=reasons.pop(MaskReason.STALE, 0),
-            invalid=invalid - dropped,
+            truncated=reasons.pop(MaskReason.TRUNCATED, 0) + dropped["truncated"],
+            stale=reasons.pop(MaskReason.STALE, 0) + dropped["stale"],
+            invalid=invalid,
             surplus=unfilled,
+            lost=lost,
             pending=after["queued_tokens"],
         )
         ledger.count(filtered=filtered + sum(reasons.values()))
         if written > self._num_rows:
             # The storage holds the newest rows; the older ones it overwrote were surplus.
             spent = ledger.trained + ledger.truncated + ledger.stale + ledger.invalid
-            spent += ledger.filtered + ledger.surplus + ledger.pending
+            spent += ledger.filtered + ledger.surplus + ledger.lost + ledger.pending
             ledger.count(surplus=ledger.carried + generated - spent)
         ledger.close()
         if not ledger.trained and not self._warned:
@@ -150,12 +226,12 @@ class BatchSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger's carry; collector and buffer have states of their own."""
-        return {"ledger": self.ledger.state_dict(), "dropped": self._dropped}
+        return {"ledger": self.ledger.state_dict(), "dropped": dict(self._dropped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after :meth:`state_dict`."""
         self.ledger.load_state_dict(state["ledger"])
-        self._dropped = state["dropped"]
+        self._dropped = dict(state["dropped"])
 
 
 def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:

@@ -1,8 +1,8 @@
 """The token ledger: every sampled token is accounted for, every step.
 
-``generated = trained + stale + filtered + truncated + invalid + surplus``, where tokens that still
-wait in a queue (a group that has not filled) are carried into the next step's ``pending``. A ledger
-that does not close means that tokens were lost or counted twice, and raises.
+``generated = trained + stale + filtered + truncated + invalid + surplus + lost``, where tokens that
+still wait in a queue (a group that has not filled) are carried into the next step's ``pending``. A
+ledger that does not close means that tokens vanished or were counted twice, and raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchrl_llm.errors import DataError
 
 __all__ = ["TokenLedger"]
 
-_FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus")
+_FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")
 
 
 @dataclass(kw_only=True)
@@ -22,13 +22,15 @@ class TokenLedger:
 
     Attributes:
         carried: tokens that were pending when the step began.
-        generated: tokens sampled in this step.
+        generated: tokens whose fate this step began to decide: of the rows that came, and those
+            that were lost.
         trained: tokens that entered the loss, each counted once whatever the number of epochs.
         stale: sampled by weights that were too old.
         filtered: of groups whose rewards are all equal, or otherwise filtered.
         truncated: of responses cut by a length limit, where those are masked or dropped.
         invalid: of rows without a valid reward, or of groups with fewer than two valid members.
         surplus: complete and valid, but more than the step needed.
+        lost: sampled by a worker that died, or in a delivery that did not arrive or was refused.
         pending: still waiting for their group at the end of the step.
 
     Example:
@@ -48,6 +50,7 @@ class TokenLedger:
     truncated: int = 0
     invalid: int = 0
     surplus: int = 0
+    lost: int = 0
     pending: int = 0
     totals: dict[str, int] = field(default_factory=dict, repr=False)
 

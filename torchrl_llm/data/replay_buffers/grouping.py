@@ -239,6 +239,14 @@ class GroupTransform(Transform):
             self._warned.add(message)
             logger.warning(f"{type(self).__name__}: {message}")
 
+    def waiting(self) -> Iterator[Trajectory]:
+        """Finished trajectories whose group is not full, to be looked at, or made invalid."""
+        return (t for group in self._groups.groups.values() for t in group)
+
+    def unfinished(self) -> Iterator[TensorDict]:
+        """Rows whose trajectory is not done, likewise."""
+        return (row for held in self._trajectories.open.values() for row in held)
+
     # -- queues and counts ------------------------------------------------------------------------
 
     def _give_up_oldest(self) -> None:
@@ -284,12 +292,11 @@ class GroupTransform(Transform):
             ``filtered_tokens``, ``unfilled_tokens``; and
             ``queued_groups``, ``queued_trajectories``, ``queued_tokens``, ``open_trajectories``.
         """
-        open_rows = [row for held in self._trajectories.open.values() for row in held]
         return {
             **self._counts,
             "queued_groups": len(self._groups),
             "queued_trajectories": self._groups.num_trajectories,
-            "queued_tokens": self._groups.num_tokens + sum(map(sampled_tokens, open_rows)),
+            "queued_tokens": self._groups.num_tokens + sum(map(sampled_tokens, self.unfinished())),
             "open_trajectories": len(self._trajectories),
         }
 
