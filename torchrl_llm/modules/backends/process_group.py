@@ -1,0 +1,362 @@
+"""Groups of processes that exchange tensors without ``torch.distributed``'s global state.
+
+A trainer and the processes of an engine belong to different programs, each perhaps with a world of
+its own; a :class:`WeightGroup` joins them for weights alone. Gloo carries tensors on the CPU, NCCL
+on CUDA. Every wait has a limit, also those that the store of ``torch.distributed`` would wait
+forever (for a host that is frozen, say).
+
+The store and the group listen on the network without authentication, as all of
+``torch.distributed`` does: use them inside a cluster's own network only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
+
+__all__ = [
+    "Pending",
+    "WeightGroup",
+    "bounded",
+    "collective_device",
+    "join_group",
+    "open_store",
+    "stateless_init_process_group",
+    "stateless_init_process_group_async",
+]
+
+JOIN_TIMEOUT_S = 60.0
+"""Seconds that the members of a group have to come together, unless the caller says otherwise."""
+
+# NCCL's watchdog ends the whole process when it finds an operation that is late. Our own limits
+# raise an error instead, long before that.
+_WATCHDOG = timedelta(days=1)
+
+T = TypeVar("T")
+
+
+def bounded(call: Callable[[], T], *, timeout_s: float, what: str) -> T:
+    """Run a call that may never return, and stop waiting for it at the limit.
+
+    Args:
+        call: runs in a thread of its own, which is left behind when it is late.
+        timeout_s: most seconds to wait.
+        what: what is waited for; begins the error message.
+
+    Raises:
+        WorkerError: it did not return in time, or the network failed it.
+
+    Example:
+        >>> bounded(lambda: 3, timeout_s=1, what="three")
+        3
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name=f"bounded-{what}")
+    thread.start()
+    thread.join(max(0.0, timeout_s))
+    if errors:
+        # The store and the collectives raise these, and a RuntimeError for a peer that is gone.
+        if isinstance(errors[0], (dist.DistError, RuntimeError)):
+            raise WorkerError(f"{what}: {_first_line(errors[0])}") from None
+        raise errors[0]
+    if not results:
+        raise WorkerError(f"{what}: no answer within {timeout_s:.3g} s")
+    return results[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def open_store(
+    address: str, port: int, *, host: bool, timeout_s: float = JOIN_TIMEOUT_S
+) -> dist.TCPStore:
+    """A small key-value store, hosted by one process and used by all members of a group.
+
+    Args:
+        address: of the host.
+        port: of the host; it may pass 0 for a free one, which is then ``store.port``.
+        host: whether this process hosts it.
+        timeout_s: most seconds to wait for the host.
+
+    Raises:
+        ResourceError: the port is taken.
+        WorkerError: no host answers at this address.
+    """
+    limit = timedelta(seconds=max(timeout_s, 0.001))
+    if host:
+        try:
+            return dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=limit
+            )
+        except dist.DistNetworkError as error:
+            raise ResourceError(
+                f"no store can be hosted at {address}:{port}: {_first_line(error)}; name another "
+                "port, or 0 for a free one"
+            ) from None
+    return bounded(
+        lambda: dist.TCPStore(address, port, wait_for_workers=False, timeout=limit),
+        timeout_s=timeout_s + 1,
+        what=f"the sender of weights at {address}:{port}",
+    )
+
+
+class Pending:
+    """A collective that runs.
+
+    Args:
+        work: of ``torch.distributed``.
+        what: begins the error message.
+    """
+
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work, self._what = work, what
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            WorkerError: a member died, or was late.
+        """
+        try:
+            self._work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+        except RuntimeError as error:
+            raise WorkerError(f"{self._what}: {_first_line(error)}") from None
+
+
+class WeightGroup:
+    """The processes that share a collective; see :func:`stateless_init_process_group`.
+
+    Args:
+        group: of ``torch.distributed``, unregistered.
+        store: what it met through.
+        device: where its tensors live.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
+        self._group, self._store = group, store
+        self.device = device
+
+    @property
+    def rank(self) -> int:
+        """Number of this process; 0 sends."""
+        return self._group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._group.size()
+
+    def start(self, tensor: Tensor, src: int = 0, *, timeout_s: float = JOIN_TIMEOUT_S) -> Pending:
+        """Begin to broadcast; every member calls it alike.
+
+        Args:
+            tensor: contiguous, on the group's device; read at ``src``, written elsewhere.
+            src: rank that sends.
+            timeout_s: most seconds that it may take.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        options.timeout = timedelta(seconds=max(timeout_s, 0.001))
+        what = f"broadcast in a group of {self.world_size}"
+        try:
+            return Pending(self._group.broadcast([tensor], options), what)
+        except RuntimeError as error:
+            raise WorkerError(f"{what}: {_first_line(error)}") from None
+
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, timeout_s: float = JOIN_TIMEOUT_S
+    ) -> Tensor:
+        """Broadcast and wait; see :meth:`start`.
+
+        Raises:
+            WorkerError: a member died, or was late. The group is of no use any more.
+        """
+        self.start(tensor, src, timeout_s=timeout_s).wait(timeout_s)
+        return tensor
+
+    def close(self) -> None:
+        """Leave; members that still wait for this one get an error."""
+        self._group.abort()
+
+
+def join_group(
+    store: dist.Store,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device | str = "cpu",
+    address: str = "127.0.0.1",
+    timeout_s: float = JOIN_TIMEOUT_S,
+) -> WeightGroup:
+    """Come together with the other members.
+
+    Args:
+        store: the same for all.
+        name: the same for all, used once.
+        rank: of this process.
+        world_size: number of processes.
+        device: CPU for gloo, CUDA for NCCL; the same kind for all.
+        address: of the store's host; one on this machine keeps gloo on the loopback device.
+        timeout_s: most seconds to wait for the others.
+
+    Raises:
+        WorkerError: they did not come.
+    """
+    device = torch.device(device)
+    prefixed = dist.PrefixStore(name, store)
+    make = _make_nccl if device.type == "cuda" else _make_gloo
+    group = bounded(
+        lambda: make(prefixed, rank, world_size, address, device, timeout_s),
+        timeout_s=timeout_s + 1,
+        what=f"member {rank} of {world_size} of a group for weights",
+    )
+    return WeightGroup(group, store, device)
+
+
+def _make_gloo(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    address: str,
+    device: torch.device,
+    timeout_s: float,
+) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    if address in ("127.0.0.1", "localhost"):
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _make_nccl(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    address: str,
+    device: torch.device,
+    timeout_s: float,
+) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _WATCHDOG
+    torch.cuda.set_device(device)
+    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # NCCL connects at the first collective; a small one here makes a late member fail here.
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    work = group.broadcast([torch.zeros(1, device=device)], options)
+    work.wait(timedelta(seconds=timeout_s))
+    return group
+
+
+def stateless_init_process_group(
+    master_address: str | None,
+    master_port: int | str | None,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+    *,
+    timeout_s: float = JOIN_TIMEOUT_S,
+) -> WeightGroup:
+    """A group of its own, beside any other that the processes are in.
+
+    Args:
+        master_address: of rank 0; ``None`` for this machine.
+        master_port: where rank 0 listens.
+        rank: of this process; 0 hosts the store.
+        world_size: number of processes.
+        device: CUDA device for NCCL, by its index or name; ``"cpu"`` for gloo. By default the first
+            CUDA device where there is one, else the CPU.
+        timeout_s: most seconds to wait for the others.
+
+    Returns:
+        The group, with ``broadcast(tensor, src)``.
+
+    Raises:
+        ConfigError: no port, or a rank outside the world.
+        ResourceError: rank 0 cannot listen there.
+        WorkerError: the others did not come in time.
+
+    Example:
+        >>> group = stateless_init_process_group(None, 0, rank=0, world_size=1, device="cpu")
+        >>> group.broadcast(torch.ones(2))
+        tensor([1., 1.])
+    """
+    if master_port is None:
+        raise ConfigError("master_port is needed: all members must know where rank 0 listens")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank must be in [0, {world_size}), got {rank}")
+    address = master_address or "127.0.0.1"
+    deadline = time.monotonic() + timeout_s
+    store = open_store(address, int(master_port), host=rank == 0, timeout_s=timeout_s)
+    return join_group(
+        store,
+        "group",
+        rank=rank,
+        world_size=world_size,
+        device=collective_device(device),
+        address=address,
+        timeout_s=max(0.001, deadline - time.monotonic()),
+    )
+
+
+async def stateless_init_process_group_async(
+    master_address: str | None,
+    master_port: int | str | None,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+    *,
+    timeout_s: float = JOIN_TIMEOUT_S,
+) -> WeightGroup:
+    """:func:`stateless_init_process_group` without holding up the event loop."""
+    return await asyncio.to_thread(
+        stateless_init_process_group,
+        master_address,
+        master_port,
+        rank,
+        world_size,
+        device,
+        timeout_s=timeout_s,
+    )
+
+
+def collective_device(device: torch.device | str | int | None = None) -> torch.device:
+    """The device that a group uses.
+
+    Args:
+        device: an index means CUDA where there is any, else the CPU; ``None`` is the index 0.
+
+    Example:
+        >>> collective_device("cpu")
+        device(type='cpu')
+    """
+    if isinstance(device, int) or device is None:
+        return (
+            torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
+        )
+    return torch.device(device)
