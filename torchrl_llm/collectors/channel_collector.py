@@ -13,7 +13,7 @@ import queue
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
@@ -25,7 +25,7 @@ from torchrl_llm.collectors.staleness import Pacer, sampled_versions
 from torchrl_llm.collectors.transport.base import Delivery, RowChannel, WorkerCounts
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import sampled_tokens
-from torchrl_llm.data.wire import own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weight_update import WeightUpdater
 
@@ -38,11 +38,27 @@ _STARVED_S = 5.0
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
+class _Held(NamedTuple):
+    """A delivery that was accepted: its rows, the claims they use up, their oldest version."""
+
+    rows: list[TensorDict]
+    claims: int
+    version: int
+
+
+def _oldest(row: TensorDict) -> int:
+    if leaf(row, ("trace", "policy_version")) is None:
+        return 0
+    versions = sampled_versions(row)
+    return int(versions.min()) if versions.numel() else 0
+
+
 class ChannelCollector(BaseCollector):
     """Iterates over batches of rows that workers elsewhere collect.
 
-    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, in the order in
-    which they came. Between two batches the caller trains and calls :meth:`update_policy_weights_`.
+    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, those of the
+    oldest weights first, then as they came; what is more than enough waits for the next batch.
+    Between two batches the caller trains and calls :meth:`update_policy_weights_`.
     It ends never by itself; without rows it raises within ``timeout_s``.
 
     Args:
@@ -110,7 +126,7 @@ class ChannelCollector(BaseCollector):
         self._publish, self._check = publish, check
         self._version = version
         self._digests: dict[int, str] = {}
-        self._held: list[TensorDict] = []
+        self._held: list[_Held] = []
         self._unused = 0
         self.accounts = TokenAccounts()
         self._iter, self._frames = -1, 0
@@ -136,14 +152,20 @@ class ChannelCollector(BaseCollector):
         Raises:
             WorkerError: no delivery was accepted within the limit, or the channel is gone.
         """
-        while len(self._held) < self.batch_rows or self.stragglers():
-            self._held += self.receive()
-        rows, self._held = self._held, []
+        while sum(len(h.rows) for h in self._held) < self.batch_rows or self.stragglers():
+            self._held.append(self._take(self.timeout_s))
+        # Whatever passed a slow worker by is younger, and can wait.
+        self._held.sort(key=lambda held: held.version)
+        rows: list[TensorDict] = []
+        while len(rows) < self.batch_rows:
+            held = self._held.pop(0)
+            rows += held.rows
+            self._unused += held.claims
         self._iter += 1
         return lazy_rows(rows)
 
     def receive(self, *, timeout_s: float | None = None) -> list[TensorDict]:
-        """The rows of the next delivery that is accepted; what :meth:`collect` is made of.
+        """The rows of the next delivery that is accepted, past what waits for a batch.
 
         Args:
             timeout_s: most seconds to wait; ``None`` for the collector's own limit.
@@ -155,9 +177,13 @@ class ChannelCollector(BaseCollector):
         Raises:
             WorkerError: none came in time, or the channel is gone.
         """
+        held = self._take(self.timeout_s if timeout_s is None else timeout_s)
+        self._unused += held.claims
+        return held.rows
+
+    def _take(self, limit_s: float) -> _Held:
         if self._closed:
             raise ConfigError("this collector was shut down")
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = starved = time.monotonic()
         while True:
             left_s = started + limit_s - time.monotonic()
@@ -173,11 +199,11 @@ class ChannelCollector(BaseCollector):
                     self._relieve()
                     starved = time.monotonic()
                 continue
-            rows = self._accept(delivery)
-            if rows is not None:
-                return rows
+            held = self._accept(delivery)
+            if held is not None:
+                return held
 
-    def _accept(self, delivery: Delivery) -> list[TensorDict] | None:
+    def _accept(self, delivery: Delivery) -> _Held | None:
         rows = own_rows(unpack_row_list(delivery.rows))
         tokens = sum(map(sampled_tokens, rows))
         self.accounts.receive(delivery, tokens)
@@ -191,9 +217,9 @@ class ChannelCollector(BaseCollector):
             return None
         self._frames += len(rows)
         # Claims that brought no row are used up at once; the others with the update.
-        self._unused += min(len(rows), delivery.claimed)
-        self._discard(max(delivery.claimed - len(rows), 0))
-        return rows
+        claims = min(len(rows), delivery.claimed)
+        self._discard(delivery.claimed - claims)
+        return _Held(rows, claims, min(map(_oldest, rows), default=self._version))
 
     def _verify(self, delivery: Delivery, rows: list[TensorDict]) -> None:
         """Refuse rows that were not sampled by the weights that they name."""
@@ -287,7 +313,8 @@ class ChannelCollector(BaseCollector):
 
     def _relieve(self) -> None:
         logger.warning(
-            f"no worker holds a claim and {len(self._held)} of {self.batch_rows} rows are here; "
+            f"no worker holds a claim and {sum(len(h.rows) for h in self._held)} of "
+            f"{self.batch_rows} rows are here; "
             f"granting {self.batch_rows} more (rows that a worker claims at once should divide "
             "those of a batch)"
         )
@@ -391,7 +418,7 @@ class ChannelCollector(BaseCollector):
         return OrderedDict(
             version=self._version,
             digests=dict(self._digests),
-            held=pack_rows(self._held),
+            held=[(pack_rows(held.rows), held.claims, held.version) for held in self._held],
             accounts=self.accounts.state_dict(),
             iterations=self._iter,
             rows=self._frames,
@@ -405,7 +432,10 @@ class ChannelCollector(BaseCollector):
         """
         self._version = state_dict["version"]
         self._digests = dict(state_dict["digests"])
-        self._held = unpack_row_list(state_dict["held"])
+        self._held = [
+            _Held(unpack_row_list(rows), claims, version)
+            for rows, claims, version in state_dict["held"]
+        ]
         self.accounts.load_state_dict(state_dict["accounts"])
         self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
         self.channel.set_version(self._version)
