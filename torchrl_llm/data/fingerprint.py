@@ -21,6 +21,10 @@ class WeightDigest:
 
     Names, dtypes, shapes and bytes count; the order and the device do not.
 
+    Attributes:
+        num_tensors: how many were counted in.
+        num_bytes: of all of them.
+
     Example:
         >>> digest = WeightDigest()
         >>> digest.update("a", torch.ones(2))
@@ -29,6 +33,7 @@ class WeightDigest:
     """
 
     def __init__(self) -> None:
+        self._parts: dict[str, int] = {}
         self._sum = 0
         self.num_tensors = 0
         self.num_bytes = 0
@@ -42,18 +47,38 @@ class WeightDigest:
         """
         data = tensor.detach().to("cpu").contiguous()
         head = f"{name}|{data.dtype}|{tuple(data.shape)}|".encode()
-        content = hashlib.blake2b(head, digest_size=16)
+        # Most processors have instructions for SHA-256: more than twice as fast as BLAKE2 here.
+        content = hashlib.sha256(head)
         if data.numel():
             content.update(memoryview(data.flatten().view(torch.uint8).numpy()))
+        part = int.from_bytes(content.digest()[:16], "big")
         # A sum does not depend on the order in which weights come.
-        self._sum = (self._sum + int.from_bytes(content.digest(), "big")) % 2**128
+        self._sum = (self._sum + part) % 2**128
+        self._parts[name] = part
         self.num_tensors += 1
         self.num_bytes += data.numel() * data.element_size()
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name to the number of each weight; the digest is their sum modulo 2^128."""
+        return dict(self._parts)
 
     @property
     def value(self) -> str:
         """32 hexadecimal digits."""
         return f"{self._sum:032x}"
+
+    @staticmethod
+    def of_parts(parts: Mapping[str, int]) -> str:
+        """The digest of weights whose numbers are known.
+
+        Args:
+            parts: see :attr:`parts`.
+
+        Returns:
+            32 hexadecimal digits.
+        """
+        return f"{sum(parts.values()) % 2**128:032x}"
 
 
 def weights_digest(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:

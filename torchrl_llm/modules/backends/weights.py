@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.data.fingerprint import WeightDigest
+from torchrl_llm.data.fingerprint import WeightDigest, weights_digest
 from torchrl_llm.errors import WeightUpdateError
 
-__all__ = ["TensorSource", "WeightReceipt", "WeightSource", "checked", "load_into"]
+__all__ = [
+    "AdapterSource",
+    "DeltaSource",
+    "Incoming",
+    "TensorSource",
+    "WeightReceipt",
+    "WeightSource",
+    "checked",
+    "copy_checked",
+    "load_into",
+    "open_source",
+]
 
 
 class WeightReceipt(NamedTuple):
@@ -26,7 +38,9 @@ class WeightReceipt(NamedTuple):
 
     Attributes:
         version: number of the weights.
-        digest: of the received bytes, see :class:`~torchrl_llm.data.fingerprint.WeightDigest`.
+        digest: of the received bytes, see :class:`~torchrl_llm.data.fingerprint.WeightDigest`;
+            after a delta with a known base, of all weights that the receiver then holds, so that it
+            can be compared with that of a receiver which got them all.
         num_tensors: how many.
         num_bytes: of all of them.
         seconds: from opening the source to the last copy.
@@ -64,6 +78,9 @@ class WeightSource(ABC):
 class TensorSource(WeightSource):
     """Weights in hand: for one process, or small enough to be sent with the message.
 
+    Without a digest the receiver's stands for both: in one process there is nothing between the
+    two. When it is pickled, to go elsewhere, it takes the digest with it.
+
     Args:
         weights: name to tensor.
         kind: see :class:`WeightSource`.
@@ -84,16 +101,119 @@ class TensorSource(WeightSource):
         """See :meth:`WeightSource.receive`."""
         yield from self._weights.items()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "digest": self.digest or weights_digest(self._weights)}
 
-def checked(source: WeightSource, *, version: int) -> tuple[dict[str, Tensor], WeightReceipt]:
-    """Everything that a source gives, compared with the digest of what was sent.
+
+class DeltaSource(TensorSource):
+    """Only the weights that changed since a version that the receiver must hold.
+
+    Args:
+        weights: name to tensor, those that changed.
+        base: digest of all weights that they are a change of.
+        result: digest of all weights after it.
+
+    Attributes:
+        base: as given.
+        result: as given.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], *, base: str, result: str) -> None:
+        super().__init__(weights, kind="delta")
+        self.base, self.result = base, result
+
+
+class AdapterSource(TensorSource):
+    """A LoRA adapter, by the names and the configuration with which PEFT saves one.
+
+    Args:
+        weights: ``base_model.model.<module>.lora_A.weight`` and so on to tensor.
+        config: what ``adapter_config.json`` holds.
+
+    Attributes:
+        config: as given.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], *, config: Mapping[str, Any]) -> None:
+        super().__init__(weights, kind="adapter")
+        self.config = dict(config)
+
+
+# The digests of what each receiving module was given last, weight by weight. A module that trains,
+# or gets weights past these functions, must not be sent deltas.
+_held: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+
+
+class Incoming:
+    """Weights that arrived and were compared with what was sent, and are not yet in the model.
+
+    Attributes:
+        weights: name to tensor.
+        receipt: of the arrival; :meth:`accepted` gives that of the load.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        weights: dict[str, Tensor],
+        digest: WeightDigest,
+        receipt: WeightReceipt,
+        started: float,
+    ) -> None:
+        self.weights, self.receipt = weights, receipt
+        self._source, self._parts, self._started = source, digest.parts, started
+
+    def check_base(self, holder: nn.Module) -> None:
+        """Refuse a delta of other weights than those that a module was given last.
+
+        Args:
+            holder: the module that shall get them.
+
+        Raises:
+            WeightUpdateError: it holds others, or nobody knows what it holds.
+        """
+        if not isinstance(self._source, DeltaSource):
+            return
+        held = _held.get(holder)
+        digest = None if held is None else WeightDigest.of_parts(held)
+        if digest != self._source.base:
+            raise WeightUpdateError(
+                f"version {self.receipt.version} came as the changes since the weights "
+                f"{self._source.base}; this sampler holds {digest or 'none that it was sent'}: "
+                "send it all weights"
+            )
+        after = WeightDigest.of_parts({**held, **self._parts})
+        if after != self._source.result:
+            raise WeightUpdateError(
+                f"with the changes of version {self.receipt.version} the weights are {after} and "
+                f"should be {self._source.result}"
+            )
+
+    def accepted(self, holder: nn.Module) -> WeightReceipt:
+        """Remember what a module holds now, and say so; call it after the last copy.
+
+        Args:
+            holder: the module that got them.
+        """
+        digest = self.receipt.digest
+        if self._source.kind == "full":
+            _held[holder] = self._parts
+        elif isinstance(self._source, DeltaSource):
+            _held[holder] = {**_held[holder], **self._parts}
+            digest = self._source.result
+        elif self._source.kind == "delta":
+            # Nobody said of what it is a change, so nobody can build upon it.
+            _held.pop(holder, None)
+        seconds = time.perf_counter() - self._started
+        return self.receipt._replace(digest=digest, seconds=seconds)
+
+
+def open_source(source: WeightSource, *, version: int) -> Incoming:
+    """Take everything that a source gives and compare it with the digest of what was sent.
 
     Args:
         source: where the weights are.
         version: their number, for the receipt.
-
-    Returns:
-        The weights by name, and the receipt.
 
     Raises:
         WeightUpdateError: other bytes arrived than were sent.
@@ -115,7 +235,24 @@ def checked(source: WeightSource, *, version: int) -> tuple[dict[str, Tensor], W
         digest.num_bytes,
         time.perf_counter() - started,
     )
-    return weights, receipt
+    return Incoming(source, weights, digest, receipt, started)
+
+
+def checked(source: WeightSource, *, version: int) -> tuple[dict[str, Tensor], WeightReceipt]:
+    """Everything that a source gives, compared with the digest of what was sent.
+
+    Args:
+        source: where the weights are.
+        version: their number, for the receipt.
+
+    Returns:
+        The weights by name, and the receipt.
+
+    Raises:
+        WeightUpdateError: other bytes arrived than were sent.
+    """
+    incoming = open_source(source, version=version)
+    return incoming.weights, incoming.receipt
 
 
 def load_into(module: nn.Module, source: WeightSource, *, version: int) -> WeightReceipt:
@@ -123,13 +260,14 @@ def load_into(module: nn.Module, source: WeightSource, *, version: int) -> Weigh
 
     Args:
         module: has every weight that the source names; with ``kind="full"`` the source names all of
-            its parameters, a tied one by any of its names.
+            its parameters, a tied one by any of its names; with ``kind="adapter"`` it is a PEFT
+            model, and the active adapter is meant.
         source: where the weights are.
         version: their number, for the receipt.
 
     Raises:
         WeightUpdateError: a name or shape that the module does not have, a weight that is missing,
-            or other bytes than were sent.
+            other bytes than were sent, or the changes of other weights than those it holds.
 
     Example:
         >>> sampler, trained = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -137,24 +275,68 @@ def load_into(module: nn.Module, source: WeightSource, *, version: int) -> Weigh
         >>> receipt.version, receipt.num_tensors, torch.equal(sampler.weight, trained.weight)
         (3, 2, True)
     """
-    started = time.perf_counter()
-    weights, receipt = checked(source, version=version)
+    incoming = open_source(source, version=version)
+    incoming.check_base(module)
     own = module.state_dict(keep_vars=True)
+    weights = incoming.weights
+    if source.kind == "adapter":
+        weights = _of_active_adapter(module, weights, own)
+    required = [name for name, _ in module.named_parameters()] if source.kind == "full" else []
+    copy_checked(weights, own, required=required)
+    return incoming.accepted(module)
+
+
+def copy_checked(
+    weights: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, required: Iterable[str] = ()
+) -> None:
+    """Copy weights to where they belong, after all names and shapes were found right.
+
+    Args:
+        weights: name to value; what lies in its target's memory already is not copied.
+        targets: name to the sampler's memory.
+        required: targets that must get a value, by this name or another of the same memory.
+
+    Raises:
+        WeightUpdateError: for a name or shape that the sampler does not have, or a weight that is
+            missing; nothing was copied then.
+    """
     for name, tensor in weights.items():
-        if name not in own or own[name].shape != tensor.shape:
-            found = tuple(own[name].shape) if name in own else "no such weight"
+        if name not in targets or targets[name].shape != tensor.shape:
+            found = tuple(targets[name].shape) if name in targets else "no such weight"
             raise WeightUpdateError(
                 f"{name!r} was sent with shape {tuple(tensor.shape)}; the sampler has {found}"
             )
-    if source.kind == "full":
-        given = {own[name].data_ptr() for name in weights}
-        parameters = module.named_parameters()
-        missing = [name for name, value in parameters if value.data_ptr() not in given]
-        if missing:
-            raise WeightUpdateError(
-                f"{len(missing)} weights of the sampler were not sent: {missing[:3]}"
-            )
+    given = {targets[name].data_ptr() for name in weights}
+    missing = [name for name in required if targets[name].data_ptr() not in given]
+    if missing:
+        raise WeightUpdateError(
+            f"{len(missing)} weights of the sampler were not sent: {missing[:3]}"
+        )
     with torch.no_grad():
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
-    return receipt._replace(seconds=time.perf_counter() - started)
+            if targets[name].data_ptr() != tensor.data_ptr():
+                targets[name].copy_(tensor)
+
+
+def _of_active_adapter(
+    module: nn.Module, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Weights of an adapter by the names that they have in a PEFT model."""
+    active = getattr(module, "active_adapter", None)
+    if not isinstance(active, str):
+        raise WeightUpdateError(
+            "an adapter was sent, and this sampler is no PEFT model with one active adapter: wrap "
+            "it with peft.get_peft_model, or send merged weights (AdapterWeights(merge=True))"
+        )
+    named: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        # What PEFT saves as lora_A.weight is lora_A.<adapter's name>.weight in the model.
+        module_name, _, leaf = name.rpartition(".")
+        inside = f"{module_name}.{active}.{leaf}"
+        named[inside if inside in own else f"{name}.{active}"] = tensor
+    missing = [name for name in own if f".{active}" in name and name not in named]
+    if missing:
+        raise WeightUpdateError(
+            f"{len(missing)} weights of the sampler's adapter were not sent: {missing[:3]}"
+        )
+    return named

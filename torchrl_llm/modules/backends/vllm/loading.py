@@ -1,0 +1,133 @@
+"""New weights into a vLLM engine of this process.
+
+What is new replaces what is there in place, all of it or nothing; then the prefix cache is
+dropped. Engines elsewhere take weights through a worker extension, and do the same there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.modules.backends.vllm.adapter import load_adapter
+from torchrl_llm.modules.backends.vllm.slots import slots_known, weight_slots
+from torchrl_llm.modules.backends.weights import (
+    WeightReceipt,
+    WeightSource,
+    copy_checked,
+    open_source,
+)
+
+__all__ = ["engine_model", "load_into_vllm_model", "load_weights"]
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """The model of an engine that runs in this process.
+
+    Args:
+        llm: a ``vllm.LLM``.
+
+    Raises:
+        ConfigError: the engine runs in a process of its own, or on several devices.
+    """
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    if worker is None or executor.parallel_config.world_size != 1:
+        raise ConfigError(
+            "this engine's model is not in this process: start it with "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 and distributed_executor_backend='uni' on one "
+            "device, or bring its weights by broadcast or double buffer"
+        )
+    # Nothing is sent anywhere: the function is called here.
+    return llm.apply_model(_itself)[0]
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
+    """Take new weights into an engine, and drop its prefix cache.
+
+    No step of the engine may run meanwhile. Requests that are under way go on with the new weights,
+    and compute the keys and values of what they have so far again.
+
+    Args:
+        llm: a ``vllm.LLM`` in this process.
+        source: where the weights are. An adapter needs an engine that was started with
+            ``enable_lora=True``; it is then
+            :func:`~torchrl_llm.modules.backends.vllm.adapter.active_adapter`, which each request
+            has to name.
+        version: their number.
+
+    Raises:
+        ConfigError: an engine that cannot take them.
+        WeightUpdateError: they did not arrive, not as they were sent, or are not those of this
+            model; the engine keeps the old ones.
+    """
+    if source.kind == "adapter":
+        receipt = load_adapter(llm, source, version)
+    else:
+        receipt = load_into_vllm_model(engine_model(llm), source, version)
+    engine = llm.llm_engine
+    if not engine.reset_prefix_cache():
+        # Running requests hold parts of the cache: they compute theirs again, with the new weights.
+        engine.reset_prefix_cache(reset_running_requests=True)
+    return receipt
+
+
+def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -> WeightReceipt:
+    """Take new weights into vLLM's own model; for code that runs inside an engine's worker.
+
+    Args:
+        model: the worker's model, on one device.
+        source: all weights or a delta, by Hugging Face names.
+        version: their number.
+
+    Raises:
+        ConfigError: a model that cannot take them.
+        WeightUpdateError: see :func:`load_weights`.
+    """
+    incoming = open_source(source, version=version)
+    incoming.check_base(model)
+    if slots_known(model):
+        slots, padding = weight_slots(model)
+        required = list(slots) if source.kind == "full" else []
+        copy_checked(incoming.weights, slots, required=required)
+        for rows in padding:
+            rows.zero_()
+    else:
+        _load_by_vllm(model, incoming.weights, whole=source.kind == "full")
+    return incoming.accepted(model)
+
+
+def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) -> None:
+    """Let the model's own loader place weights whose layout only vLLM knows."""
+    own = dict(model.named_parameters())
+    if any(parameter.numel() == 0 for parameter in own.values()):
+        raise ConfigError(
+            "vLLM packed this model's weights into a form of its own when it started; let "
+            "torchrl_llm build the engine, which turns packing off"
+        )
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    try:
+        loaded = model.load_weights(iter(weights.items()))
+        missing = sorted(set(own) - set(loaded or own)) if whole else []
+        if missing:
+            raise WeightUpdateError(
+                f"{len(missing)} weights of the engine were not sent: {missing[:3]}"
+            )
+    except Exception as error:
+        # vLLM's loaders raise whatever they meet; half a load must not stay.
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(before[name])
+        if isinstance(error, WeightUpdateError):
+            raise
+        raise WeightUpdateError(
+            f"vLLM could not load these weights ({type(error).__name__}: {error}); the old ones "
+            "are in place again"
+        ) from error
