@@ -1,0 +1,35 @@
+"""One set of engine settings for all tests: small, float32, on the CPU, and quick to start."""
+
+from __future__ import annotations
+
+from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.modules.backends.vllm import VLLMBackend, build_engine
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def small_engine(model=None, **options):
+    """A ``vllm.LLM`` of the embedded model, or of a folder."""
+    return build_engine(embedded_model_path() if model is None else model, **SETTINGS, **options)
+
+
+def small_backend(model=None, *, engine_options=None, **options):
+    """A backend over an engine of its own."""
+    return VLLMBackend(small_engine(model, **(engine_options or {})), **options)
+
+
+def saved_tiny_model(folder, make_tiny_model, tokenizer, **overrides):
+    """The shared tiny Qwen2 with heads as large as vLLM's CPU kernels need, saved with tokenizer.
+
+    Returns:
+        The model.
+    """
+    model = make_tiny_model(num_attention_heads=2, num_key_value_heads=1, **overrides)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model

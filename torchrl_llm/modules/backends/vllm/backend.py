@@ -1,0 +1,429 @@
+"""A vLLM engine in this process as a backend.
+
+It samples and scores; its weights are the engine's own and have no gradients. Engines in other
+processes are reached through a proxy (AsyncVLLM) or a server's URL, which are backends too.
+
+Shape legend: ``B`` prompts, ``S`` samples a prompt, ``T`` tokens, ``V`` vocabulary, ``N`` scored
+positions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.scoring import ScoreExtras, TokenScores
+from torchrl_llm.errors import BackendError, ConfigError, OverlongError
+from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
+from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.vllm.build import build_engine
+from torchrl_llm.modules.backends.vllm.engine import EngineLoop, EngineRequest, InFlight
+from torchrl_llm.modules.backends.vllm.noise import draw_privately
+from torchrl_llm.modules.backends.vllm.registry import share_within_process
+from torchrl_llm.modules.backends.vllm.requests import (
+    NATIVE_ARGUMENTS,
+    completion_of,
+    full_log_probs,
+    prompt_log_probs,
+    sampling_arguments,
+    scoring_arguments,
+)
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.modules.loading import load_tokenizer
+
+__all__ = ["VLLMBackend"]
+
+
+class VLLMBackend(Backend):
+    """Samples and scores with a ``vllm.LLM``.
+
+    Any number of threads may call it at once; their requests are batched by the engine, step by
+    step (:class:`~torchrl_llm.modules.backends.vllm.engine.EngineLoop`). Copies and pickles of a
+    backend share its engine, and only within the process.
+
+    Args:
+        engine: a ``vllm.LLM``, or the name or folder of a model to build one for; ``None`` for the
+            embedded model.
+        tokenizer: names one more end-of-sequence id, and is what policies use; by default that of
+            the engine. ``None`` is possible for an engine built with ``skip_tokenizer_init``.
+        eos_token_ids: ids that end a response; by default those of tokenizer and model together.
+        max_length: most tokens of prompt and response; by default what the engine takes less one,
+            so that any row can also be scored.
+        seeded: give every response a seed from torch's global generator, which makes sampling
+            repeatable whatever else the engine is doing. Without it the engine draws from its own.
+        in_flight: what a weight update does with responses that are being sampled: ``"wait"`` for
+            them, ``"keep"`` them and go on with the new weights (their cache is computed anew, and
+            each token carries its version), or ``"abort"`` them (their callers get what there is).
+        version: number of the weights that the engine has now.
+        timeout_s: seconds that a caller waits while the engine makes no progress.
+        **engine_options: see
+            :func:`~torchrl_llm.modules.backends.vllm.build.engine_arguments`; only with a name.
+
+    Attributes:
+        engine: the ``vllm.LLM``.
+        version: number of the weights.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        ConfigError: an engine or options that cannot be used.
+        ResourceError: model or cache do not fit.
+
+    Example:
+        >>> backend = VLLMBackend(max_model_len=256)  # doctest: +SKIP
+        >>> [[done]] = backend.generate([torch.tensor([5])], SamplingParams(max_new_tokens=9))
+        ... # doctest: +SKIP
+    """
+
+    native_arguments = NATIVE_ARGUMENTS
+    records_support = True
+
+    def __init__(
+        self,
+        engine: Any = None,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_length: int | None = None,
+        seeded: bool = True,
+        in_flight: InFlight = "wait",
+        version: int = 0,
+        timeout_s: float = 600.0,
+        **engine_options: Any,
+    ) -> None:
+        if engine is None or isinstance(engine, (str, os.PathLike)):
+            engine = build_engine(engine, **engine_options)
+        elif engine_options:
+            raise ConfigError(
+                f"{sorted(engine_options)} have no effect on an engine that exists; give them to "
+                "it, or give the model's name"
+            )
+        _check_engine(engine)
+        self.engine = engine
+        self._config = engine.llm_engine.model_config
+        self.tokenizer = _tokenizer(engine) if tokenizer is None else tokenizer
+        if isinstance(self.tokenizer, str):
+            self.tokenizer = load_tokenizer(self.tokenizer)
+        self._eos = tuple(eos_token_ids) if eos_token_ids else _known_eos(engine, self.tokenizer)
+        limit = self._config.max_model_len - 1
+        if max_length is not None and max_length > limit:
+            raise ConfigError(
+                f"max_length={max_length} needs an engine with max_model_len={max_length + 1} or "
+                f"more; this one has {limit + 1}"
+            )
+        self._max_length = limit if max_length is None else max_length
+        most = self._config.max_logprobs
+        self._max_logprobs = self.vocab_size if most == -1 else min(most, self.vocab_size)
+        self.seeded = seeded
+        self.in_flight: InFlight = in_flight
+        self.version = version
+        self._versions: dict[str, int] = {}
+        self._loop = _loop_of(engine, timeout_s)
+        draw_privately(engine)
+
+    __reduce__ = share_within_process
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VLLMBackend:
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the model's config; rows that the engine adds to fill its kernels do not count."""
+        return self._config.get_vocab_size()
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and response."""
+        return self._max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of tokenizer and model."""
+        return self._eos
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses that are being sampled or wait."""
+        return self._loop.num_unfinished
+
+    def exclusive(self, in_flight: InFlight | None = None) -> AbstractContextManager[Any]:
+        """A context in which other threads neither sample nor score.
+
+        Args:
+            in_flight: what happens to responses that are being sampled; the backend's own rule by
+                default.
+        """
+        return self._loop.exclusive(self.in_flight if in_flight is None else in_flight)
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        """See :meth:`Backend.generate`.
+
+        Raises:
+            BackendError: the engine failed.
+            WorkerError: the engine made no progress within the limit.
+        """
+        self.check_prompts(prompts)
+        if params.stop and _tokenizer(self.engine) is None:
+            raise ConfigError(
+                "stop strings need a tokenizer in the engine; build it without "
+                "skip_tokenizer_init, or use stop_token_ids"
+            )
+        seeds = iter(self._seeds(len(prompts) * params.num_samples, params))
+        requests = []
+        for prompt in prompts:
+            ids = prompt.tolist()
+            most = min(params.max_new_tokens, self._max_length - len(ids))
+            for _ in range(params.num_samples):
+                arguments = sampling_arguments(
+                    params,
+                    eos_token_ids=self._eos,
+                    max_tokens=most,
+                    seed=next(seeds),
+                    max_logprobs=self._max_logprobs,
+                )
+                requests.append(self._request(ids, arguments))
+        outputs = self._loop.run(requests)
+        flat = [
+            completion_of(output, params, self._versions, vocab_size=self.vocab_size)
+            for output in outputs
+        ]
+        if params.greedy and (params.repetition_penalty != 1 or params.native):
+            flat = self._unpenalized(prompts, flat, params.num_samples)
+        size = params.num_samples
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+    def _seeds(self, count: int, params: SamplingParams) -> list[int | None]:
+        if params.greedy or (params.seed is None and not self.seeded):
+            return [None] * count
+        generator = None
+        if params.seed is not None:
+            generator = torch.Generator().manual_seed(params.seed)
+        return torch.randint(2**62, (count,), generator=generator).tolist()
+
+    def _unpenalized(
+        self, prompts: Sequence[Tensor], flat: list[Completion], samples: int
+    ) -> list[Completion]:
+        """Greedy responses with the log-probs of the model, not of what the penalties left."""
+        whole, select = [], []
+        for row, completion in enumerate(flat):
+            prompt = prompts[row // samples]
+            whole.append(torch.cat([prompt, completion.token_ids]))
+            select.append(torch.arange(len(whole[-1])) >= len(prompt))
+        sizes = [len(completion.token_ids) for completion in flat]
+        scores = self.token_scores(whole, select).log_probs.split(sizes)
+        return [
+            done._replace(log_probs=one.clone()) for done, one in zip(flat, scores, strict=True)
+        ]
+
+    def _request(self, ids: list[int], arguments: dict[str, Any]) -> EngineRequest:
+        from vllm import SamplingParams as NativeParams
+
+        try:
+            native = NativeParams(**_with_grammar(arguments))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"vLLM refused generation arguments: {error}") from error
+        return EngineRequest({"type": "token", "prompt_token_ids": ids}, native)
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        extras: ScoreExtras | None = None,
+    ) -> TokenScores:
+        """See :meth:`TokenScorer.token_scores`; without gradients.
+
+        Log-probs at temperature 1 cost one pass over the rows. Another temperature, the entropy and
+        a support need the whole vocabulary of every token: that is done a row at a time, and only
+        by an engine whose ``max_logprobs`` allows it.
+
+        Raises:
+            ConfigError: for extras other than the support, or where the engine does not give the
+                whole vocabulary.
+            OverlongError: for a row longer than the engine can read.
+        """
+        extras = ScoreExtras() if extras is None else extras
+        support = extras.support
+        if extras not in (ScoreExtras(), ScoreExtras(support=support)):
+            raise ConfigError(f"a vLLM engine gives no hidden states, so it cannot give {extras}")
+        self.check_scoring(sequences, select)
+        # What stands behind the last selected token does not have to be read.
+        rows = [ids[: _last(mask) + 1] for ids, mask in zip(sequences, select, strict=True)]
+        for row, ids in enumerate(rows):
+            if len(ids) >= self._config.max_model_len:
+                raise OverlongError(
+                    f"row {row} has {len(ids)} tokens to score and the engine reads at most "
+                    f"{self._config.max_model_len - 1}"
+                )
+        if isinstance(temperature, Tensor):
+            temperatures = temperature.tolist()
+        else:
+            temperatures = [float(temperature)] * len(rows)
+        if support is None and not entropy and all(t == 1 for t in temperatures):
+            return TokenScores(self._own_log_probs(rows, select))
+        return self._whole_scores(rows, select, temperatures, entropy, support)
+
+    def _own_log_probs(self, rows: list[Tensor], select: Sequence[Tensor]) -> Tensor:
+        scored = [row for row, ids in enumerate(rows) if len(ids) > 1]
+        requests = [self._request(rows[row].tolist(), scoring_arguments()) for row in scored]
+        parts = [torch.zeros(0)]
+        for row, output in zip(scored, self._loop.run(requests), strict=True):
+            found = prompt_log_probs(self._answered(output))
+            parts.append(found[select[row][: len(found)]])
+        return torch.cat(parts)
+
+    def _whole_scores(
+        self,
+        rows: list[Tensor],
+        select: Sequence[Tensor],
+        temperatures: list[float],
+        entropy: bool,
+        support: Any,
+    ) -> TokenScores:
+        log_probs, entropies, done = [torch.zeros(0)], [torch.zeros(0)], 0
+        for ids, mask, temperature in zip(rows, select, temperatures, strict=True):
+            at = mask.nonzero().squeeze(-1)
+            if len(at) == 0:
+                continue
+            logits_NV = self._whole_log_probs(ids)[at - 1] / temperature
+            if support is not None:
+                logits_NV = restrict_logits(logits_NV, *support.span(done, done + len(at)))
+            log_probs.append(selective_log_softmax(logits_NV, ids[at]))
+            if entropy:
+                entropies.append(entropy_from_logits(logits_NV))
+            done += len(at)
+        return TokenScores(torch.cat(log_probs), torch.cat(entropies) if entropy else None)
+
+    def _whole_log_probs(self, ids: Tensor) -> Tensor:
+        if self._max_logprobs < self.vocab_size:
+            raise ConfigError(
+                "a temperature other than 1, the entropy and kept ids need the log-probs of all "
+                f"{self.vocab_size} ids, and the engine gives {self._max_logprobs}: build it with "
+                "max_logprobs=-1, or score with the trainer's model"
+            )
+        arguments = scoring_arguments(vocab_size=self.vocab_size)
+        [output] = self._loop.run([self._request(ids.tolist(), arguments)])
+        return full_log_probs(self._answered(output), self.vocab_size)
+
+    def _answered(self, output: Any) -> Any:
+        if output.prompt_logprobs is None:
+            raise BackendError("scoring was aborted by an update of the weights; score again")
+        return output
+
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.logits`; they are normalised (log-probs at temperature 1)."""
+        self.check_ids(sequences)
+        rows = [self._whole_log_probs(ids) for ids in sequences]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """See :meth:`Backend.update_weights`; between two steps of the engine."""
+        from torchrl_llm.modules.backends.vllm.loading import load_weights
+
+        with self.exclusive():
+            receipt = load_weights(self.engine, source, version=version)
+            self.weights_changed(version)
+        return [receipt]
+
+    def weights_changed(self, version: int) -> None:
+        """Say that the weights were changed in place: drop what was computed with the old ones.
+
+        To be called by whoever changed them, inside :meth:`exclusive`.
+
+        Args:
+            version: number of the weights that the engine has now.
+        """
+        with self.exclusive():
+            # Running responses would otherwise hold on to blocks of the old weights' cache, which
+            # new requests could then find.
+            self.engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+            if not self._versions:
+                self._versions["default"] = self.version
+            label = str(version)
+            self._versions[label] = self.version = version
+            self.engine.llm_engine.set_weight_version(label)
+
+
+def _last(mask: Tensor) -> int:
+    at = mask.nonzero()
+    return int(at[-1]) if len(at) else 0
+
+
+def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Structured outputs may be given as a dictionary, as in a configuration file."""
+    given = arguments.get("structured_outputs")
+    if not isinstance(given, dict):
+        return arguments
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {**arguments, "structured_outputs": StructuredOutputsParams(**given)}
+
+
+def _check_engine(engine: Any) -> None:
+    inner = getattr(engine, "llm_engine", None)
+    if inner is None or not hasattr(inner, "add_request"):
+        raise ConfigError(
+            f"VLLMBackend takes a vllm.LLM or a model's name, got {type(engine).__name__}"
+        )
+    config = inner.model_config
+    if config.logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"the engine reports {config.logprobs_mode!r}, which are not the log-probs of the "
+            "distribution that is sampled; build it with logprobs_mode='processed_logprobs'"
+        )
+    if config.generation_config != "vllm":
+        raise ConfigError(
+            "the engine takes sampling defaults from the model's generation config; build it with "
+            "generation_config='vllm'"
+        )
+
+
+def _loop_of(engine: Any, timeout_s: float) -> EngineLoop:
+    """The engine's one loop: two backends over one engine must not step it at once."""
+    loop = getattr(engine, "_torchrl_llm_loop", None)
+    if loop is None:
+        loop = EngineLoop(
+            engine.llm_engine, timeout_s=timeout_s, aborted=lambda name: _partial(engine, name)
+        )
+        engine._torchrl_llm_loop = loop
+    return loop
+
+
+def _partial(engine: Any, name: str) -> Any:
+    """What a request has so far, as the output of an aborted one."""
+    from vllm.v1.engine import FinishReason as NativeReason
+
+    processor = engine.llm_engine.output_processor
+    [inside] = processor.external_req_ids[name]
+    state = processor.request_states[inside]
+    return state.make_request_output([], None, NativeReason.ABORT, None)
+
+
+def _tokenizer(engine: Any) -> Any:
+    return engine.llm_engine.tokenizer
+
+
+def _known_eos(engine: Any, tokenizer: Any) -> tuple[int, ...]:
+    config = engine.llm_engine.model_config
+    found: set[int] = set()
+    generation = config.try_get_generation_config() or {}
+    for ids in (
+        getattr(tokenizer, "eos_token_id", None),
+        getattr(config.hf_text_config, "eos_token_id", None),
+        generation.get("eos_token_id"),
+    ):
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))

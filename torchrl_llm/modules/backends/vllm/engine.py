@@ -1,0 +1,325 @@
+"""One engine, many threads: continuous batching without a thread of its own.
+
+Every caller hands in requests and waits for its own answers. Whichever of them comes first steps
+the engine for all; when its own requests are done it appoints the next. A program with one thread
+is therefore as deterministic as the engine, and nothing runs when nobody waits.
+
+Weights are changed, and the engine is put to sleep, between two steps
+(:meth:`EngineLoop.exclusive`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torchrl_llm.errors import BackendError, ConfigError, TorchRLLLMError, WorkerError
+
+__all__ = ["EngineLoop", "EngineRequest", "InFlight"]
+
+InFlight = Literal["wait", "keep", "abort"]
+IN_FLIGHT = ("wait", "keep", "abort")
+
+
+class EngineRequest(NamedTuple):
+    """One sequence to sample or score.
+
+    Attributes:
+        prompt: what the engine's ``add_request`` takes.
+        params: vLLM's own sampling parameters.
+        adapter: a ``LoRARequest``, or ``None``.
+    """
+
+    prompt: Any
+    params: Any
+    adapter: Any = None
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """What one caller waits for: answers to its requests, or to be alone (no requests)."""
+
+    requests: Sequence[EngineRequest] = ()
+    names: list[str] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    wake: threading.Event = field(default_factory=threading.Event)
+    finished: bool = False
+
+
+class EngineLoop:
+    """Runs the requests of any number of threads on one engine.
+
+    Args:
+        engine: has ``add_request(name, prompt, params, lora_request=)``, ``step()`` giving finished
+            outputs with a ``request_id``, ``abort_request(names)``.
+        timeout_s: seconds that a caller waits while the engine makes no progress at all.
+        aborted: gives the output of a request that is about to be aborted, from its name.
+
+    Example:
+        >>> class Echo:
+        ...     waiting = []
+        ...     def add_request(self, name, prompt, params, lora_request=None):
+        ...         self.waiting.append(name)
+        ...     def step(self):
+        ...         done, self.waiting = self.waiting, []
+        ...         return [type("Output", (), {"request_id": n, "finished": True}) for n in done]
+        >>> loop = EngineLoop(Echo())
+        >>> len(loop.run([EngineRequest([1], None), EngineRequest([2], None)]))
+        2
+    """
+
+    def __init__(self, engine: Any, *, timeout_s: float = 600.0, aborted: Any = None) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._aborted = aborted
+        self._count = itertools.count()
+        self._lock = threading.Lock()
+        self._leader: _Ticket | None = None
+        self._owner: int | None = None  # thread that is alone with the engine
+        self._depth = 0
+        self._incoming: list[_Ticket] = []  # not yet handed to the engine
+        self._running: dict[str, _Ticket] = {}
+        self._orphans: list[str] = []  # requests whose caller gave up
+        self._alone: list[tuple[_Ticket, InFlight]] = []
+        self._dead: str | None = None
+        self._progress = time.monotonic()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        with self._lock:
+            waiting = sum(len(ticket.requests) for ticket in self._incoming)
+            return waiting + len(self._running)
+
+    def run(self, requests: Sequence[EngineRequest]) -> list[Any]:
+        """Answer requests; other threads may ask at the same time.
+
+        Args:
+            requests: any number.
+
+        Returns:
+            The engine's final output of each, in order.
+
+        Raises:
+            BackendError: the engine failed, now or earlier; or it refused a request.
+            WorkerError: it made no progress for ``timeout_s`` seconds.
+        """
+        if not requests:
+            return []
+        ticket = _Ticket(requests)
+        if self._owner == threading.get_ident():
+            return self._run_alone(ticket)
+        with self._lock:
+            self._check_alive()
+            self._incoming.append(ticket)
+            lead = self._leader is None
+            if lead:
+                self._leader = ticket
+                self._progress = time.monotonic()
+        self._follow(ticket, lead)
+        if ticket.error is not None:
+            raise ticket.error
+        return [ticket.outputs[name] for name in ticket.names]
+
+    def _run_alone(self, ticket: _Ticket) -> list[Any]:
+        """For the thread that has the engine to itself: others' requests stay where they are."""
+        self._check_alive()
+        try:
+            self._admit(ticket)
+            while not ticket.finished:
+                self._step()
+        except BaseException as error:
+            self._die(error)
+            raise
+        if ticket.error is not None:
+            raise ticket.error
+        return [ticket.outputs[name] for name in ticket.names]
+
+    def _follow(self, ticket: _Ticket, lead: bool) -> None:
+        while not ticket.finished:
+            if not lead:
+                self._wait(ticket)
+                if ticket.finished:
+                    return
+            lead = False
+            try:
+                self._lead(ticket)
+            except BaseException as error:
+                # The engine may be in the middle of anything, and the others must not wait for it.
+                self._die(error)
+                raise
+
+    def _wait(self, ticket: _Ticket) -> None:
+        """Until the ticket is finished or appointed to lead."""
+        try:
+            while not ticket.wake.wait(min(self._timeout_s, 5.0)):
+                idle = time.monotonic() - self._progress
+                if idle > self._timeout_s:
+                    raise WorkerError(
+                        f"the engine made no step for {idle:.0f} s (limit {self._timeout_s:g} s); "
+                        f"{len(self._running)} requests are running"
+                    )
+            ticket.wake.clear()
+        except BaseException:
+            self._forget(ticket)
+            raise
+
+    def _forget(self, ticket: _Ticket) -> None:
+        """Of a caller that gave up, or was interrupted: nobody may wait for it to lead."""
+        with self._lock:
+            self._incoming = [other for other in self._incoming if other is not ticket]
+            self._alone = [entry for entry in self._alone if entry[0] is not ticket]
+            for name in ticket.names:
+                if self._running.pop(name, None) is not None:
+                    self._orphans.append(name)
+            ticket.finished = True
+            if self._leader is ticket:
+                self._appoint()
+
+    def _lead(self, ticket: _Ticket) -> None:
+        """Step until the own requests are done or somebody wants to be alone; then hand over."""
+        while not ticket.finished:
+            with self._lock:
+                mode = self._alone[0][1] if self._alone else None
+                arrived = []
+                # Who waits for the engine to run empty must not be kept waiting by newcomers.
+                if mode is None:
+                    arrived, self._incoming = self._incoming, []
+                orphans, self._orphans = self._orphans, []
+            if orphans:
+                self._engine.abort_request(orphans)
+            if mode == "abort":
+                self._abort(list(self._running))
+            if mode == "keep" or (mode is not None and not self._running):
+                break
+            for other in arrived:
+                self._admit(other)
+            if self._running:
+                self._step()
+        with self._lock:
+            self._appoint()
+
+    def _admit(self, ticket: _Ticket) -> None:
+        """Hand a caller's requests to the engine; what it refuses is that caller's error alone."""
+        try:
+            for request in ticket.requests:
+                name = f"r{next(self._count)}"
+                self._engine.add_request(
+                    name, request.prompt, request.params, lora_request=request.adapter
+                )
+                ticket.names.append(name)
+                self._running[name] = ticket
+        except TorchRLLLMError as error:
+            ticket.error = error
+        except Exception as error:
+            ticket.error = ConfigError(f"vLLM refused a request: {error}")
+        if ticket.error is not None:
+            self._engine.abort_request(ticket.names)
+            for name in ticket.names:
+                self._running.pop(name, None)
+            self._finish(ticket)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._hand_out(output.request_id, output)
+        self._progress = time.monotonic()
+
+    def _hand_out(self, name: str, output: Any) -> None:
+        ticket = self._running.pop(name, None)
+        if ticket is None:
+            return
+        ticket.outputs[name] = output
+        if len(ticket.outputs) == len(ticket.requests):
+            self._finish(ticket)
+
+    @staticmethod
+    def _finish(ticket: _Ticket) -> None:
+        ticket.finished = True
+        ticket.wake.set()
+
+    def _abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            output = self._aborted(name)
+            self._engine.abort_request([name])
+            self._hand_out(name, output)
+
+    def _appoint(self) -> None:
+        """Choose who goes on; the lock is held."""
+        self._leader = None
+        if self._alone and (self._alone[0][1] == "keep" or not self._running):
+            self._leader = self._alone.pop(0)[0]
+        else:
+            waiting = [*self._running.values(), *self._incoming]
+            self._leader = next((ticket for ticket in waiting if not ticket.finished), None)
+        self._progress = time.monotonic()
+        if self._leader is not None:
+            self._leader.wake.set()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise BackendError(f"the engine stopped earlier and must be built again: {self._dead}")
+
+    def _die(self, error: BaseException) -> None:
+        with self._lock:
+            self._dead = f"{type(error).__name__}: {error}"
+            left = {*self._running.values(), *self._incoming, *(t for t, _ in self._alone)}
+            self._running, self._incoming, self._alone, self._leader = {}, [], [], None
+            for ticket in left:
+                if not ticket.finished:
+                    ticket.error = BackendError(f"the engine stopped: {self._dead}")
+                    self._finish(ticket)
+
+    # -- alone with the engine --------------------------------------------------------------------
+
+    @contextmanager
+    def exclusive(self, in_flight: InFlight = "wait") -> Iterator[None]:
+        """A context in which nobody else steps the engine; it may be entered again inside.
+
+        Args:
+            in_flight: what happens to requests that run: ``"wait"`` until they are done (new ones
+                are held back), ``"keep"`` them where they are, or ``"abort"`` them.
+
+        Raises:
+            ConfigError: for another word.
+            BackendError: the engine failed.
+            WorkerError: it made no progress for ``timeout_s`` seconds.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise ConfigError(f"in_flight must be one of {IN_FLIGHT}, got {in_flight!r}")
+        if self._owner == threading.get_ident():
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        ticket = _Ticket()
+        with self._lock:
+            self._check_alive()
+            free = self._leader is None
+            if free:
+                self._leader = ticket
+            else:
+                self._alone.append((ticket, in_flight))
+        if not free:
+            self._wait(ticket)
+            if ticket.error is not None:
+                raise ticket.error
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = None
+            with self._lock:
+                self._appoint()
