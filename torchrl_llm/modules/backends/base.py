@@ -166,6 +166,9 @@ class Backend(TokenScorer):
     records_support: bool = False
     """Whether it can do what ``SamplingParams.record_support`` asks for."""
 
+    num_copies: int = 1
+    """Copies of the weights behind it, each of which opens the source of an update once."""
+
     counts_versions: bool = False
     """Whether its weights may change while it samples; its completions then carry the versions."""
 
