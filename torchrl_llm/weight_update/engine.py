@@ -1,0 +1,159 @@
+"""All weights into engines: the way that always works, and what the cheaper ways share with it.
+
+Next: :mod:`~torchrl_llm.weight_update.shared` (nothing is copied),
+:mod:`~torchrl_llm.weight_update.delta` (what changed) and
+:mod:`~torchrl_llm.weight_update.adapter` (LoRA) for less work than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
+from torchrl_llm.modules.backends.base import Backend
+from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.weight_update.base import WeightUpdater
+from torchrl_llm.weight_update.canary import CanaryCheck
+from torchrl_llm.weight_update.ledger import WeightLedger
+from torchrl_llm.weight_update.names import engine_weights
+
+__all__ = ["EngineWeights"]
+
+Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+Sender = Callable[[Backend], list[WeightReceipt]]
+
+
+class EngineWeights(WeightUpdater):
+    """Sends all weights to one or more engines, and proves that they arrived.
+
+    After each push the engine has dropped what it had cached, counts the new version, and has
+    echoed the digest of what it got; with a ``canary`` it also computes the same log-probs as the
+    trainer. If that proof fails, the push raises and the version is counted all the same: what the
+    engine samples from then on is neither the old version nor a proven new one, and a
+    :class:`~torchrl_llm.weight_update.WeightLedger` refuses it. If the weights did not arrive at
+    all, the engine keeps the old ones and their version.
+
+    Args:
+        *backends: the engines; by default that of the collector's policy.
+        model: what is pushed when :meth:`push_weights` is given nothing.
+        canary: compares log-probs after each push.
+        ledger: gets version and digest of each proven push.
+
+    Attributes:
+        version: number of the last push; 0 before the first. With a collector that counts versions
+            it follows that count.
+        receipts: of the last push.
+
+    Example:
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> trained = FakeBackend(vocab_size=16, eos_token_ids=(2,), seed=1)
+        >>> sampler = FakeBackend(vocab_size=16, eos_token_ids=(2,))
+        >>> updater = EngineWeights(sampler, canary=CanaryCheck(trained))
+        >>> updater.push_weights(trained.module)
+        >>> [receipt.version for receipt in updater.receipts]
+        [1]
+    """
+
+    def __init__(
+        self,
+        *backends: Backend,
+        model: Weights | None = None,
+        canary: CanaryCheck | None = None,
+        ledger: WeightLedger | None = None,
+    ) -> None:
+        for backend in backends:
+            if not isinstance(backend, Backend):
+                raise ConfigError(
+                    f"{type(self).__name__} takes backends, got {type(backend).__name__}; that of "
+                    "a policy is policy.backend"
+                )
+        self._backends, self._model = backends, model
+        self.canary, self.ledger = canary, ledger
+        self.version = 0
+        self.receipts: list[WeightReceipt] = []
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The engines that get the weights.
+
+        Raises:
+            ConfigError: none were given, and there is no collector whose policy has one.
+        """
+        if self._backends:
+            return self._backends
+        backend = getattr(self.policy, "backend", None)
+        if not isinstance(backend, Backend):
+            raise ConfigError(
+                f"the collector's policy, a {type(self.policy).__name__}, has no backend; pass it "
+                f"to {type(self).__name__}(backend)"
+            )
+        return (backend,)
+
+    def push_weights(self, policy_or_weights: Weights | None = None) -> None:
+        """Send the weights, and return when they are proven to be there.
+
+        Args:
+            policy_or_weights: the trained module, its state dict or a tensordict; ``None`` for the
+                model given at construction.
+
+        Raises:
+            ConfigError: nothing to push, or engines that cannot take it.
+            WeightUpdateError: the weights did not arrive, or not as they were sent, or the engine
+                does not compute with them.
+        """
+        weights = self._model if policy_or_weights is None else policy_or_weights
+        if weights is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no weights to push: give push_weights (or the "
+                "collector's update_policy_weights_) the trained model, or pass model= here"
+            )
+        version = self._next_version()
+        send = self._sender(weights, version)
+        receipts: list[WeightReceipt] = []
+        try:
+            for backend in self.backends:
+                receipts += send(backend)
+            self._prove(receipts, version)
+        except TorchRLLLMError:
+            if receipts:
+                # Nobody may call what is sampled from now on by the old version's number.
+                self._count(version)
+            raise
+        self.receipts, self.version = receipts, version
+        if self.ledger is not None:
+            self.ledger.record(version, receipts[0].digest)
+
+    def _sender(self, weights: Weights, version: int) -> Sender:
+        """What brings a version to one engine; everything that all need is done once, here."""
+        source = TensorSource(engine_weights(weights))
+        return partial(_update, source=source, version=version)
+
+    def _next_version(self) -> int:
+        counted = getattr(self.collector, "policy_version", None)
+        return (counted if isinstance(counted, int) else self.version) + 1
+
+    def _count(self, version: int) -> None:
+        self.version = version
+        if isinstance(getattr(self.collector, "policy_version", None), int):
+            self.collector.increment_version()
+
+    def _prove(self, receipts: Sequence[WeightReceipt], version: int) -> None:
+        digests = {receipt.digest for receipt in receipts}
+        versions = {receipt.version for receipt in receipts}
+        if len(digests) != 1 or versions != {version}:
+            raise WeightUpdateError(
+                f"version {version} of the weights was sent, and the engines answer with versions "
+                f"{sorted(versions)} and digests {sorted(digests)}"
+            )
+        if self.canary is not None:
+            for backend in self.backends:
+                self.canary.check(backend, version=version)
+
+
+def _update(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:
+    return backend.update_weights(source, version=version)
