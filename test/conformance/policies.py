@@ -284,7 +284,7 @@ class WrapperConformance:
         for twin in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
             got = read_rows(twin(self.inputs(twin)), ("tokens", "full"))
             assert [r.tolist() for r in got] == [r.tolist() for r in wanted]
-            assert twin.model is twin.backend.module
+            assert getattr(twin, "model", None) is twin.backend.module
 
     def test_threads_share_a_policy(self, tokenizer):
         policy = self.make(

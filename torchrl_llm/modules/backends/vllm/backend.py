@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
-from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
+from torchrl_llm.modules.backends.vllm.adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.build import build_engine
 from torchrl_llm.modules.backends.vllm.engine import EngineLoop, EngineRequest, InFlight
 from torchrl_llm.modules.backends.vllm.noise import draw_privately
@@ -33,6 +35,8 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
+from torchrl_llm.modules.backends.vllm.settings import runs_on_cpu
+from torchrl_llm.modules.backends.vllm.sleep import SleepState
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.loading import load_tokenizer
 
@@ -123,6 +127,7 @@ class VLLMBackend(Backend):
         self.version = version
         self._versions: dict[str, int] = {}
         self._loop = _loop_of(engine, timeout_s)
+        self._sleep = _sleep_of(engine, self._loop)
         draw_privately(engine)
 
     __reduce__ = share_within_process
@@ -149,6 +154,10 @@ class VLLMBackend(Backend):
     def num_unfinished(self) -> int:
         """Responses that are being sampled or wait."""
         return self._loop.num_unfinished
+
+    def status(self) -> EngineStatus:
+        """See :meth:`Backend.status`."""
+        return EngineStatus(_cache_usage(self.engine), self._loop.steps)
 
     def exclusive(self, in_flight: InFlight | None = None) -> AbstractContextManager[Any]:
         """A context in which other threads neither sample nor score.
@@ -333,19 +342,27 @@ class VLLMBackend(Backend):
         from torchrl_llm.modules.backends.vllm.loading import load_weights
 
         with self.exclusive():
+            self._sleep.check_weights()
             receipt = load_weights(self.engine, source, version=version)
             self.weights_changed(version)
+            if source.kind == "full":
+                self._sleep.filled()
         return [receipt]
 
     def weights_changed(self, version: int) -> None:
         """Say that the weights were changed in place: drop what was computed with the old ones.
 
-        To be called by whoever changed them, inside :meth:`exclusive`.
+        To be called by whoever changed them, inside :meth:`exclusive`. From then on the backend
+        counts versions itself: completions carry that of each token.
 
         Args:
             version: number of the weights that the engine has now.
+
+        Raises:
+            BackendError: the engine sleeps.
         """
         with self.exclusive():
+            self._sleep.check_weights()
             # Running responses would otherwise hold on to blocks of the old weights' cache, which
             # new requests could then find.
             self.engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
@@ -354,6 +371,42 @@ class VLLMBackend(Backend):
             label = str(version)
             self._versions[label] = self.version = version
             self.engine.llm_engine.set_weight_version(label)
+            self.counts_versions = True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cache of all prompts; responses that are being sampled compute theirs anew."""
+        with self.exclusive("keep"):
+            self.engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    # -- sleep ------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory back: once what runs is done, nothing is sampled until it wakes.
+
+        On the CPU no memory is freed, and nothing else differs.
+
+        Args:
+            level: 1 keeps the weights in the CPU's memory; 2 drops them, and full weights have to
+                arrive before the engine samples again.
+
+        Raises:
+            BackendError: it sleeps already.
+            ConfigError: another level, or a GPU engine built without ``enable_sleep_mode=True``.
+        """
+        with self.exclusive("wait"):
+            self._sleep.fall(level)
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Take the memory again.
+
+        Args:
+            weights_only: leave the cache away, to bring new weights while there is room.
+
+        Raises:
+            BackendError: it does not sleep.
+        """
+        with self.exclusive("wait"):
+            self._sleep.wake(weights_only=weights_only)
 
 
 def _last(mask: Tensor) -> int:
@@ -395,17 +448,41 @@ def _loop_of(engine: Any, timeout_s: float) -> EngineLoop:
     loop = getattr(engine, "_torchrl_llm_loop", None)
     if loop is None:
         loop = EngineLoop(
-            engine.llm_engine, timeout_s=timeout_s, aborted=lambda name: _partial(engine, name)
+            engine.llm_engine,
+            timeout_s=timeout_s,
+            aborted=partial(_partial, engine.llm_engine),
+            adapter=partial(active_adapter, engine),
         )
         engine._torchrl_llm_loop = loop
     return loop
+
+
+def _sleep_of(engine: Any, loop: EngineLoop) -> SleepState:
+    """The engine's one state, for the same reason."""
+    state = getattr(engine, "_torchrl_llm_sleep", None)
+    if state is None:
+        state = SleepState(
+            engine,
+            loop,
+            enabled=bool(engine.llm_engine.model_config.enable_sleep_mode),
+            frees_memory=not runs_on_cpu(),
+        )
+        engine._torchrl_llm_sleep = state
+    return state
+
+
+def _cache_usage(engine: Any) -> float | None:
+    """Share of the blocks in use, where the scheduler is in this process."""
+    core = getattr(engine.llm_engine.engine_core, "engine_core", None)
+    manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
+    return None if manager is None else float(manager.usage)
 
 
 def _partial(engine: Any, name: str) -> Any:
     """What a request has so far, as the output of an aborted one."""
     from vllm.v1.engine import FinishReason as NativeReason
 
-    processor = engine.llm_engine.output_processor
+    processor = engine.output_processor
     [inside] = processor.external_req_ids[name]
     state = processor.request_states[inside]
     return state.make_request_output([], None, NativeReason.ABORT, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -32,12 +32,10 @@ class EngineRequest(NamedTuple):
     Attributes:
         prompt: what the engine's ``add_request`` takes.
         params: vLLM's own sampling parameters.
-        adapter: a ``LoRARequest``, or ``None``.
     """
 
     prompt: Any
     params: Any
-    adapter: Any = None
 
 
 @dataclass(eq=False)
@@ -60,6 +58,12 @@ class EngineLoop:
             outputs with a ``request_id``, ``abort_request(names)``.
         timeout_s: seconds that a caller waits while the engine makes no progress at all.
         aborted: gives the output of a request that is about to be aborted, from its name.
+        adapter: gives the ``LoRARequest`` that requests name from now on, or ``None``.
+
+    Attributes:
+        steps: of the engine so far.
+        closed: why no request is admitted at the moment; ``None`` while they are. To be set by
+            whoever is alone with the engine.
 
     Example:
         >>> class Echo:
@@ -74,12 +78,22 @@ class EngineLoop:
         2
     """
 
-    def __init__(self, engine: Any, *, timeout_s: float = 600.0, aborted: Any = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        timeout_s: float = 600.0,
+        aborted: Callable[[str], Any] | None = None,
+        adapter: Callable[[], Any] | None = None,
+    ) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
         self._engine = engine
         self._timeout_s = timeout_s
         self._aborted = aborted
+        self._adapter = adapter
+        self.steps = 0
+        self.closed: str | None = None
         self._count = itertools.count()
         self._lock = threading.Lock()
         self._leader: _Ticket | None = None
@@ -212,11 +226,12 @@ class EngineLoop:
     def _admit(self, ticket: _Ticket) -> None:
         """Hand a caller's requests to the engine; what it refuses is that caller's error alone."""
         try:
+            if self.closed is not None:
+                raise BackendError(self.closed)
+            adapter = None if self._adapter is None else self._adapter()
             for request in ticket.requests:
                 name = f"r{next(self._count)}"
-                self._engine.add_request(
-                    name, request.prompt, request.params, lora_request=request.adapter
-                )
+                self._engine.add_request(name, request.prompt, request.params, lora_request=adapter)
                 ticket.names.append(name)
                 self._running[name] = ticket
         except TorchRLLLMError as error:
@@ -230,6 +245,7 @@ class EngineLoop:
             self._finish(ticket)
 
     def _step(self) -> None:
+        self.steps += 1
         for output in self._engine.step():
             if output.finished:
                 self._hand_out(output.request_id, output)
