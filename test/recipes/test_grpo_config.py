@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.trainers import GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
 from torchrl_llm.trainers.grpo_config import AdvantageConfig, LossConfig
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
+SCHEMAS = {"grpo": GRPOConfig, "grpo-async": AsyncGRPOConfig}
 GROUPS = {"loss": LossConfig, "advantage": AdvantageConfig}
 # A critic is trained by the one towards what the other writes.
 PARTNER = {"ppo": ["advantage=gae"], "gae": ["loss=ppo"]}
@@ -62,10 +63,86 @@ def test_every_class_has_a_file_and_every_file_a_class(group):
 
 
 @pytest.mark.parametrize("overrides", [[], ["env=gsm8k"]])
-def test_the_composed_files_hold_every_key_of_the_schema(overrides):
-    config = composed(*overrides)
-    assert set(load_config(config).flat()) == set(GRPOConfig().flat())
-    assert set(config) == set(GRPOConfig.__dataclass_fields__)
+@pytest.mark.parametrize(("name", "schema"), SCHEMAS.items())
+def test_the_composed_files_hold_every_key_of_the_schema(name, schema, overrides):
+    config = compose(name, overrides)
+    assert set(load_config(config, schema).flat()) == set(schema().flat())
+    assert set(config) == set(schema.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("name", "schema"), SCHEMAS.items())
+def test_the_files_hold_the_defaults_of_the_classes(name, schema):
+    task = {"max_steps", "num_threads", "max_tokens", "lr", "scheduler", "warmup_steps", "interval"}
+    given, default = load_config(compose(name), schema).flat(), schema().flat()
+    changed = {key for key in default if given[key] != default[key]}
+    assert {key.rpartition(".")[2] for key in changed} <= task | {
+        "prompts_per_batch",
+        "experiment_name",
+    }
+
+
+def test_a_key_of_the_other_recipe_says_whose_it_is():
+    with pytest.raises(ConfigError, match=r"'ray.num_collectors': a key of grpo-async.py"):
+        check_arguments(["ray.num_collectors=2"])
+    with pytest.raises(ConfigError, match=r"'train.max_policy_age': a key of grpo-async.py"):
+        load_config({"train": {"max_policy_age": 1}})
+    with pytest.raises(ConfigError, match=r"'weight_sync.verify': a key of grpo-sync.py"):
+        check_arguments(["weight_sync.verify=false"], AsyncGRPOConfig)
+    with pytest.raises(ConfigError, match=r"renamed to 'ray.num_collectors'"):
+        check_arguments(["inference_model.num_replicas=2"], AsyncGRPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["inference_model.num_devices=2"], "num_devices has no effect with inference_model.back"),
+        (["inference_model.enforce_eager=true"], "enforce_eager has no effect with"),
+        (["weight_sync.type=load"], "weight_sync has no effect with inference_model.backend=trans"),
+        (["inference_model.backend=vllm", "inference_model.num_devices=0"], "at least 1"),
+        (["inference_model.backend=vllm", "inference_model.gpu_memory_utilization=2"], "in \\(0,"),
+        (["inference_model.backend=vllm", "inference_model.max_model_len=32"], "leaves no room"),
+        (["inference_model.backend=vllm", "weight_sync.type=adapter"], "needs train_model.lora"),
+        (
+            [
+                "inference_model.backend=vllm",
+                "weight_sync.type=shared",
+                "train_model.lora.enabled=true",
+            ],
+            "weight_sync.type=shared is for training without LoRA",
+        ),
+    ],
+)
+def test_engines_and_weights_that_are_impossible_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.max_policy_age=-1"], "must not be negative"),
+        (["train.on_stale=skip"], "must be one of 'wait', 'drop', 'mask'"),
+        (["train.weight_update_frequency=0"], "at least 1"),
+        (["ray.num_collectors=0"], "at least 1"),
+        (["ray.num_collectors=3"], "prompts_per_batch=16 is not a multiple of ray.num_collectors"),
+        (["ray.prompts_per_claim=5"], "prompts_per_batch=16 is not a multiple of ray.prompts_per_"),
+        (["ray.timeout_s=0"], "above 0"),
+        (["ray.address=auto", "ray.num_cpus=2"], "ray.num_cpus has no effect with ray.address"),
+        (["weight_sync.type=adapter"], "needs train_model.lora.enabled=true"),
+        (["advantage.type=spo"], "grpo-sync.py has it"),
+    ],
+)
+def test_asynchronous_settings_that_are_impossible_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(OmegaConf.from_dotlist(overrides), AsyncGRPOConfig)
+
+
+def test_collectors_take_equal_shares_of_a_step_in_whole_groups():
+    config = load_config({"ray": {"num_collectors": 4}}, AsyncGRPOConfig)
+    assert config.rows_per_claim == 4 * 8
+    config = load_config({"ray": {"prompts_per_claim": 16, "num_collectors": 3}}, AsyncGRPOConfig)
+    assert config.rows_per_claim == 16 * 8
+    assert config.train.staleness.max_policy_age == 1
 
 
 def test_any_loss_goes_with_any_rule_of_credit_and_the_critic_s_with_each_other():

@@ -9,7 +9,12 @@ from __future__ import annotations
 from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics, trained_rows
 from torchrl_llm.trainers.checkpoint import CheckpointStore, save_pretrained
 from torchrl_llm.trainers.config import check_override_keys, from_mapping
-from torchrl_llm.trainers.grpo_config import GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers.grpo_config import (
+    AsyncGRPOConfig,
+    GRPOConfig,
+    check_arguments,
+    load_config,
+)
 from torchrl_llm.trainers.ledger import TokenLedger
 from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
 from torchrl_llm.trainers.microbatch import micro_batches
@@ -17,8 +22,10 @@ from torchrl_llm.trainers.optim import clipped_step, make_optimizer, make_schedu
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest
 from torchrl_llm.trainers.ranks import global_normalizer, sum_over_ranks
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
+from torchrl_llm.trainers.staleness import Pacer, StalenessRule
 
 __all__ = [
+    "AsyncGRPOConfig",
     "BatchSource",
     "CheckpointConfig",
     "CheckpointStore",
@@ -27,7 +34,9 @@ __all__ = [
     "LoggingConfig",
     "LossMeter",
     "MetricsTable",
+    "Pacer",
     "ProgressBar",
+    "StalenessRule",
     "StopRequest",
     "TokenLedger",
     "TrainingRun",

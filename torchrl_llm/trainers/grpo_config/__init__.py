@@ -7,6 +7,13 @@ with the new one.
 
 from __future__ import annotations
 
+from torchrl_llm.trainers.grpo_config.engines import (
+    AsyncTrainConfig,
+    AsyncWeightSyncConfig,
+    EngineConfig,
+    RayConfig,
+    WeightSyncConfig,
+)
 from torchrl_llm.trainers.grpo_config.groups import (
     EnvConfig,
     InferenceModelConfig,
@@ -26,7 +33,9 @@ from torchrl_llm.trainers.grpo_config.objective import (
 )
 from torchrl_llm.trainers.grpo_config.schema import (
     RENAMED,
+    AsyncGRPOConfig,
     GRPOConfig,
+    GRPOGroups,
     check_arguments,
     load_config,
 )
@@ -34,19 +43,26 @@ from torchrl_llm.trainers.grpo_config.schema import (
 __all__ = [
     "RENAMED",
     "AdvantageConfig",
+    "AsyncGRPOConfig",
+    "AsyncTrainConfig",
+    "AsyncWeightSyncConfig",
     "CorrectionConfig",
+    "EngineConfig",
     "EnvConfig",
     "FilterConfig",
     "GRPOConfig",
+    "GRPOGroups",
     "InferenceModelConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RayConfig",
     "RefModelConfig",
     "RewardConfig",
     "TrainConfig",
     "TrainModelConfig",
+    "WeightSyncConfig",
     "check_arguments",
     "load_config",
 ]

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
-from torchrl_llm.trainers.config import check_override_keys, dotted, ensure, from_mapping
+from torchrl_llm.trainers.config import (
+    check_override_keys,
+    dotted,
+    ensure,
+    from_mapping,
+    valid_keys,
+)
+from torchrl_llm.trainers.grpo_config.engines import (
+    AsyncTrainConfig,
+    AsyncWeightSyncConfig,
+    EngineConfig,
+    RayConfig,
+    WeightSyncConfig,
+)
 from torchrl_llm.trainers.grpo_config.groups import (
     EnvConfig,
-    InferenceModelConfig,
     ModelConfig,
     OptimizerConfig,
     RefModelConfig,
@@ -28,12 +42,19 @@ from torchrl_llm.trainers.grpo_config.objective import (
 )
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
-__all__ = ["RENAMED", "GRPOConfig", "check_arguments", "load_config"]
+__all__ = [
+    "RENAMED",
+    "AsyncGRPOConfig",
+    "GRPOConfig",
+    "GRPOGroups",
+    "check_arguments",
+    "load_config",
+]
 
 
 @dataclass(kw_only=True)
-class GRPOConfig:
-    """Everything that ``sota-implementations/grpo`` can be told.
+class GRPOGroups:
+    """What ``grpo-sync.py`` and ``grpo-async.py`` can both be told.
 
     Attributes:
         seed: seeds weights of adapters, prompts and sampling.
@@ -43,7 +64,7 @@ class GRPOConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
-    inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
+    inference_model: EngineConfig = field(default_factory=EngineConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig.of)
@@ -210,6 +231,81 @@ class GRPOConfig:
         )
 
 
+@dataclass(kw_only=True)
+class GRPOConfig(GRPOGroups):
+    """Everything that ``grpo-sync.py`` can be told."""
+
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sync, lora = self.weight_sync, self.train_model.lora.enabled
+        ensure(
+            self.inference_model.backend == "vllm" or sync == WeightSyncConfig(),
+            "weight_sync has no effect with inference_model.backend=transformers, which samples "
+            "with the trained module itself",
+        )
+        ensure(
+            lora or sync.type != "adapter",
+            "weight_sync.type=adapter needs train_model.lora.enabled=true",
+        )
+        ensure(
+            not (lora and sync.type in ("shared", "delta")),
+            f"weight_sync.type={sync.type} is for training without LoRA; with it choose adapter, "
+            "or load for merged weights",
+        )
+
+
+@dataclass(kw_only=True)
+class AsyncGRPOConfig(GRPOGroups):
+    """Everything that ``grpo-async.py`` can be told."""
+
+    train: AsyncTrainConfig = field(default_factory=AsyncTrainConfig)
+    weight_sync: AsyncWeightSyncConfig = field(default_factory=AsyncWeightSyncConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    @property
+    def rows_per_claim(self) -> int:
+        """Responses that a collector samples at a time, in whole groups."""
+        prompts = self.ray.prompts_per_claim
+        return (prompts or self.train.prompts_per_batch // self.ray.num_collectors) * (
+            self.env.repeats
+        )
+
+    @property
+    def gpus_per_collector(self) -> float:
+        """GPUs that each collector reserves."""
+        if self.ray.gpus_per_collector is not None:
+            return self.ray.gpus_per_collector
+        on_cpu = self.train.device == "cpu" or not torch.cuda.is_available()
+        return 0 if on_cpu else self.inference_model.num_devices
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prompts, ray = self.train.prompts_per_batch, self.ray
+        share = "train.prompts_per_batch={} is not a multiple of {}: a step would get more rows, or"
+        share = share.format(prompts, "{}") + " fewer, than it has room for"
+        if ray.prompts_per_claim is None:
+            ensure(
+                prompts % ray.num_collectors == 0,
+                share.format(f"ray.num_collectors={ray.num_collectors}")
+                + "; or give ray.prompts_per_claim",
+            )
+        else:
+            ensure(
+                prompts % ray.prompts_per_claim == 0,
+                share.format(f"ray.prompts_per_claim={ray.prompts_per_claim}"),
+            )
+        ensure(
+            self.train_model.lora.enabled or self.weight_sync.type != "adapter",
+            "weight_sync.type=adapter needs train_model.lora.enabled=true",
+        )
+        ensure(
+            self.advantage.type != "spo",
+            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
+        )
+
+
 class _NoActor(TokenScorer):
     """Stands for the policy while the arguments of a loss are checked."""
 
@@ -218,7 +314,12 @@ class _NoActor(TokenScorer):
 
 
 RENAMED: Mapping[str, str] = {
-    "mode": "removed: grpo-sync.py is the synchronous recipe",
+    "mode": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.sync": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.sync_iter": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.buffer_size": "removed: the buffer holds the rows of one step",
+    "inference_model.num_replicas": "ray.num_collectors",
+    "ray.init_config": "removed: ray.address and ray.num_cpus say it",
     "env.num_envs": "train.prompts_per_batch",
     "env.reasoning": "removed: choose the task with env=...",
     "train.group_size": "env.repeats",
@@ -252,15 +353,18 @@ RENAMED: Mapping[str, str] = {
     "advantage.keep_return_bounds": "filter.return_bounds",
     "advantage.keep_zero_variance": "filter.zero_variance",
     "algorithm": "removed: an algorithm is loss=... with advantage=...",
-    "inference_model.backend": "removed: this recipe samples with the policy's own module",
 }
 
 
-def load_config(values: Mapping[str, Any]) -> GRPOConfig:
+Config = TypeVar("Config", bound=GRPOGroups)
+
+
+def load_config(values: Mapping[str, Any], schema: type[Config] = GRPOConfig) -> Config:
     """Validate a composed configuration.
 
     Args:
         values: nested mapping, for instance the ``DictConfig`` of Hydra.
+        schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
 
     Raises:
         ConfigError: an unknown or renamed key, a value of the wrong type, an impossible pair.
@@ -274,16 +378,27 @@ def load_config(values: Mapping[str, Any]) -> GRPOConfig:
         torchrl_llm.errors.ConfigError: train.optim_batch_size=12 does not divide the batch of 128 \
 responses (train.prompts_per_batch=16 x env.repeats=8)
     """
-    return from_mapping(GRPOConfig, values, renamed=RENAMED)
+    return from_mapping(schema, values, renamed=RENAMED | _elsewhere(schema))
 
 
-def check_arguments(arguments: list[str]) -> None:
+def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> None:
     """Refuse unknown and renamed keys on the command line (``sys.argv[1:]``).
 
     Args:
         arguments: the overrides, as ``optimizer.lr=1e-4``.
+        schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
 
     Raises:
         ConfigError: names the nearest valid key, or the new name.
     """
-    check_override_keys(arguments, GRPOConfig, renamed=RENAMED)
+    check_override_keys(arguments, schema, renamed=RENAMED | _elsewhere(schema))
+
+
+def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:
+    """Keys that the other recipe has."""
+    other, name = {
+        GRPOConfig: (AsyncGRPOConfig, "grpo-async.py"),
+        AsyncGRPOConfig: (GRPOConfig, "grpo-sync.py"),
+    }[schema]
+    own = set(valid_keys(schema))
+    return {key: f"a key of {name}" for key in valid_keys(other) if key not in own}
