@@ -9,5 +9,6 @@ from torchrl_llm.collectors.transport.base import (
     RowChannel,
     WorkerCounts,
 )
+from torchrl_llm.collectors.transport.ray import RayChannel
 
-__all__ = ["ChannelState", "Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
+__all__ = ["ChannelState", "Delivery", "LocalChannel", "RayChannel", "RowChannel", "WorkerCounts"]
