@@ -122,8 +122,10 @@ def test_weights_that_did_not_arrive_leave_the_old_version_in_force(make_tiny_mo
     updater = EngineWeights()
     collector = _Counting(SimpleNamespace(backend=sampler), policy_version=4)
     updater.register_collector(collector)
-    with pytest.raises(WeightUpdateError, match="1 weights of the sampler were not sent"):
-        updater.push_weights(nn.ModuleDict({"model": make_tiny_model().model.layers[0]}))
+    half = dict(make_tiny_model().state_dict())
+    del half["model.norm.weight"]
+    with pytest.raises(WeightUpdateError, match=r"1 weights .* not sent: \['model.norm.weight'\]"):
+        updater.push_weights(half)
     assert collector.policy_version == 4
     after = sampler.model.parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -149,12 +151,11 @@ def test_one_of_two_engines_that_fails_ends_the_claim_of_both():
 
 def test_engines_that_answer_with_other_weights_or_versions_are_refused():
     class Echoing(FakeBackend):
-        change = {}
+        change = None
 
         def update_weights(self, source, *, version):
-            return [
-                r._replace(**self.change) for r in super().update_weights(source, version=version)
-            ]
+            [receipt] = super().update_weights(source, version=version)
+            return [receipt._replace(**(self.change or {}))]
 
     trained = FakeBackend(vocab_size=16, eos_token_ids=(2,), seed=3).module
     one, two = (Echoing(vocab_size=16, eos_token_ids=(2,)) for _ in range(2))

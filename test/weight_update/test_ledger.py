@@ -16,7 +16,7 @@ def test_rows_are_checked_against_what_was_proven():
     ledger.check({1: "aa", 2: "bb"}, versions=[1, 2, 2])
     ledger.check({})
     with pytest.raises(
-        WeightUpdateError, match="claim version 2 .* digest 'aa'; that version is 'bb'"
+        WeightUpdateError, match=r"claim version 2 .* digest 'aa'; that version is 'bb'"
     ):
         ledger.check({1: "aa", 2: "aa"})
     with pytest.raises(WeightUpdateError, match="version 3 of the weights, which was never proven"):
@@ -40,7 +40,6 @@ def test_the_newest_versions_are_kept_and_survive_a_checkpoint():
     assert (len(ledger), ledger.digest(2), ledger.digest(3)) == (3, None, "03")
     resumed = WeightLedger(keep=3)
     # A checkpoint in JSON has strings for keys.
-    resumed.load_state_dict(
-        {"digests": {str(k): v for k, v in ledger.state_dict()["digests"].items()}}
-    )
+    digests = {str(version): value for version, value in ledger.state_dict()["digests"].items()}
+    resumed.load_state_dict({"digests": digests})
     resumed.check({3: "03", 4: "04", 5: "05"})
