@@ -10,7 +10,9 @@ from torchrl_llm.modules.backends.base import (
 )
 from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
 from torchrl_llm.modules.backends.modes import sampling_mode
+from torchrl_llm.modules.backends.openai import OpenAIBackend
 from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.server import VLLMServer
 from torchrl_llm.modules.backends.transformers import TransformersBackend
 from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
 
@@ -22,9 +24,11 @@ __all__ = [
     "Completion",
     "EngineStatus",
     "FakeBackend",
+    "OpenAIBackend",
     "SamplingParams",
     "TensorSource",
     "TransformersBackend",
+    "VLLMServer",
     "WeightReceipt",
     "WeightSource",
     "sampling_mode",

@@ -1,0 +1,441 @@
+"""A server that speaks OpenAI's protocol, given by URL, as a backend.
+
+Token ids go out and token ids come back: prompts are sent as ids, and a server that encodes them
+anew or returns text alone is refused. Made for vLLM's own server; how to start one is in
+:doc:`/howto/use_a_server`.
+
+Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for what is said,
+:mod:`~torchrl_llm.modules.backends.server` for its weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
+from torchrl_llm.errors import BackendError, ConfigError, OverlongError, WorkerError
+from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
+from torchrl_llm.modules.backends import openai_protocol as protocol
+from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.http import Cancellation, HTTPClient
+from torchrl_llm.modules.backends.server import InFlight, VLLMServer
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+
+__all__ = ["OpenAIBackend"]
+
+_Result = TypeVar("_Result")
+
+
+class OpenAIBackend(Backend):
+    """Samples and scores at a server, one request for each response.
+
+    Each response has a seed of its own, drawn here, so that torch's generator repeats a run. The
+    same request may therefore be sent twice when a connection breaks: nothing is drawn again.
+
+    Args:
+        url: ``http://host:port``, with or without ``/v1``.
+        model: name of the model at the server; its only one by default.
+        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` where they are not said.
+        vocab_size: number of ids that the model has.
+        eos_token_ids: ids that end a response.
+        max_length: context in tokens; that of the server by default.
+        api_key: sent as a bearer token.
+        timeout_s: most seconds for one request.
+        start_timeout_s: seconds to wait for a server that is not up yet.
+        max_retries: how often a request that was turned away or cut off is sent again.
+        concurrency: most requests at once, of all threads together.
+        on_failure: what a request that finally failed becomes: ``"raise"``
+            :class:`~torchrl_llm.errors.WorkerError`, or an empty response that was ``"abort"``-ed.
+        on_other_prompt: when the server read other ids than those that were sent: ``"raise"`` or
+            ``"warn"``.
+        in_flight: what happens to running requests when weights are updated, see
+            :class:`~torchrl_llm.modules.backends.server.VLLMServer`.
+        exchange_dir: folder that client and server both see, for weights on their way; without one
+            they travel in the requests.
+
+    Attributes:
+        server: vLLM's control plane.
+        version: of the last weights that were brought through this backend; ``None`` before.
+
+    Raises:
+        ConfigError: for a wrong address, an unknown model, or ids that nobody knows.
+        WorkerError: the server is not there.
+    """
+
+    native_arguments = protocol.NATIVE_ARGUMENTS
+    records_support = True
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        tokenizer: Any = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_length: int | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        start_timeout_s: float = 30.0,
+        max_retries: int = 4,
+        concurrency: int = 64,
+        on_failure: Literal["raise", "abort"] = "raise",
+        on_other_prompt: Literal["raise", "warn"] = "raise",
+        in_flight: InFlight = "wait",
+        exchange_dir: str | None = None,
+    ) -> None:
+        if tokenizer is None and (vocab_size is None or eos_token_ids is None):
+            raise ConfigError("without a tokenizer pass vocab_size= and eos_token_ids=")
+        for name, value, known in (
+            ("on_failure", on_failure, ("raise", "abort")),
+            ("on_other_prompt", on_other_prompt, ("raise", "warn")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} must be one of {known}, got {value!r}")
+        if concurrency < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"concurrency must be at least 1 and timeout_s above 0, got {concurrency} and "
+                f"{timeout_s}"
+            )
+        self.tokenizer = tokenizer
+        self.version: int | None = None
+        self._vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        self._eos = tuple([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
+        if None in self._eos:
+            raise ConfigError("the tokenizer has no eos token; pass eos_token_ids=")
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._on_failure, self._on_other_prompt = on_failure, on_other_prompt
+        base = url.rstrip("/").removesuffix("/v1") if isinstance(url, str) else url
+        self._http = HTTPClient(base, api_key=api_key, max_retries=max_retries)
+        self.server = VLLMServer(
+            self._http, timeout_s=timeout_s, in_flight=in_flight, exchange_dir=exchange_dir
+        )
+        card = _model_card(self._http, model, start_timeout_s)
+        self.model_name = card["id"]
+        limits = [n for n in (card.get("max_model_len"), max_length) if n is not None]
+        self._max_length = min(limits, default=None)
+        # Log-probs of the distribution that was sampled; asked of the server when they matter.
+        self._processed: bool | None = None
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def close(self) -> None:
+        """Close connections and end threads; the next call opens them again."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+
+    @property
+    def vocab_size(self) -> int:
+        """As constructed, else the tokenizer's."""
+        return self._vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """As constructed, and no more than the server says; ``None`` where neither knows."""
+        return self._max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """As constructed, else the tokenizer's."""
+        return self._eos
+
+    @property
+    def num_retries(self) -> int:
+        """Requests that were sent again so far."""
+        return self._http.num_retries
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        """See :meth:`Backend.generate`.
+
+        Raises:
+            ConfigError: a server that does not return what was asked for.
+            BackendError: a server that refuses a request or answers nonsense.
+            WorkerError: no answer, with ``on_failure="raise"``.
+        """
+        self.check_prompts(prompts)
+        if not prompts:
+            return []
+        if not params.greedy and (
+            params.temperature != 1 or params.truncates_support or params.keeps_ids
+        ):
+            self._check_processed()
+        rows = [prompt for prompt in prompts for _ in range(params.num_samples)]
+        generator = None
+        if params.seed is not None:
+            generator = torch.Generator().manual_seed(params.seed)
+        seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator).tolist()
+        ends = () if params.ignore_eos else self._eos
+        ends = sorted({*ends, *params.stop_token_ids})
+        jobs = [
+            partial(self._complete, prompt, params, seed, ends)
+            for prompt, seed in zip(rows, seeds, strict=True)
+        ]
+        flat = self._run(jobs)
+        size = params.num_samples
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+    def _complete(
+        self,
+        prompt: Tensor,
+        params: SamplingParams,
+        seed: int,
+        ends: list[int],
+        cancellation: Cancellation,
+    ) -> Completion:
+        room = params.max_new_tokens
+        if self._max_length is not None:
+            room = min(room, self._max_length - len(prompt))
+        body = protocol.completion_body(
+            self.model_name, prompt, params, max_tokens=room, seed=seed, end_ids=ends
+        )
+        # Before the request: what runs during an update is at least as new as this.
+        version = self.version
+        try:
+            choice = self._choice(body, cancellation)
+        except WorkerError:
+            if self._on_failure == "raise":
+                raise
+            none = torch.zeros(0, dtype=torch.int64)
+            support = Support.whole(0) if params.record_support else None
+            return Completion(none, torch.zeros(0), FinishReason.ABORT, support)
+        found = protocol.read_completion(choice, params, max_tokens=room, end_ids=ends)
+        self._check_sampled(found.token_ids)
+        if params.greedy and (params.repetition_penalty != 1 or params.native):
+            found = found._replace(log_probs=self._plain_scores(prompt, found, cancellation))
+        if version is not None:
+            versions = torch.full(found.token_ids.shape, version, dtype=torch.int32)
+            found = found._replace(versions=versions)
+        return found
+
+    def _check_sampled(self, ids: Tensor) -> None:
+        if ids.numel() and int(ids.max()) >= self._vocab_size:
+            raise BackendError(
+                f"the server sampled the id {int(ids.max())}, and vocab_size is "
+                f"{self._vocab_size}; give the number of rows of the model's embedding"
+            )
+
+    def _plain_scores(self, prompt: Tensor, found: Completion, stop: Cancellation) -> Tensor:
+        """Log-probs of a greedy response that penalties chose: those of the model itself."""
+        whole = torch.cat([prompt, found.token_ids])
+        if not found.token_ids.numel():
+            return found.log_probs
+        return self._score_plain(whole, stop)[len(prompt) :]
+
+    def _check_processed(self) -> None:
+        """Refuse a server that returns log-probs of another distribution than it samples from."""
+        if self._processed is None:
+            params = SamplingParams(max_new_tokens=1, top_k=1)
+            body = protocol.completion_body(
+                self.model_name, torch.tensor([0]), params, max_tokens=1, seed=0, end_ids=()
+            )
+            [choice] = self._run([partial(self._choice, body)])
+            found = protocol.read_completion(choice, params, max_tokens=1, end_ids=())
+            # One id was left, so its probability was 1.
+            self._processed = float(found.log_probs) > -1e-4
+        if not self._processed:
+            raise ConfigError(
+                "the server returns log-probs before temperature, top-k and top-p, so the ratio of "
+                "an unchanged policy would not be 1; start it with --logprobs-mode "
+                "processed_logprobs, or sample at temperature 1 from the whole vocabulary"
+            )
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        extras: ScoreExtras | None = None,
+    ) -> TokenScores:
+        """See :meth:`TokenScorer.token_scores`; without gradients, and of the extras the support.
+
+        Another temperature than 1, entropy and support need the log-probs of the whole vocabulary,
+        which a server only returns with ``--max-logprobs -1``, and slowly.
+        """
+        extras = ScoreExtras() if extras is None else extras
+        if replace(extras, support=None) != ScoreExtras():
+            raise ConfigError(f"a server returns log-probs alone, so it cannot give {extras}")
+        self.check_scoring(sequences, select)
+        self._check_lengths(sequences)
+        counts = [int(mask.sum()) for mask in select]
+        if not isinstance(temperature, Tensor):
+            temperature = torch.full((len(sequences),), float(temperature))
+        jobs, start = [], 0
+        for ids, mask, count, heat in zip(
+            sequences, select, counts, temperature.tolist(), strict=True
+        ):
+            own = None
+            if extras.support is not None:
+                own = extras.support.span(start, start + count)
+            start += count
+            if count:
+                jobs.append(partial(self._score, ids, mask, heat, entropy, own))
+        parts = self._run(jobs)
+        none = torch.zeros(0)
+        log_probs = torch.cat([none, *(part.log_probs for part in parts)])
+        entropies = torch.cat([none, *(part.entropy for part in parts)]) if entropy else None
+        return TokenScores(log_probs, entropies)
+
+    def _check_lengths(self, sequences: Sequence[Tensor]) -> None:
+        for row, ids in enumerate(sequences):
+            if self._max_length is not None and len(ids) > self._max_length:
+                raise OverlongError(
+                    f"row {row} has {len(ids)} tokens and the model's context holds "
+                    f"{self._max_length}"
+                )
+
+    def _score(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy: bool,
+        support: Support | None,
+        cancellation: Cancellation,
+    ) -> TokenScores:
+        at = mask.nonzero().squeeze(-1)
+        ids = ids[: int(at[-1]) + 1]
+        if temperature == 1 and not entropy and support is None:
+            return TokenScores(self._score_plain(ids, cancellation)[at])
+        logits_NV = self._distributions(ids, cancellation)[at - 1] / temperature
+        if support is not None:
+            logits_NV = restrict_logits(logits_NV, *support)
+        found = selective_log_softmax(logits_NV, ids[at])
+        return TokenScores(found, entropy_from_logits(logits_NV) if entropy else None)
+
+    def _score_plain(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
+        """Log-probs of all tokens of a row, ``[T]``, index 0 is 0.0."""
+        full = len(ids) == self._max_length
+        body = protocol.scoring_body(
+            self.model_name, ids, whole_vocabulary=False, fills_context=full
+        )
+        choice = self._choice(body, cancellation)
+        if not full:
+            return protocol.read_prompt_scores(choice, ids)
+        last = protocol.read_last_scores(choice)[int(ids[-1])]
+        return torch.cat([protocol.read_prompt_scores(choice, ids[:-1]), torch.tensor([last])])
+
+    def _distributions(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
+        """Log-probs of the whole vocabulary after each token but the last, ``[T - 1, V]``."""
+        full = len(ids) == self._max_length
+        body = protocol.scoring_body(
+            self.model_name, ids, whole_vocabulary=True, fills_context=full
+        )
+        choice = self._choice(body, cancellation)
+        rows = protocol.read_prompt_distributions(choice, len(body["prompt"]), self._vocab_size)
+        if full:
+            last = protocol.last_distribution(choice, self._vocab_size)
+            rows = torch.cat([rows.reshape(-1, len(last)), last[None]])
+        return rows
+
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.logits`: log-probs, which are logits up to a constant of each token.
+
+        After a token that fills the context, where a server computes nothing, they are 0.
+        """
+        self.check_ids(sequences)
+        self._check_lengths(sequences)
+        rows = self._run([partial(self._logits, ids) for ids in sequences])
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def _logits(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
+        rows = self._distributions(ids, cancellation)
+        after = torch.zeros(self._vocab_size)
+        if len(ids) != self._max_length:
+            params = SamplingParams(max_new_tokens=1, temperature=0)
+            body = protocol.completion_body(
+                self.model_name, ids, params, max_tokens=1, seed=0, end_ids=()
+            )
+            body |= {"logprobs": -1, "return_tokens_as_token_ids": True}
+            after = protocol.last_distribution(self._choice(body, cancellation), self._vocab_size)
+        return torch.cat([rows.reshape(-1, len(after)), after[None]])
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """See :meth:`Backend.update_weights`; needs a vLLM server that was started for it."""
+        receipts = self.server.update_weights(source, version=version)
+        self.version, self.counts_versions = version, True
+        return receipts
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _run(self, jobs: Sequence[Callable[[Cancellation], _Result]]) -> list[_Result]:
+        """Results of all jobs; the first error, or an interrupt, ends the others at the server."""
+        if not jobs:
+            return []
+        cancellation = Cancellation()
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._concurrency, "torchrl_llm-openai")
+            futures = [self._threads.submit(job, cancellation) for job in jobs]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future for future in futures if future in done and future.exception()]
+            if failed:
+                raise failed[0].exception()
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            cancellation.cancel()
+            raise
+
+    def _choice(self, body: dict[str, Any], cancellation: Cancellation) -> dict[str, Any]:
+        reply = self._http.call(
+            "POST", "/v1/completions", body, timeout_s=self._timeout_s, cancellation=cancellation
+        )
+        self._http.check(reply, "/v1/completions")
+        choice, same = protocol.only_choice(reply.data, body["prompt"])
+        if not same:
+            problem = (
+                f"the server read {len(choice['prompt_token_ids'])} ids where {len(body['prompt'])}"
+                " were sent, or others: it encodes prompts anew, and what it samples does not "
+                "continue what the trainer sees"
+            )
+            if self._on_other_prompt == "raise":
+                raise BackendError(problem)
+            warnings.warn(problem, stacklevel=2)
+        return choice
+
+
+def _model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[str, Any]:
+    """The entry of a model in the server's list, waiting until there is a server."""
+    reply = http.call("GET", "/v1/models", timeout_s=timeout_s, max_retries=10**6)
+    http.check(reply, "/v1/models")
+    try:
+        cards = {card["id"]: card for card in reply.data["data"]}
+    except (TypeError, KeyError):
+        raise ConfigError(
+            f"{http.url} lists no models, it answered {str(reply.data)[:200]}"
+        ) from None
+    if model is None and len(cards) == 1:
+        [model] = cards
+    if model not in cards:
+        wanted = "model= must name one" if model is None else f"{model!r} is not one"
+        raise ConfigError(f"{http.url} serves the models {sorted(cards)}; {wanted} of them")
+    return cards[model]

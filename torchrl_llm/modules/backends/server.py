@@ -1,0 +1,258 @@
+"""The control plane of vLLM's own server: pause, weights, caches, versions, sleep.
+
+It exists where the server was started with ``VLLM_SERVER_DEV_MODE=1``. Weights are taken by
+:class:`~torchrl_llm.modules.backends.vllm.receiver.WeightReceiver`, which the server has to be
+given as its worker extension. Neither pickles anything: weights travel as safetensors, in a file
+that both sides see or inside the requests, and the workers answer with the digest of what they got.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError, WorkerError
+from torchrl_llm.modules.backends.http import HTTPClient, Reply
+from torchrl_llm.modules.backends.weights import DeltaSource, WeightReceipt, WeightSource, checked
+
+__all__ = ["EXTENSION", "InFlight", "VLLMServer"]
+
+EXTENSION = "torchrl_llm.modules.backends.vllm.receiver.WeightReceiver"
+"""What ``--worker-extension-cls`` must be for weights to be taken."""
+
+InFlight = Literal["wait", "keep", "abort"]
+
+_IN_FLIGHT = ("wait", "keep", "abort")
+# Encoded it grows by a third; a request of this size is parsed in some ten milliseconds.
+_CHUNK_BYTES = 8 << 20
+
+
+class VLLMServer:
+    """vLLM's server as a place that weights are brought to.
+
+    Args:
+        url: its address, or a client that has it.
+        api_key: sent as a bearer token; not with a client.
+        timeout_s: most seconds for one call.
+        in_flight: what happens to running requests while weights are updated: ``"wait"`` lets them
+            finish (new ones are held back), ``"abort"`` returns what they have so far, ``"keep"``
+            goes on with them under the new weights.
+        exchange_dir: folder that client and server both see; without one weights travel inside the
+            requests.
+
+    Raises:
+        ConfigError: for a wrong address or an unknown ``in_flight``.
+    """
+
+    def __init__(
+        self,
+        url: str | HTTPClient,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        in_flight: InFlight = "wait",
+        exchange_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if in_flight not in _IN_FLIGHT:
+            raise ConfigError(f"in_flight must be one of {_IN_FLIGHT}, got {in_flight!r}")
+        if isinstance(url, HTTPClient) and api_key is not None:
+            raise ConfigError("api_key has no effect: the client has its own")
+        self._http = url if isinstance(url, HTTPClient) else HTTPClient(url, api_key=api_key)
+        self._timeout_s = timeout_s
+        self._in_flight = in_flight
+        self._exchange_dir = None if exchange_dir is None else Path(exchange_dir)
+
+    # -- single calls -----------------------------------------------------------------------------
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        try:
+            reply = self._http.call("GET", "/health", timeout_s=self._timeout_s, max_retries=0)
+        except WorkerError:
+            return False
+        return reply.status == 200
+
+    def pause(self, in_flight: InFlight | None = None) -> None:
+        """Hold new requests back, and do with those that run as ``in_flight`` says."""
+        self._post(f"/pause?mode={in_flight or self._in_flight}")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._post("/resume")
+
+    def is_paused(self) -> bool:
+        """Whether requests are held back."""
+        return bool(self._get("/is_paused").data["is_paused"])
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the weights (1: kept on the CPU, 2: dropped) and of the cache."""
+        self._post(f"/sleep?level={level}")
+
+    def wake_up(self) -> None:
+        """Take the memory back."""
+        self._post("/wake_up")
+
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps."""
+        return bool(self._get("/is_sleeping").data["is_sleeping"])
+
+    def weight_version(self) -> int | None:
+        """The version that the server claims; ``None`` before the first update."""
+        version = str(self._get("/weight_info").data["weight_version"])
+        return int(version) if version.removeprefix("-").isdigit() else None
+
+    def world_size(self) -> int:
+        """Workers of the server, all of which must answer."""
+        return int(self._get("/get_world_size").data["world_size"])
+
+    def collective_rpc(self, method: str, *args: str) -> list[Any]:
+        """Call a method of every worker.
+
+        Args:
+            method: its name.
+            args: texts; nothing else can be sent.
+
+        Returns:
+            What each worker answered.
+
+        Raises:
+            WorkerError: the method raised, or no answer came in time.
+            ConfigError: the server has no control plane.
+        """
+        body = {"method": method, "args": list(args), "timeout": self._timeout_s}
+        return self._post("/collective_rpc", body).data["results"]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed with other weights, for requests that run too.
+
+        Raises:
+            BackendError: the cache is held by something that does not let go.
+        """
+        # Blocks of requests that were aborted a moment ago are let go in the next step.
+        for _ in range(50):
+            reply = self._post("/reset_prefix_cache?reset_running_requests=true")
+            if reply.data.get("success", False):
+                return
+            time.sleep(0.1)
+        raise BackendError(f"{self._http.url} did not drop its prefix cache")
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
+        """Bring weights to every worker, drop the prefix cache and raise the version.
+
+        Args:
+            source: all weights or a delta; it is opened here.
+            version: their number.
+
+        Returns:
+            One receipt for each worker.
+
+        Raises:
+            ConfigError: the server was not started for it, or an adapter was given.
+            WeightUpdateError: a worker got something else, or refused it; it keeps the old weights.
+            WorkerError: the server did not answer in time.
+        """
+        if source.kind == "adapter":
+            raise ConfigError(
+                "a server takes whole weights or a delta; send the adapter merged "
+                "(AdapterWeights(merge=True))"
+            )
+        weights, sent = checked(source, version=version)
+        order = {"version": version, "kind": source.kind, "digest": sent.digest}
+        if isinstance(source, DeltaSource):
+            order |= {"base": source.base, "result": source.result}
+        with self._brought(weights) as place:
+            self.pause()
+            try:
+                receipts = self._load({**order, **place}, sent.digest)
+                self.reset_prefix_cache()
+                self._post("/update_weight_version", {"new_version": str(version)})
+            finally:
+                # Also after a failure, for the workers then have their old weights.
+                self.resume()
+        return receipts
+
+    def _load(self, order: dict[str, Any], digest: str) -> list[WeightReceipt]:
+        answers = self._ask("torchrl_llm_load", json.dumps(order))
+        wanted = order.get("result", digest)
+        receipts = [WeightReceipt(**answer) for answer in answers]
+        for rank, receipt in enumerate(receipts):
+            if receipt.digest != wanted or receipt.version != order["version"]:
+                raise WeightUpdateError(
+                    f"worker {rank} of {self._http.url} has version {receipt.version} as "
+                    f"{receipt.digest}; version {order['version']} was sent as {wanted}"
+                )
+        return receipts
+
+    @contextlib.contextmanager
+    def _brought(self, weights: dict[str, Tensor]) -> Iterator[dict[str, str]]:
+        """Where the workers find the weights, as long as the context lasts."""
+        safetensors = require("safetensors.torch", extra="vllm", feature="VLLMServer")
+        # Copies where two names share memory, which the format does not know.
+        tensors = {
+            name: value.detach().cpu().contiguous().clone() for name, value in weights.items()
+        }
+        name = f"torchrl_llm-{secrets.token_hex(8)}"
+        if self._exchange_dir is not None:
+            path = self._exchange_dir.absolute() / f"{name}.safetensors"
+            try:
+                safetensors.save_file(tensors, path)
+            except OSError as error:
+                raise WeightUpdateError(f"could not write {path}: {error}") from error
+            try:
+                yield {"path": str(path)}
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        content = safetensors.save(tensors)
+        try:
+            for start in range(0, len(content), _CHUNK_BYTES):
+                chunk = base64.b64encode(content[start : start + _CHUNK_BYTES]).decode()
+                self._ask("torchrl_llm_chunk", name, str(start), chunk)
+            yield {"transfer": name}
+        finally:
+            # A transfer that was cut off must not stay in the workers' memory.
+            with contextlib.suppress(WorkerError):
+                self._ask("torchrl_llm_forget", name)
+
+    def _ask(self, method: str, *args: str) -> list[dict[str, Any]]:
+        try:
+            answers = self.collective_rpc(method, *args)
+        except WorkerError as error:
+            raise WorkerError(
+                f"{error}; was the server started with --worker-extension-cls {EXTENSION}?"
+            ) from None
+        for rank, answer in enumerate(answers):
+            if not isinstance(answer, dict):
+                raise ConfigError(f"worker {rank} of {self._http.url} answered {answer!r}")
+            if "error" in answer:
+                raise WeightUpdateError(f"worker {rank} of {self._http.url}: {answer['error']}")
+        return answers
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _get(self, path: str) -> Reply:
+        return self._checked(self._http.call("GET", path, timeout_s=self._timeout_s), path)
+
+    def _post(self, path: str, body: Any = None) -> Reply:
+        return self._checked(self._http.call("POST", path, body, timeout_s=self._timeout_s), path)
+
+    def _checked(self, reply: Reply, path: str) -> Reply:
+        if reply.status in (404, 405):
+            raise ConfigError(
+                f"{self._http.url} has no {path}: weights, pauses and versions need vLLM's server, "
+                "started with VLLM_SERVER_DEV_MODE=1"
+            )
+        self._http.check(reply, path)
+        return reply

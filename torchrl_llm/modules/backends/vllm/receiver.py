@@ -1,0 +1,109 @@
+"""Takes weights inside the workers of a vLLM server.
+
+Start the server with ``--worker-extension-cls
+torchrl_llm.modules.backends.vllm.receiver.WeightReceiver``; vLLM then puts the methods below into
+its worker class. What they answer is plain, and an error is an answer too, for a server tells its
+client no more of an exception than that there was one.
+
+Next: :mod:`torchrl_llm.modules.backends.server`, which calls them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
+from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model
+from torchrl_llm.modules.backends.vllm.settings import keep_weights_unpacked
+from torchrl_llm.modules.backends.weights import DeltaSource, TensorSource, WeightSource
+
+__all__ = ["WeightReceiver"]
+
+with contextlib.suppress(ModuleNotFoundError):
+    # The worker imports this before it loads the model, which is the last moment for it.
+    keep_weights_unpacked()
+
+
+class WeightReceiver:
+    """What vLLM's worker is extended by; never built by itself.
+
+    Its names begin alike, for vLLM refuses an extension that hides a name of the worker.
+    """
+
+    def torchrl_llm_chunk(self, transfer: str, start: str, chunk: str) -> dict[str, Any]:
+        """Keep a piece of a safetensors file.
+
+        Args:
+            transfer: name of the file.
+            start: where the piece begins in it, in bytes.
+            chunk: base64.
+        """
+        pieces = self.__dict__.setdefault("_torchrl_llm_transfers", {})
+        content = pieces.setdefault(transfer, bytearray())
+        # A piece whose answer was lost is sent again.
+        content[int(start) :] = base64.b64decode(chunk)
+        return {"received": len(content)}
+
+    def torchrl_llm_forget(self, transfer: str) -> dict[str, Any]:
+        """Drop the pieces of a file.
+
+        Args:
+            transfer: name of the file.
+        """
+        self.__dict__.get("_torchrl_llm_transfers", {}).pop(transfer, None)
+        return {}
+
+    def torchrl_llm_load(self, order: str) -> dict[str, Any]:
+        """Load weights that are here, all or none of them.
+
+        Args:
+            order: JSON of ``version``, ``kind``, ``digest``, and ``path`` or ``transfer``; for a
+                delta ``base`` and ``result``.
+
+        Returns:
+            The fields of a receipt, or ``error``.
+        """
+        said = json.loads(order)
+        try:
+            source = _source(said, self.__dict__.get("_torchrl_llm_transfers", {}))
+            # The runner's attribute is the model also where CUDA graphs wrap it.
+            model = self.model_runner.get_model()
+            receipt = load_into_vllm_model(model, source, said["version"])
+        except (TorchRLLLMError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return receipt._asdict()
+
+
+def _source(said: dict[str, Any], transfers: dict[str, bytearray]) -> WeightSource:
+    if "path" in said:
+        if not os.path.exists(said["path"]):
+            raise WeightUpdateError(
+                f"there is no {said['path']} where the server runs; exchange_dir must be a folder "
+                "that client and server both see"
+            )
+        weights = _tensors(path=said["path"])
+    elif said["transfer"] in transfers:
+        weights = _tensors(content=bytes(transfers[said["transfer"]]))
+    else:
+        raise WeightUpdateError(f"no piece of {said['transfer']} arrived")
+    if "base" in said:
+        source = DeltaSource(weights, base=said["base"], result=said["result"])
+        source.digest = said["digest"]
+        return source
+    return TensorSource(weights, kind=said["kind"], digest=said["digest"])
+
+
+def _tensors(*, path: str | None = None, content: bytes = b"") -> dict[str, Tensor]:
+    safetensors = require("safetensors.torch", extra="vllm", feature="WeightReceiver")
+    try:
+        return safetensors.load(content) if path is None else safetensors.load_file(path)
+    except Exception as error:
+        # A broken file raises an exception of the format's own, which has no common base.
+        raise WeightUpdateError(f"this is no safetensors file: {error}") from error
