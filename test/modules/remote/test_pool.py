@@ -1,0 +1,366 @@
+"""Pools of replicas in real Ray actors: answers, weights, deaths; every wait ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from conformance.backends import BackendConformance
+
+from torchrl_llm.data import FinishReason
+from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    ResourceError,
+    WeightUpdateError,
+    WorkerError,
+)
+from torchrl_llm.modules.backends import BigramModel, SamplingParams, TensorSource
+from torchrl_llm.modules.remote import ActorOptions, EnginePool
+from torchrl_llm.modules.remote.store import ObjectStoreSource
+
+from . import engines
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+LIGHT = ActorOptions(num_cpus=0.01, max_concurrency=64, timeout_s=60.0, start_timeout_s=180.0)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # Workers cannot import the modules of tests.
+    ray.cloudpickle.register_pickle_by_value(engines)
+    yield
+    ray.shutdown()
+
+
+def make_pool(factory=engines.fake, number=2, **settings):
+    settings = {"options": LIGHT, "interval_s": 0.2, "timeout_s": 60.0, **settings}
+    return EnginePool(factory, number, **settings)
+
+
+@pytest.fixture(scope="module")
+def shared(cluster):
+    """One pool of two for the tests that break nothing; its weights change."""
+    with make_pool() as pool:
+        yield pool
+
+
+def weights(seed):
+    return dict(BigramModel(engines.VOCAB, seed=seed).state_dict())
+
+
+def greedy(backend, prompts=((5, 6), (7,), (8, 9, 10)), **options):
+    params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
+    rows = [torch.tensor(row) for row in prompts]
+    return [g[0].token_ids.tolist() for g in backend.generate(rows, params, **options)]
+
+
+def expected(seed, **options):
+    return greedy(engines.fake(seed=seed), **options)
+
+
+def wait_for(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+class TestPoolAsBackend(BackendConformance):
+    @pytest.fixture(autouse=True)
+    def _pools(self, shared):
+        self.shared, self.made = shared, []
+        yield
+        for pool in self.made:
+            pool.shutdown()
+
+    def make_backend(self, max_length=None):
+        if max_length is None:
+            return self.shared
+        self.made.append(make_pool(partial(engines.fake, max_length=max_length), 1).start())
+        return self.made[-1]
+
+
+# -- answers ----------------------------------------------------------------------------------
+
+
+def test_rows_come_back_in_order_from_all_replicas(shared):
+    prompts = [(5 + k % 20,) for k in range(40)]
+    assert greedy(shared, prompts) == expected(shared_seed(shared), prompts=prompts)
+
+
+def shared_seed(pool):
+    """Which seed's weights the shared pool holds: version v holds seed v."""
+    return pool.version
+
+
+def test_scores_of_many_rows_are_put_together_in_order(shared):
+    rows = [torch.tensor([3 + k, 5, 6 + k]) for k in range(7)]
+    masks = [torch.tensor([False, True, k % 2 == 0]) for k in range(7)]
+    at = torch.linspace(0.5, 2, 7)
+    found = shared.token_scores(rows, masks, temperature=at, entropy=True)
+    wanted = engines.fake(seed=shared_seed(shared)).token_scores(
+        rows, masks, temperature=at, entropy=True
+    )
+    torch.testing.assert_close(found.log_probs, wanted.log_probs.detach())
+    torch.testing.assert_close(found.entropy, wanted.entropy.detach())
+
+
+def test_many_threads_get_their_own_answers(shared):
+    wanted = {k: greedy(shared, [(k,)])[0] for k in range(3, 31)}
+
+    def ask(k):
+        return greedy(shared, [(k,)])[0] == wanted[k]
+
+    with ThreadPoolExecutor(32) as threads:
+        assert all(threads.map(ask, [3 + k % 28 for k in range(512)]))
+
+
+def test_a_copy_in_another_process_uses_the_same_replicas(shared):
+    @ray.remote(num_cpus=0.1)
+    def elsewhere(pool):
+        return sorted(pool.replica_pids().values()), greedy(pool)
+
+    pids, answers = ray.get(elsewhere.remote(shared), timeout=60)
+    assert pids == sorted(shared.replica_pids().values())
+    assert answers == greedy(shared)
+
+
+def test_errors_of_the_caller_come_back_at_once_and_break_nothing(shared):
+    before = shared.replica_pids()
+    with pytest.raises(DataError, match="first token"):
+        shared.token_scores([torch.tensor([5, 6])], [torch.tensor([True, True])])
+    native = SamplingParams(max_new_tokens=1, native={"no_such_argument": 1})
+    with pytest.raises(ConfigError):
+        shared.generate([torch.tensor([5])], native)
+    with pytest.raises(ConfigError, match="there is no replica 7 of 2"):
+        greedy(shared, replica=7)
+    assert shared.replica_pids() == before
+
+
+def test_the_supports_that_were_recorded_come_back(shared):
+    params = SamplingParams(max_new_tokens=5, top_k=3, record_support=True, seed=1, num_samples=2)
+    prompts = [torch.tensor([5, 6]), torch.tensor([7])]
+    local = engines.fake(seed=shared_seed(shared)).generate(prompts, params)
+    for mine, theirs in zip(shared.generate(prompts, params), local, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a.token_ids, b.token_ids)
+            assert torch.equal(a.support.token_ids, b.support.token_ids)
+            assert torch.equal(a.support.counts, b.support.counts)
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+def test_new_weights_reach_every_replica_and_their_version_every_token(shared):
+    version = shared.version + 1
+    sent = weights(version)
+    receipts = shared.update_weights(TensorSource(sent), version=version)
+    assert [receipt.version for receipt in receipts] == [version] * 2
+    assert {receipt.digest for receipt in receipts} == {weights_digest(sent)} == {shared.digest}
+    for replica in (0, 1):
+        assert greedy(shared, replica=replica) == expected(version)
+    params = SamplingParams(max_new_tokens=3)
+    for [completion] in shared.generate([torch.tensor([5])] * 4, params):
+        assert set(completion.versions.tolist()) == {version}
+
+
+def test_weights_that_are_not_those_that_were_sent_change_nothing(shared):
+    version, before = shared.version, greedy(shared)
+    bad = TensorSource(weights(9), digest="0" * 32)
+    with pytest.raises(WeightUpdateError, match="was sent as 0000"):
+        shared.update_weights(bad, version=version + 1)
+    assert shared.version == version
+    assert greedy(shared) == before
+    with pytest.raises(ConfigError, match=f"version {version - 1} .* comes after"):
+        shared.update_weights(TensorSource(weights(9)), version=version - 1)
+
+
+def test_a_request_for_other_weights_is_never_answered_by_these(shared):
+    version = shared.version
+    assert greedy(shared, version=version) == expected(version)
+    params = SamplingParams(max_new_tokens=2)
+    [[completion]] = shared.generate(
+        [torch.tensor([5])], params, version=version + 1, timeout_s=0.5
+    )
+    assert completion.finish_reason == FinishReason.ABORT
+    if version:
+        with pytest.raises(ConfigError, match="was replaced"):
+            shared.generate([torch.tensor([5])], params, version=version - 1)
+
+
+def test_the_object_store_keeps_every_dtype_to_the_bit(cluster):
+    sent = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.arange(7, dtype=torch.int8),
+        "c": torch.randn(()),
+        "d": torch.randn(4, 4).t(),
+        "empty": torch.zeros(0, 3),
+    }
+    source = pickle.loads(pickle.dumps(ObjectStoreSource.put(sent)))
+    got = dict(source.receive())
+    assert got.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor)
+    assert source.digest == weights_digest(got)
+
+
+# -- deaths -----------------------------------------------------------------------------------
+
+
+def test_a_replica_killed_under_64_requests_loses_none_and_comes_back_with_current_weights(cluster):
+    with make_pool(partial(engines.SlowBackend, 0.5)) as pool:
+        pool.update_weights(TensorSource(weights(5)), version=5)
+        wanted = {k: greedy(pool, [(k,)])[0] for k in range(4, 20)}
+        pids = pool.replica_pids()
+        threading.Timer(0.25, os.kill, (pids[1], signal.SIGKILL)).start()
+        started = time.monotonic()
+        with ThreadPoolExecutor(64) as threads:
+            asked = [4 + k % 16 for k in range(64)]
+            answers = list(threads.map(lambda k: greedy(pool, [(k,)])[0], asked))
+        assert answers == [wanted[k] for k in asked]
+        wait_for(lambda: pool.stats()["serving"] == 2)
+        assert time.monotonic() - started < 45
+        assert pool.stats()["rebuilt"] == 1
+        after = pool.replica_pids()
+        assert after[0] == pids[0]
+        assert after[1] != pids[1]
+        # The replica that was built again holds the weights that were sent before it existed.
+        assert greedy(pool, replica=1) == expected(5)
+        params = SamplingParams(max_new_tokens=1)
+        [[completion]] = pool.generate([torch.tensor([5])], params, replica=1)
+        assert completion.versions.tolist() == [5]
+
+
+def test_updates_while_a_replica_is_rebuilt_are_not_missed(cluster):
+    with make_pool() as pool:
+        os.kill(pool.replica_pids()[0], signal.SIGKILL)
+        for version in range(1, 12):
+            changed = {"head": weights(version)["head"]}
+            source = TensorSource(weights(version)) if version == 1 else None
+            source = source or TensorSource(changed, kind="delta")
+            pool.update_weights(source, version=version)
+        wait_for(lambda: pool.stats()["serving"] == 2)
+        assert pool.stats()["rebuilt"] == 1
+        model = engines.fake()
+        model.module.load_state_dict({**weights(1), "head": weights(11)["head"]})
+        for replica in (0, 1):
+            assert greedy(pool, replica=replica) == greedy(model)
+
+
+@pytest.mark.parametrize("deed", ["die", "raise", "hang"])
+def test_requests_of_a_replica_that_fails_run_elsewhere(cluster, tmp_path, deed):
+    factory = partial(engines.MarkedBackend, tmp_path / "mark", deed)
+    with make_pool(factory, stall_timeout_s=1.5) as pool:
+        started = time.monotonic()
+        assert greedy(pool, [(13, 5)]) == expected(0, prompts=[(13, 5)])
+        assert time.monotonic() - started < 30
+        bad = int((tmp_path / "mark").read_text())
+        wait_for(lambda: pool.stats()["serving"] == 2)
+        assert bad not in pool.replica_pids().values()
+
+
+def test_a_process_that_gives_no_sign_of_life_is_replaced(cluster):
+    with make_pool(health_timeout_s=1.0) as pool:
+        stopped = pool.replica_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: pool.stats()["rebuilt"] == 1)
+        assert stopped not in pool.replica_pids().values()
+        assert greedy(pool) == expected(0)
+
+
+def test_without_an_answer_in_time_rows_are_aborted_or_the_call_raises(cluster):
+    with make_pool(partial(engines.SlowBackend, 3.0), 1, timeout_s=0.5) as pool:
+        started = time.monotonic()
+        params = SamplingParams(max_new_tokens=4, num_samples=2)
+        [group] = pool.generate([torch.tensor([5])], params)
+        assert [c.finish_reason for c in group] == [FinishReason.ABORT] * 2
+        assert [len(c.token_ids) for c in group] == [0, 0]
+        strict = pickle.loads(pickle.dumps(pool))
+        strict._on_failure = "error"
+        with pytest.raises(WorkerError, match=r"1 rows got no answer within 0.5 s"):
+            strict.generate([torch.tensor([5])], params)
+        assert time.monotonic() - started < 3
+
+
+def test_a_request_that_breaks_every_engine_is_raised_and_the_pool_lives_on(cluster):
+    with make_pool(engines.BrittleBackend, max_retries=1, max_failures=9) as pool:
+        with pytest.raises(BackendError, match="stopped at 13"):
+            greedy(pool, [(13,)])
+        assert greedy(pool) == expected(0)
+
+
+def test_replicas_that_cannot_be_built_again_are_given_up_with_a_reason(cluster, tmp_path):
+    factory = partial(engines.built_once, tmp_path / "mark")
+    with make_pool(factory, 1, max_failures=2) as pool:
+        os.kill(pool.replica_pids()[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"every replica was given up.*no second engine"):
+            greedy(pool)
+
+
+def test_without_its_supervisor_a_pool_says_so(cluster):
+    with make_pool(number=1) as pool:
+        os.kill(pool._started()[0].supervisor.pid(), signal.SIGKILL)
+        time.sleep(1.0)
+        with pytest.raises(WorkerError, match="supervisor of a pool of engines"):
+            greedy(pool)
+
+
+# -- starting ---------------------------------------------------------------------------------
+
+
+def test_replicas_of_the_whole_pool_are_counted_before_one_starts(cluster):
+    started = time.monotonic()
+    pool = EnginePool(engines.fake, 3, options=ActorOptions(num_cpus=1))
+    with pytest.raises(ResourceError, match=r"needs 3 CPU \(.* of 2 free\) for 3 actors"):
+        pool.start()
+    with pytest.raises(ConfigError, match="not started"):
+        greedy(pool)
+    assert time.monotonic() - started < 5
+
+
+def test_an_engine_that_cannot_be_built_says_why(cluster):
+    with pytest.raises(ValueError, match="no such model"):
+        make_pool(engines.broken).start()
+    with pytest.raises(WorkerError, match="start of replica"):
+        make_pool(engines.dies_when_built, 1).start()
+
+
+def test_shutdown_ends_the_processes_and_gives_their_place_back(cluster):
+    pool = make_pool(options=ActorOptions(num_cpus=0.25)).start()
+    pids = pool.replica_pids()
+    pool.shutdown()
+    pool.shutdown()
+    wait_for(lambda: not any(_alive(pid) for pid in pids.values()))
+    wait_for(lambda: ray.available_resources().get("CPU", 0) >= 1.9)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"number": 0}, {"on_failure": "hope"}, {"max_retries": -1}, {"stall_timeout_s": 0}],
+    ids=str,
+)
+def test_impossible_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        make_pool(**bad)

@@ -1,0 +1,202 @@
+"""Which replica gets the next request: pure rules over what is known of their loads.
+
+Nothing here knows Ray. The pool asks for each request, and the simulation of a thousand replicas
+(``test/benchmarks/sim_replicas.py``) asks the same code.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.errors import ConfigError, WorkerError
+
+__all__ = ["LoadBalancer", "LoadSnapshot", "Strategy"]
+
+Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
+"""What a choice goes by."""
+
+
+class LoadSnapshot(NamedTuple):
+    """What is known of one replica.
+
+    Attributes:
+        index: of the replica.
+        requests: prompts that it runs or keeps waiting.
+        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
+        serving: whether it takes requests.
+    """
+
+    index: int
+    requests: int
+    cache_usage: float | None = None
+    serving: bool = True
+
+
+class ReportsLoads(Protocol):
+    """Anything that knows the loads of replicas; its snapshots are ordered by index."""
+
+    def loads(self) -> Sequence[LoadSnapshot]:
+        """One snapshot a replica."""
+
+
+class LoadBalancer:
+    """Chooses replicas by one strategy, with others to fall back on.
+
+    - ``"requests"``: the fewest requests; of equals the first.
+    - ``"kv-cache"``: the least used cache, of equals the fewest requests; cannot choose where no
+      replica tells how much is used.
+    - ``"prefix-aware"``: prompts that begin alike go to one replica, which then has their beginning
+      in its prefix cache; cannot choose without a prompt, or where that replica has more than
+      ``overload_threshold`` times the mean number of requests.
+    - ``"round-robin"``: one after the other.
+
+    A strategy that cannot choose leaves it to the next, the last of all to ``"requests"``.
+
+    Args:
+        actors: reports loads (a pool, an :class:`~torchrl_llm.modules.AsyncVLLM`), or a function
+            that returns them.
+        strategy: one, or several to try in turn.
+        prefix_length: tokens (or characters) that make prompts alike; ``None`` for all of them.
+        overload_threshold: see ``"prefix-aware"``; at least 1.
+        sample_size: compare only so many replicas drawn at random instead of all. Many clients with
+            loads that are a moment old all run to the same least loaded replica; drawing two avoids
+            that (Mitzenmacher, "The power of two choices").
+        seed: of a generator of its own for these draws.
+
+    Raises:
+        ConfigError: for an unknown strategy or a value outside its range.
+
+    Example:
+        >>> loads = [LoadSnapshot(0, 4), LoadSnapshot(1, 1), LoadSnapshot(2, 0, serving=False)]
+        >>> balancer = LoadBalancer(lambda: loads, "requests")
+        >>> balancer.select_actor_index(), balancer.select_actor_index(exclude={1})
+        (1, 0)
+    """
+
+    def __init__(
+        self,
+        actors: ReportsLoads | Callable[[], Sequence[LoadSnapshot]],
+        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
+        prefix_length: int | None = 8,
+        overload_threshold: float = 1.5,
+        *,
+        sample_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.strategies = (strategy,) if isinstance(strategy, str) else tuple(strategy)
+        rules = {
+            "requests": self._fewest_requests,
+            "kv-cache": self._least_cache,
+            "prefix-aware": self._same_prefix,
+            "round-robin": self._next_in_turn,
+        }
+        unknown = [name for name in self.strategies if name not in rules]
+        if unknown or not self.strategies:
+            raise ConfigError(f"strategy must be of {sorted(rules)}, got {strategy!r}")
+        if prefix_length is not None and prefix_length < 1:
+            raise ConfigError(f"prefix_length must be at least 1 or None, got {prefix_length}")
+        if overload_threshold < 1:
+            raise ConfigError(f"overload_threshold must be at least 1, got {overload_threshold}")
+        if sample_size is not None and sample_size < 1:
+            raise ConfigError(f"sample_size must be at least 1 or None, got {sample_size}")
+        self._loads = actors if callable(actors) else actors.loads
+        self._rules = [(name, rules[name]) for name in (*self.strategies, "requests")]
+        self._prefix_length = prefix_length
+        self._overload_threshold = overload_threshold
+        self._sample_size = sample_size
+        self._random = random.Random(seed)
+        self._turn = -1
+        self._chosen_by: Counter[str] = Counter()
+        self._chosen: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def select_actor_index(
+        self,
+        prompt: str | Sequence[int] | Tensor | None = None,
+        *,
+        exclude: Collection[int] = (),
+        loads: Sequence[LoadSnapshot] | None = None,
+    ) -> int:
+        """Choose a replica for one request.
+
+        Args:
+            prompt: its text or token ids, for ``"prefix-aware"``.
+            exclude: replicas that may not be chosen unless no other serves.
+            loads: the loads, where the caller has them at hand.
+
+        Returns:
+            The index of the replica.
+
+        Raises:
+            WorkerError: no replica serves.
+        """
+        everyone = self._loads() if loads is None else loads
+        serving = [load for load in everyone if load.serving]
+        if not serving:
+            raise WorkerError(f"none of {len(everyone)} replicas serves at the moment")
+        allowed = [load for load in serving if load.index not in exclude] if exclude else serving
+        with self._lock:
+            for name, rule in self._rules:
+                chosen = rule(allowed or serving, prompt)
+                if chosen is not None:
+                    self._chosen_by[name] += 1
+                    self._chosen[chosen.index] += 1
+                    return chosen.index
+        raise AssertionError("the last rule always chooses")
+
+    def get_stats(self) -> dict[str, dict[str | int, int]]:
+        """How often each strategy chose (``"strategies"``), and each replica (``"actors"``)."""
+        with self._lock:
+            return {"strategies": dict(self._chosen_by), "actors": dict(self._chosen)}
+
+    # -- rules: a choice, or None where it cannot be made ---------------------------------------
+
+    def _drawn(self, loads: list[LoadSnapshot]) -> list[LoadSnapshot]:
+        if self._sample_size is None or self._sample_size >= len(loads):
+            return loads
+        return self._random.sample(loads, self._sample_size)
+
+    def _fewest_requests(self, loads: list[LoadSnapshot], prompt: object) -> LoadSnapshot:
+        return min(self._drawn(loads), key=lambda load: load.requests)
+
+    def _least_cache(self, loads: list[LoadSnapshot], prompt: object) -> LoadSnapshot | None:
+        known = [load for load in loads if load.cache_usage is not None]
+        if not known:
+            return None
+        return min(self._drawn(known), key=lambda load: (load.cache_usage, load.requests))
+
+    def _same_prefix(
+        self, loads: list[LoadSnapshot], prompt: str | Sequence[int] | Tensor | None
+    ) -> LoadSnapshot | None:
+        if prompt is None or len(prompt) == 0:
+            return None
+        # Over all indices, serving or not: a replica that comes back gets its prompts back.
+        slots = loads[-1].index + 1
+        home = _hash(prompt[: self._prefix_length]) % slots
+        chosen = min(loads, key=lambda load: (load.index - home) % slots)
+        mean = sum(load.requests for load in loads) / len(loads)
+        # One request more than the mean is never an overload, else an idle pool would spread
+        # prompts that begin alike.
+        limit = max(self._overload_threshold * mean, mean + 1)
+        return chosen if chosen.requests < limit else None
+
+    def _next_in_turn(self, loads: list[LoadSnapshot], prompt: object) -> LoadSnapshot:
+        later = [load for load in loads if load.index > self._turn]
+        chosen = (later or loads)[0]
+        self._turn = chosen.index
+        return chosen
+
+
+def _hash(prefix: str | Sequence[int] | Tensor) -> int:
+    """Equal in every process, unlike ``hash``."""
+    if not isinstance(prefix, str):
+        prefix = ",".join(map(str, torch.as_tensor(prefix).tolist()))
+    return zlib.crc32(prefix.encode())

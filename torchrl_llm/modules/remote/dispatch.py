@@ -1,0 +1,235 @@
+"""Brings the parts of a call to replicas, and to others when these die.
+
+A :class:`Dispatcher` is what one process knows of a pool: where the replicas are, how busy they
+were a moment ago, and what it has asked of them since.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_llm._ray import RemoteObject, get, require_ray
+from torchrl_llm.errors import BackendError, ConfigError, WorkerError
+from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
+from torchrl_llm.modules.remote.replica import VersionMismatch
+from torchrl_llm.modules.remote.supervisor import PoolTable, ReplicaAddress
+
+__all__ = ["Dispatcher", "Part"]
+
+_REFRESH_S = 0.5
+_PAUSE_S = 0.1
+
+
+@dataclass(eq=False)
+class Part:
+    """Some rows of a call, for one replica.
+
+    Attributes:
+        method: of :class:`~torchrl_llm.modules.remote.replica.Replica`.
+        args: its arguments.
+        num_rows: how many.
+        prompt: ids of the first, for balancers that look at them.
+        pinned: the only replica that may run it; ``None`` for any.
+        tried: replicas that failed it.
+        failures: what they raised.
+        result: what a replica returned; ``None`` without an answer.
+    """
+
+    method: str
+    args: tuple[Any, ...]
+    num_rows: int
+    prompt: Tensor
+    pinned: int | None = None
+    tried: set[int] = field(default_factory=set)
+    failures: list[Exception] = field(default_factory=list)
+    result: Any = None
+
+
+class Dispatcher:
+    """Sends parts to replicas; any number of threads may.
+
+    Args:
+        supervisor: of the pool.
+        num_replicas: of the pool.
+        what: the pool; begins error messages.
+        balancing: strategy, prefix length and overload threshold, see
+            :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
+        max_retries: how often a part is tried again.
+    """
+
+    def __init__(
+        self,
+        supervisor: RemoteObject,
+        *,
+        num_replicas: int,
+        what: str,
+        balancing: tuple[Strategy | Sequence[Strategy], int | None, float],
+        max_retries: int,
+    ) -> None:
+        self.supervisor = supervisor
+        self._num_replicas, self._what, self._max_retries = num_replicas, what, max_retries
+        self._lock = threading.Lock()
+        self._refreshing = threading.Lock()
+        self._table: PoolTable | None = None
+        self._addresses: dict[int, ReplicaAddress] = {}
+        self._seen_s = 0.0
+        # Prompts that this process has sent and got no answer to, now and when the table was had.
+        self._own: Counter[int] = Counter()
+        self._own_seen: Counter[int] = Counter()
+        self._balancer = LoadBalancer(self, *balancing)
+
+    def addresses(self) -> dict[int, ReplicaAddress]:
+        """The replicas that serve, as the supervisor knows them now."""
+        self.table()
+        with self._lock:
+            return dict(self._addresses)
+
+    def loads(self) -> list[LoadSnapshot]:
+        """What is known of the replicas, with the requests of this process up to this moment."""
+        table = self.table(_REFRESH_S)
+        with self._lock:
+            return [self._estimate(load) for load in table.loads]
+
+    def _estimate(self, load: LoadSnapshot) -> LoadSnapshot:
+        own = self._own[load.index]
+        since = own - self._own_seen[load.index]
+        return load._replace(
+            requests=max(load.requests + since, own),
+            serving=load.serving and load.index in self._addresses,
+        )
+
+    def recent(self) -> PoolTable:
+        """What the supervisor knew a moment ago."""
+        return self.table(_REFRESH_S)
+
+    def table(self, age_s: float = 0.0) -> PoolTable:
+        """What the supervisor knew at most so many seconds ago.
+
+        Raises:
+            WorkerError: it died.
+        """
+        asked = time.monotonic()
+        table = self._table
+        if table is not None and asked - self._seen_s < age_s:
+            return table
+        # While one thread asks, those that know something go on with that.
+        if not self._refreshing.acquire(blocking=table is None or age_s == 0.0):
+            return table
+        try:
+            if self._table is not None and self._seen_s > asked:
+                return self._table
+            known = -1 if self._table is None else self._table.membership
+            table = self.supervisor.call("poll", known, timeout_s=60.0)
+            with self._lock:
+                self._table, self._seen_s = table, time.monotonic()
+                self._own_seen = Counter(self._own)
+                if table.addresses is not None:
+                    self._addresses = dict(table.addresses)
+            return table
+        finally:
+            self._refreshing.release()
+
+    def run(self, parts: Sequence[Part], *, timeout_s: float) -> None:
+        """Run all parts; those that no replica answered are left without a result.
+
+        Args:
+            parts: what to run.
+            timeout_s: most seconds that all may take together.
+
+        Raises:
+            WorkerError: every replica was given up, or the supervisor died.
+            BackendError: a part broke the engine of every replica that tried it.
+            Exception: what a replica raised for another reason.
+        """
+        ray = require_ray(self._what)
+        deadline = time.monotonic() + timeout_s
+        waiting: list[Part] = list(parts)
+        running: dict[Any, tuple[Part, ReplicaAddress]] = {}
+        try:
+            while waiting or running:
+                waiting = [part for part in waiting if not self._send(part, running)]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                pause = min(left, _PAUSE_S) if waiting else left
+                if not running:
+                    time.sleep(pause)
+                    continue
+                for ref in ray.wait(list(running), num_returns=1, timeout=pause)[0]:
+                    part, address = running.pop(ref)
+                    self._count(address.index, -part.num_rows)
+                    if not self._take(part, ref, address):
+                        waiting.append(part)
+        finally:
+            for part, address in running.values():
+                self._count(address.index, -part.num_rows)
+        if running:
+            self.supervisor.submit("suspect")
+
+    def _send(self, part: Part, running: dict[Any, Any]) -> bool:
+        """Give a part to a replica; whether there was one (or no more is to be tried)."""
+        loads = self.loads()
+        if part.pinned is None:
+            allowed = loads
+        else:
+            allowed = [load for load in loads if load.index == part.pinned]
+            if not allowed:
+                raise ConfigError(f"there is no replica {part.pinned} of {self._num_replicas}")
+        if not any(load.serving for load in allowed):
+            self._check_alive()
+            self.table(_PAUSE_S)
+            return False
+        index = self._balancer.select_actor_index(part.prompt, exclude=part.tried, loads=allowed)
+        with self._lock:
+            address = self._addresses.get(index)
+        if address is None:
+            return False
+        ref = address.remote.submit(part.method, *part.args)
+        self._count(index, part.num_rows)
+        running[ref] = (part, address)
+        return True
+
+    def _take(self, part: Part, ref: Any, address: ReplicaAddress) -> bool:
+        """Take the answer; whether the part is over."""
+        try:
+            part.result = get(ref, timeout_s=60.0, what=address.remote.what)
+            return True
+        except VersionMismatch:
+            # It is about to get them, or about to be built again; both take a moment.
+            part.tried.add(address.index)
+            time.sleep(_PAUSE_S)
+            self.table()
+            return False
+        except BackendError as error:
+            part.tried.add(address.index)
+            part.failures.append(error)
+            self._report(address, error)
+            if len(part.failures) <= self._max_retries:
+                return False
+            if all(not isinstance(failure, WorkerError) for failure in part.failures):
+                raise
+            return True
+
+    def _report(self, address: ReplicaAddress, error: Exception) -> None:
+        with self._lock:
+            self._addresses.pop(address.index, None)
+        reason = f"a client saw {type(error).__name__}: {error}"
+        self.supervisor.call("report", address.index, address.incarnation, reason, timeout_s=60.0)
+        self.table()
+
+    def _check_alive(self) -> None:
+        failed = self.table(_PAUSE_S).failed
+        if len(failed) == self._num_replicas:
+            reasons = "; ".join(f"replica {i}: {why}" for i, why in sorted(failed.items())[:3])
+            raise WorkerError(f"{self._what}: every replica was given up: {reasons}")
+
+    def _count(self, index: int, rows: int) -> None:
+        with self._lock:
+            self._own[index] += rows

@@ -1,0 +1,407 @@
+"""Replicas of an engine in Ray actors, behind the port of a single backend.
+
+A call is cut into as many parts as there are replicas, the balancer finds a replica for each part,
+and a part whose replica died goes to another one. What a call may take in all is limited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.scoring import ScoreExtras, TokenScores
+from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
+from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
+from torchrl_llm.modules.remote.dispatch import Dispatcher, Part
+from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
+from torchrl_llm.modules.remote.store import ObjectStoreSource
+from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor
+from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
+
+__all__ = ["EnginePool"]
+
+
+class EnginePool(Backend):
+    """A backend whose engines run in Ray actors, each with weights of its own.
+
+    It is picklable once it was started: collectors and other processes share the replicas through
+    copies of it. The replicas live until :meth:`shutdown`, or until the process that started them
+    ends.
+
+    - A replica that dies, hangs or loses its engine is built again and gets the current weights
+      before it serves. Its requests run on another replica, at most ``max_retries`` times.
+    - A request that found no replica in time, or none that survived it, comes back as an aborted
+      row without tokens (``on_failure="abort"``), or raises. When every replica was given up, or
+      the supervisor died, all requests raise.
+    - Every completion carries the version of the weights that sampled it, and no request runs on
+      older weights than the last that were sent to the pool before it.
+    - Draws come from the caller's global generator, as in one process: the same state gives the
+      same answers, whichever replicas give them. A call with a seed runs on one replica.
+
+    Args:
+        factory: makes a backend, in the process of a replica; everything it holds is sent there.
+        num_replicas: how many.
+        options: what each replica needs. ``max_concurrency`` calls run at once in each; by default
+            64 of them on one CPU.
+        strategy: how a replica is chosen, see
+            :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
+        prefix_length: see there.
+        overload_threshold: see there.
+        max_retries: how often a request is tried again on another replica.
+        on_failure: what becomes of a request that no replica answered: an aborted row, or a
+            :class:`~torchrl_llm.errors.WorkerError`.
+        timeout_s: most seconds that a call of the pool may take, retries and waiting included.
+        tokenizer: that of the backends, where whoever scores with the pool compares it.
+        what: what the pool is; begins error messages.
+        **settings: further ones of :class:`~torchrl_llm.modules.remote.supervisor.PoolSpec`.
+
+    Raises:
+        ConfigError: for a value outside its range.
+
+    Example:
+        >>> from torchrl_llm.modules import FakeBackend
+        >>> pool = EnginePool(partial(FakeBackend, vocab_size=16, eos_token_ids=(2,)))
+        >>> pool.num_replicas
+        1
+    """
+
+    counts_versions = True
+
+    def __init__(
+        self,
+        factory: Callable[[], Backend],
+        num_replicas: int = 1,
+        *,
+        options: ActorOptions | None = None,
+        strategy: Strategy | Sequence[Strategy] = "requests",
+        prefix_length: int | None = None,
+        overload_threshold: float = 1.5,
+        max_retries: int = 2,
+        on_failure: Literal["abort", "error"] = "abort",
+        timeout_s: float = 600.0,
+        tokenizer: Any = None,
+        what: str = "a pool of engines",
+        **settings: Any,
+    ) -> None:
+        if on_failure not in ("abort", "error"):
+            raise ConfigError(f"on_failure must be 'abort' or 'error', got {on_failure!r}")
+        if max_retries < 0 or timeout_s <= 0:
+            raise ConfigError("max_retries must be at least 0 and timeout_s above 0")
+        options = ActorOptions(max_concurrency=64) if options is None else options
+        self.spec = PoolSpec(
+            factory=factory, num_replicas=num_replicas, options=options, what=what, **settings
+        )
+        self.tokenizer = tokenizer
+        self._balancing = (strategy, prefix_length, overload_threshold)
+        self._max_retries = max_retries
+        self._on_failure = on_failure
+        self._timeout_s = timeout_s
+        self._facts: ReplicaFacts | None = None
+        self._dispatcher: Dispatcher | None = None
+        # What this process samples must be sampled by what it sent last.
+        self._minimum = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        dispatcher, _ = self._started()
+        return {**self.__dict__, "_dispatcher": dispatcher.supervisor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._dispatch_by(state["_dispatcher"])
+
+    def _dispatch_by(self, supervisor: RemoteObject) -> None:
+        self._dispatcher = Dispatcher(
+            supervisor,
+            num_replicas=self.num_replicas,
+            what=self.spec.what,
+            balancing=self._balancing,
+            max_retries=self._max_retries,
+        )
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start the replicas, unless they run; returns the pool.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            ResourceError: Ray is not running, or has less than all replicas need together.
+            WorkerError: a replica did not start in time.
+            Exception: what the factory raised.
+        """
+        if self._dispatcher is not None:
+            return self
+        spec = self.spec
+        require_ray(spec.what)
+        check_resources(spec.what, [spec.options.bundle] * spec.num_replicas)
+        limit = spec.options.start_timeout_s
+        supervisor = RemoteObject(
+            partial(Supervisor, spec),
+            ActorOptions(num_cpus=0, max_concurrency=32, start_timeout_s=limit),
+            what=f"the supervisor of {spec.what}",
+        )
+        try:
+            # Reserving a place and starting the replicas each have the limit of a start.
+            self._facts = supervisor.call("start", timeout_s=2 * limit + 10)
+        except BaseException:
+            self._stop(supervisor)
+            raise
+        self._dispatch_by(supervisor)
+        return self
+
+    def shutdown(self) -> None:
+        """End all replicas; nothing to do where they ended already. Requests that run fail."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None and require_ray(self.spec.what, running=False).is_initialized():
+            self._stop(dispatcher.supervisor)
+
+    @staticmethod
+    def _stop(supervisor: RemoteObject) -> None:
+        # One that died took the replicas with it.
+        with contextlib.suppress(WorkerError):
+            supervisor.call("stop", timeout_s=10.0)
+        supervisor.shutdown()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _started(self) -> tuple[Dispatcher, ReplicaFacts]:
+        if self._dispatcher is None or self._facts is None:
+            raise ConfigError(
+                f"{self.spec.what} is not started: call start(), or use it in a with block"
+            )
+        return self._dispatcher, self._facts
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas it has, serving or not."""
+        return self.spec.num_replicas
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the replicas."""
+        return self._started()[1].vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """That of the replicas."""
+        return self._started()[1].max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those of the replicas."""
+        return self._started()[1].eos_token_ids
+
+    @property
+    def native_arguments(self) -> frozenset[str]:
+        """Those of the replicas."""
+        return self._started()[1].native_arguments
+
+    @property
+    def records_support(self) -> bool:
+        """Whether the replicas do."""
+        return self._started()[1].records_support
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that all serving replicas hold at least.
+
+        Raises:
+            WorkerError: the supervisor died.
+        """
+        return self._started()[0].table().version
+
+    @property
+    def digest(self) -> str | None:
+        """Of the current weights as they arrived; ``None`` before any were sent.
+
+        Raises:
+            WorkerError: the supervisor died.
+        """
+        return self._started()[0].table().digest
+
+    def status(self) -> EngineStatus:
+        """See :meth:`Backend.status`; the mean of the replicas that tell."""
+        known = [load.cache_usage for load in self.loads() if load.cache_usage is not None]
+        return EngineStatus(sum(known) / len(known) if known else None)
+
+    def stats(self) -> dict[str, Any]:
+        """Version, replicas by state (``serving``, ``starting``, ``failed``), and ``rebuilt``.
+
+        Raises:
+            WorkerError: the supervisor died.
+        """
+        return self._started()[0].supervisor.call("stats", timeout_s=30.0)
+
+    def replica_pids(self) -> dict[int, int]:
+        """Process of each serving replica, by its index."""
+        addresses = self._started()[0].addresses()
+        return {index: address.remote.pid() for index, address in addresses.items()}
+
+    def loads(self) -> list[LoadSnapshot]:
+        """What is known of the replicas, with the requests of this process up to this moment."""
+        return self._started()[0].loads()
+
+    def create_load_balancer(
+        self,
+        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
+        prefix_length: int | None = 8,
+        overload_threshold: float = 1.5,
+    ) -> LoadBalancer:
+        """A :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer` over these replicas."""
+        return LoadBalancer(self, strategy, prefix_length, overload_threshold)
+
+    # -- sampling and scoring -----------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        *,
+        version: int | None = None,
+        replica: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[list[Completion]]:
+        """See :meth:`Backend.generate`.
+
+        Args:
+            prompts: see there.
+            params: see there.
+            version: sample with these weights and no others.
+            replica: run on this replica only.
+            timeout_s: most seconds that the call may take.
+
+        Raises:
+            WorkerError: no replica is left; or, with ``on_failure="error"``, none answered in time.
+            BackendError: the request broke the engine of every replica that tried it.
+        """
+        self.check_prompts(prompts)
+        if not prompts:
+            return []
+        prompts = [prompt.cpu() for prompt in prompts]
+        number = 1 if params.seed is not None or replica is not None else self.num_replicas
+        seed = params.seed
+        if seed is None and not params.greedy:
+            # Below 2^62, so that the seeds of the parts stay below 2^63.
+            seed = int(torch.randint(2**62, ()))
+        versions = self._wanted(version)
+        parts = []
+        for rows in _blocks(len(prompts), number):
+            drawn = params if seed is None else replace(params, seed=seed + len(parts))
+            part = prompts[rows]
+            args = (PackedIds.of(part), drawn, versions)
+            parts.append(Part("generate", args, len(part), part[0], replica))
+        self._run(parts, timeout_s, must=self._on_failure == "error")
+        aborted = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), FinishReason.ABORT)
+        groups = []
+        for part in parts:
+            if isinstance(part.result, PackedCompletions):
+                groups += part.result.groups()
+            else:
+                groups += [[aborted] * params.num_samples for _ in range(part.num_rows)]
+        return groups
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        extras: ScoreExtras | None = None,
+    ) -> TokenScores:
+        """See :meth:`TokenScorer.token_scores`; without gradient.
+
+        Raises:
+            WorkerError: no replica answered in time; scores have no form for a row that failed.
+        """
+        self.check_scoring(sequences, select)
+        if not sequences:
+            return TokenScores(torch.zeros(0), torch.zeros(0) if entropy else None)
+        sequences = [ids.cpu() for ids in sequences]
+        versions, parts = self._wanted(None), []
+        plain = extras is None or extras == ScoreExtras()
+        for rows in _blocks(len(sequences), self.num_replicas if plain else 1):
+            at = temperature[rows].tolist() if isinstance(temperature, Tensor) else temperature
+            at = at if isinstance(at, list) else float(at)
+            ids, masks = PackedIds.of(sequences[rows]), PackedIds.of(select[rows])
+            args = (ids, masks, at, entropy, extras, versions)
+            parts.append(Part("token_scores", args, len(ids.lengths), sequences[rows][0]))
+        self._run(parts, None, must=True)
+        if len(parts) == 1:
+            return parts[0].result
+        scores = [part.result for part in parts]
+        return TokenScores(
+            torch.cat([score.log_probs for score in scores]),
+            torch.cat([score.entropy for score in scores]) if entropy else None,
+        )
+
+    def _wanted(self, version: int | None) -> Versions:
+        current = max(self._minimum, self._started()[0].recent().version)
+        if version is not None and version < current:
+            raise ConfigError(f"version {version} of the weights was replaced by version {current}")
+        return Versions(current, version)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def update_weights(
+        self, source: WeightSource, *, version: int, timeout_s: float | None = None
+    ) -> list[WeightReceipt]:
+        """See :meth:`Backend.update_weights`: a receipt of every replica that serves.
+
+        Weights in hand travel through the object store, once to each machine. A replica that does
+        not get what the others got is built again; when none got them, the old ones stay.
+
+        Args:
+            source: where the weights are.
+            version: their number, not below the current one.
+            timeout_s: most seconds that a replica may take; that of its calls by default.
+        """
+        supervisor = self._started()[0].supervisor
+        limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
+        kind, reusable = source.kind, getattr(source, "reusable", True)
+        sent: Any = source
+        if type(source) is TensorSource and kind == "full":
+            sent = ObjectStoreSource.put(dict(source.receive()), digest=source.digest)
+        elif isinstance(source, TensorSource):
+            sent = require_ray(self.spec.what).put(source)
+        receipts = supervisor.call(
+            "update_weights", sent, kind, reusable, version, limit, timeout_s=2 * limit + 10
+        )
+        self._minimum = version
+        return receipts
+
+    def _run(self, parts: list[Part], timeout_s: float | None, *, must: bool) -> None:
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        self._started()[0].run(parts, timeout_s=limit)
+        unanswered = [part for part in parts if part.result is None]
+        if must and unanswered:
+            rows = sum(part.num_rows for part in unanswered)
+            causes = [failure for part in unanswered for failure in part.failures]
+            raise WorkerError(
+                f"{self.spec.what}: {rows} rows got no answer within {limit:g} s; "
+                f"{causes[-1] if causes else 'no replica failed, and none was done'}"
+            )
+
+
+def _blocks(num_rows: int, number: int) -> list[slice]:
+    """At most so many runs of rows of nearly equal size, by the number of rows alone."""
+    number = min(number, num_rows)
+    bounds = [num_rows * k // number for k in range(number + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

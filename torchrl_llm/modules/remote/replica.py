@@ -1,0 +1,266 @@
+"""One engine of a pool: a backend, the version of its weights, and a count of what it does.
+
+It knows nothing of Ray; :class:`~torchrl_llm.modules.remote.pool.EnginePool` runs it in an actor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrl_llm._ray import get
+from torchrl_llm.data.scoring import ScoreExtras, TokenScores
+from torchrl_llm.errors import WorkerError
+from torchrl_llm.modules.backends.base import Backend, SamplingParams
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
+
+__all__ = ["Replica", "ReplicaFacts", "ReplicaStatus", "VersionMismatch", "Versions"]
+
+
+class VersionMismatch(WorkerError):
+    """A replica does not hold the weights that a request asks for; another one may."""
+
+
+class Versions(NamedTuple):
+    """Which weights a request accepts.
+
+    Attributes:
+        minimum: the lowest version.
+        exactly: the only version; ``None`` for any from the minimum on.
+    """
+
+    minimum: int = 0
+    exactly: int | None = None
+
+    def accepts(self, version: int) -> bool:
+        """Whether weights of this version will do."""
+        if self.exactly is not None:
+            return version == self.exactly
+        return version >= self.minimum
+
+
+class ReplicaFacts(NamedTuple):
+    """What never changes about a backend, see :class:`~torchrl_llm.modules.backends.Backend`."""
+
+    vocab_size: int
+    max_length: int | None
+    eos_token_ids: tuple[int, ...]
+    native_arguments: frozenset[str]
+    records_support: bool
+
+
+class ReplicaStatus(NamedTuple):
+    """What a replica does at the moment.
+
+    Attributes:
+        version: of its weights.
+        requests: prompts that it samples or scores.
+        completed: prompts that it has answered.
+        idle_s: seconds since it last got further, 0 while nothing is asked of it.
+        cache_usage: share of its key-value cache in use; ``None`` where it cannot tell.
+    """
+
+    version: int
+    requests: int
+    completed: int
+    idle_s: float
+    cache_usage: float | None
+
+
+class Replica:
+    """A backend that serves many callers, one thread each.
+
+    Weights change between two requests, unless the backend itself can change them within one (see
+    ``Backend.counts_versions``).
+
+    Args:
+        factory: makes the backend.
+        timeout_s: most seconds that a request waits for new weights, and these for requests.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> replica = Replica(partial(FakeBackend, vocab_size=16, eos_token_ids=(2,)))
+        >>> replica.status().version, replica.facts().vocab_size
+        (0, 16)
+    """
+
+    def __init__(self, factory: Callable[[], Backend], *, timeout_s: float = 300.0) -> None:
+        self.backend = factory()
+        self._gate = _Gate(timeout_s)
+        self._version = 0
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._completed = 0
+        self._steps = 0
+        self._progress = time.monotonic()
+
+    def facts(self) -> ReplicaFacts:
+        """What never changes about the backend."""
+        backend = self.backend
+        return ReplicaFacts(
+            backend.vocab_size,
+            backend.max_length,
+            tuple(backend.eos_token_ids),
+            frozenset(backend.native_arguments),
+            backend.records_support,
+        )
+
+    def status(self) -> ReplicaStatus:
+        """What it does at the moment."""
+        engine = self.backend.status()
+        with self._lock:
+            if engine.steps != self._steps or not self._requests:
+                self._steps, self._progress = engine.steps, time.monotonic()
+            return ReplicaStatus(
+                self._version,
+                self._requests,
+                self._completed,
+                time.monotonic() - self._progress,
+                engine.cache_usage,
+            )
+
+    def generate(
+        self, prompts: PackedIds, params: SamplingParams, versions: Versions
+    ) -> PackedCompletions:
+        """Sample, see :meth:`~torchrl_llm.modules.backends.Backend.generate`.
+
+        Raises:
+            VersionMismatch: other weights than the request asks for sampled it, or would.
+        """
+        with self._serving(len(prompts.lengths), versions):
+            version = self._version
+            groups = self.backend.generate(prompts.rows(), params)
+            packed = PackedCompletions.of(groups, version=version)
+        if versions.exactly is not None and (packed.versions != versions.exactly).any():
+            raise VersionMismatch(f"version {versions.exactly} was replaced within the request")
+        return packed
+
+    def token_scores(
+        self,
+        sequences: PackedIds,
+        select: PackedIds,
+        temperature: float | Sequence[float],
+        entropy: bool,
+        extras: ScoreExtras | None,
+        versions: Versions,
+    ) -> TokenScores:
+        """Score without gradient, see :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`.
+
+        Raises:
+            VersionMismatch: it has other weights than the request asks for.
+        """
+        if not isinstance(temperature, float):
+            temperature = torch.tensor(temperature, dtype=torch.float32)
+        with self._serving(len(sequences.lengths), versions), torch.no_grad():
+            scores = self.backend.token_scores(
+                sequences.rows(),
+                select.rows(),
+                temperature=temperature,
+                entropy=entropy,
+                extras=extras,
+            )
+        return scores._replace(
+            log_probs=scores.log_probs.cpu(),
+            entropy=None if scores.entropy is None else scores.entropy.cpu(),
+        )
+
+    def update_weights(
+        self, source: WeightSource | Any, version: int, timeout_s: float
+    ) -> list[WeightReceipt]:
+        """Take new weights, see :meth:`~torchrl_llm.modules.backends.Backend.update_weights`.
+
+        Args:
+            source: where they are, or a reference to that in Ray's object store.
+            version: their number.
+            timeout_s: most seconds to wait for the source and for requests that run.
+
+        Raises:
+            WorkerError: requests ran on for too long.
+            WeightUpdateError: the weights did not arrive.
+        """
+        if not isinstance(source, WeightSource):
+            source = get(source, timeout_s=timeout_s, what="the source of weights")
+        with self._changing(timeout_s):
+            receipts = self.backend.update_weights(source, version=version)
+            self._version = version
+        return receipts
+
+    @contextmanager
+    def _serving(self, num_prompts: int, versions: Versions) -> Iterator[None]:
+        with self._lock:
+            if not self._requests:
+                self._progress = time.monotonic()
+            self._requests += num_prompts
+        try:
+            shared = nullcontext() if self.backend.counts_versions else self._gate.shared()
+            with shared:
+                if not versions.accepts(self._version):
+                    raise VersionMismatch(
+                        f"the replica holds version {self._version} of the weights; the request "
+                        f"asks for {versions}"
+                    )
+                yield
+        finally:
+            with self._lock:
+                self._requests -= num_prompts
+                self._completed += num_prompts
+                self._progress = time.monotonic()
+
+    def _changing(self, timeout_s: float) -> AbstractContextManager[None]:
+        return nullcontext() if self.backend.counts_versions else self._gate.alone(timeout_s)
+
+
+class _Gate:
+    """Many share it, or one has it alone; who waits to be alone comes before new sharers."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._changed = threading.Condition()
+        self._timeout_s = timeout_s
+        self._sharers = 0
+        self._waiting = 0
+        self._alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not (self._alone or self._waiting), self._timeout_s
+            ):
+                raise WorkerError(f"an update of weights went on for {self._timeout_s:g} s")
+            self._sharers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sharers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        with self._changed:
+            self._waiting += 1
+            try:
+                if not self._changed.wait_for(
+                    lambda: not (self._alone or self._sharers), timeout_s
+                ):
+                    raise WorkerError(
+                        f"{self._sharers} requests ran on for {timeout_s:g} s while new weights "
+                        "waited"
+                    )
+                self._alone = True
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
