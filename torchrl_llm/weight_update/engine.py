@@ -113,11 +113,9 @@ class EngineWeights(WeightUpdater):
                 "collector's update_policy_weights_) the trained model, or pass model= here"
             )
         version = self._next_version()
-        send = self._sender(weights, version)
         receipts: list[WeightReceipt] = []
         try:
-            for backend in self.backends:
-                receipts += send(backend)
+            self._deliver(weights, version, receipts)
             self._prove(receipts, version)
         except TorchRLLLMError:
             if receipts:
@@ -127,6 +125,12 @@ class EngineWeights(WeightUpdater):
         self.receipts, self.version = receipts, version
         if self.ledger is not None:
             self.ledger.record(version, receipts[0].digest)
+
+    def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
+        """Bring a version to every engine; receipts are added as they come, also before an error."""
+        send = self._sender(weights, version)
+        for backend in self.backends:
+            receipts += send(backend)
 
     def _sender(self, weights: Weights, version: int) -> Sender:
         """What brings a version to one engine; everything that all need is done once, here."""

@@ -12,6 +12,7 @@ The store and the group listen on the network without authentication, as all of
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ __all__ = [
     "WeightGroup",
     "bounded",
     "collective_device",
+    "free_port",
     "join_group",
     "open_store",
     "stateless_init_process_group",
@@ -360,3 +362,10 @@ def collective_device(device: torch.device | str | int | None = None) -> torch.d
             torch.device("cuda", device or 0) if torch.cuda.is_available() else torch.device("cpu")
         )
     return torch.device(device)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,495 @@
+"""Weights to other processes by collective broadcast: gloo on the CPU, NCCL on CUDA.
+
+The sender hosts a small store (:func:`~torchrl_llm.modules.backends.process_group.open_store`). For
+each update it writes an announcement, the members of the update's group join, the buffers of
+:mod:`torchrl_llm.weight_update.buckets` go out, and at the end the digest of all that was sent. A
+receiver opens a :class:`BroadcastSource` for it, whoever handed it the source: a call from the
+sender (:meth:`BroadcastSender.push`) or the announcement itself
+(:class:`~torchrl_llm.weight_update.broadcast_receiver.BroadcastReceiver`).
+
+A group is kept from update to update. When one of its members fails, it is given up by all, and the
+next update makes a new one; whoever is alive then may join. Nothing waits longer than
+``timeout_s``, on either side.
+
+Written for both, run on gloo: no CUDA device was at hand when this was made.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrl_llm.data.fingerprint import WeightDigest
+from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError, WorkerError
+from torchrl_llm.modules.backends.base import Backend
+from torchrl_llm.modules.backends.process_group import (
+    WeightGroup,
+    bounded,
+    collective_device,
+    join_group,
+    open_store,
+)
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.weight_update.buckets import (
+    Metadata,
+    flatten,
+    metadata_from_json,
+    metadata_to_json,
+    plan_buckets,
+    split,
+)
+from torchrl_llm.weight_update.calls import CallGroup
+
+__all__ = ["Announcement", "BroadcastSender", "BroadcastSource"]
+
+Kind = Literal["full", "delta"]
+
+_POLL_S = 0.002
+_KEPT = 8  # announcements that stay in the store, for receivers that are late with an answer
+
+
+class Announcement(NamedTuple):
+    """What the sender says of one update before it begins.
+
+    Attributes:
+        sequence: 1, 2, 3, ... of this sender.
+        version: of the weights.
+        kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+        group: name of the group that it goes through.
+        num_receivers: members of the group beside the sender.
+        layout: name of the metadata of what is sent.
+        bucket_bytes: see :func:`~torchrl_llm.weight_update.buckets.plan_buckets`.
+        device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
+    """
+
+    sequence: int
+    version: int
+    kind: Kind
+    group: str
+    num_receivers: int
+    layout: str
+    bucket_bytes: int
+    device: str
+
+
+class _Deadline:
+    """The moment at which an update has taken too long."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._at = time.monotonic() + timeout_s
+        self.timeout_s = timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._at - time.monotonic())
+
+
+class _Member:
+    """One process's connection to a sender and its place in the sender's group."""
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+        self._address = address
+        self.store = open_store(address, port, host=False, timeout_s=timeout_s)
+        self._group: WeightGroup | None = None
+        self._group_name = ""
+        self._layouts: dict[str, Metadata] = {}
+        bounded(lambda: self.store.add("hello", 1), timeout_s=timeout_s, what="the sender's store")
+
+    def read(self, key: str, deadline: _Deadline) -> str:
+        """The value of a key, as soon as there is one."""
+
+        def wait() -> str:
+            self.store.wait([key], timedelta(seconds=max(deadline.left_s, 0.001)))
+            return self.store.get(key).decode()
+
+        return bounded(wait, timeout_s=deadline.left_s + 0.5, what=f"{key} in the sender's store")
+
+    def group(self, update: Announcement, deadline: _Deadline) -> WeightGroup:
+        """This process's place in the update's group, taken where it has none."""
+        if self._group is None or self._group_name != update.group:
+            self.leave()
+            name, size = update.group, update.num_receivers + 1
+            rank = bounded(
+                lambda: self.store.add(f"members/{name}", 1),
+                timeout_s=deadline.left_s,
+                what="the sender's store",
+            )
+            if rank >= size:
+                raise WorkerError(
+                    f"update {update.sequence} goes to {update.num_receivers} receivers, and as "
+                    "many have joined; this one waits for the next"
+                )
+            self._group = join_group(
+                self.store,
+                name,
+                rank=rank,
+                world_size=size,
+                device=collective_device("cpu" if update.device == "cpu" else None),
+                address=self._address,
+                timeout_s=deadline.left_s,
+            )
+            self._group_name = name
+        return self._group
+
+    def layout(self, name: str, deadline: _Deadline) -> Metadata:
+        """Names, dtypes and shapes, fetched once."""
+        if name not in self._layouts:
+            self._layouts[name] = metadata_from_json(self.read(f"layout/{name}", deadline))
+        return self._layouts[name]
+
+    def leave(self) -> None:
+        """Give the place in the group up."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+# Places in groups that this process holds and that no receiver uses at the moment. A process may
+# hold several, one for each backend in it.
+_idle: defaultdict[tuple[str, int, str], list[_Member]] = defaultdict(list)
+_idle_lock = threading.Lock()
+
+
+class BroadcastSource(WeightSource):
+    """An update that is being broadcast; opening it joins its group.
+
+    Args:
+        address: of the sender's store.
+        port: of the sender's store.
+        sender: tells this sender from another one at the same address.
+        update: which update.
+        timeout_s: most seconds from opening it to the last byte.
+    """
+
+    def __init__(
+        self, address: str, port: int, sender: str, update: Announcement, *, timeout_s: float
+    ) -> None:
+        self._where = (address, port, sender)
+        self._update, self._timeout_s = update, timeout_s
+        self.kind = update.kind
+        self.digest = None
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`WeightSource.receive`; the digest is known at the end."""
+        deadline = _Deadline(self._timeout_s)
+        member: _Member | None = None
+        whole = False
+        try:
+            member = self._member()
+            yield from self._receive(member, deadline)
+            self.digest = member.read(f"digest/{self._update.sequence}", deadline)
+            whole = True
+        except WorkerError as error:
+            raise WeightUpdateError(
+                f"version {self._update.version} of the weights did not arrive: {error}"
+            ) from None
+        finally:
+            if whole:
+                with _idle_lock:
+                    _idle[self._where].append(member)
+            elif member is not None:
+                # Half of an update lies in this place's pipes: nobody may use it again.
+                member.leave()
+
+    def _member(self) -> _Member:
+        with _idle_lock:
+            if _idle[self._where]:
+                return _idle[self._where].pop()
+        address, port, _ = self._where
+        return _Member(address, port, self._timeout_s)
+
+    def _receive(self, member: _Member, deadline: _Deadline) -> Iterator[tuple[str, Tensor]]:
+        update = self._update
+        metadata = member.layout(update.layout, deadline)
+        group = member.group(update, deadline)
+        for bucket in plan_buckets(metadata, update.bucket_bytes):
+            buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=group.device)
+            group.broadcast(buffer, timeout_s=deadline.left_s)
+            yield from split(bucket, buffer)
+
+
+class BroadcastSender:
+    """The trainer's end.
+
+    Args:
+        address: of this machine, as receivers reach it.
+        port: where the store listens; 0 for a free port.
+        device: ``"cpu"`` for gloo, a CUDA device or its index for NCCL; by default the first CUDA
+            device where there is one.
+        timeout_s: most seconds that an update may take, the coming together included.
+        bucket_bytes: most bytes a buffer.
+
+    Attributes:
+        address: as given.
+        timeout_s: as given.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        device: torch.device | str | int | None = None,
+        timeout_s: float = 120.0,
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
+        plan_buckets({}, bucket_bytes)
+        self.address, self.timeout_s = address, timeout_s
+        self._port, self._device = port, collective_device(device)
+        self._bucket_bytes = bucket_bytes
+        self._name = uuid.uuid4().hex[:12]
+        self._store: dist.TCPStore | None = None
+        self._group: WeightGroup | None = None
+        self._group_name, self._group_size, self._hellos = "", 0, 0
+        self._sequence = 0
+
+    @property
+    def port(self) -> int:
+        """Where the store listens; it is opened by the first question."""
+        return self._open().port
+
+    def _open(self) -> dist.TCPStore:
+        if self._store is None:
+            self._store = open_store(self.address, self._port, host=True, timeout_s=self.timeout_s)
+            self._store.set("sender", self._name)
+        return self._store
+
+    # -- one update, two ways to tell the receivers ---------------------------------------------
+
+    def push(
+        self,
+        weights: Mapping[str, Tensor],
+        backends: Sequence[Backend],
+        *,
+        version: int,
+        kind: Kind = "full",
+        arrived: list[WeightReceipt] | None = None,
+    ) -> list[WeightReceipt]:
+        """Broadcast, and have backends elsewhere take part by a call of ``update_weights``.
+
+        Args:
+            weights: name to tensor.
+            backends: each opens the source once for each of its ``num_copies``.
+            version: number of these weights.
+            kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+            arrived: gets the receipts too, also those before an error.
+
+        Returns:
+            The receivers' receipts.
+
+        Raises:
+            WeightUpdateError: a receiver did not get them, or others than were sent.
+        """
+        size = sum(backend.num_copies for backend in backends)
+
+        def attempt() -> list[WeightReceipt]:
+            deadline = _Deadline(self.timeout_s)
+            update = self._announce(weights, version, kind, size)
+            source = BroadcastSource(
+                self.address, self.port, self._name, update, timeout_s=self.timeout_s
+            )
+            calls = CallGroup(
+                lambda backend=backend: backend.update_weights(source, version=version)
+                for backend in backends
+            )
+            try:
+                digest = self._send(weights, update, deadline, calls.failed)
+                receipts = [r for part in calls.results(deadline.left_s + 1) for r in part]
+            except WorkerError as error:
+                # Why a receiver went away says more than that it did.
+                calls.raise_failure(grace_s=1.0)
+                raise WeightUpdateError(str(error)) from None
+            finally:
+                if arrived is not None:
+                    arrived[:] = [receipt for part in calls.returned() for receipt in part]
+            return _confirmed(receipts, digest, size)
+
+        return self._attempts(attempt)
+
+    def publish(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        version: int,
+        num_receivers: int,
+        kind: Kind = "full",
+    ) -> list[WeightReceipt]:
+        """Broadcast to receivers that listen for it.
+
+        Args:
+            weights: name to tensor.
+            version: number of these weights.
+            num_receivers: how many must take part.
+            kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+
+        Returns:
+            The receivers' receipts.
+
+        Raises:
+            WeightUpdateError: a receiver did not get them, or others than were sent.
+        """
+
+        def attempt() -> list[WeightReceipt]:
+            deadline = _Deadline(self.timeout_s)
+            update = self._announce(weights, version, kind, num_receivers)
+            try:
+                digest = self._send(weights, update, deadline, lambda: self._refused(update))
+                receipts = self._answers(update, deadline)
+            except WorkerError as error:
+                raise WeightUpdateError(str(error)) from None
+            finally:
+                self._open().set(f"done/{update.sequence}", "")
+            return _confirmed(receipts, digest, num_receivers)
+
+        return self._attempts(attempt)
+
+    def _attempts(self, attempt: Callable[[], list[WeightReceipt]]) -> list[WeightReceipt]:
+        kept = self._group is not None
+        try:
+            return attempt()
+        except TorchRLLLMError:
+            self._give_up_group()
+            if not kept:
+                raise
+        # The group was an old one, whose members may have changed since: once more with a new one.
+        try:
+            return attempt()
+        except TorchRLLLMError:
+            self._give_up_group()
+            raise
+
+    def close(self) -> None:
+        """Leave the group and close the store; receivers may wait for another sender."""
+        self._give_up_group()
+        self._store = None
+
+    # -- the steps of an update -----------------------------------------------------------------
+
+    def _announce(
+        self, weights: Mapping[str, Tensor], version: int, kind: Kind, size: int
+    ) -> Announcement:
+        if size < 1:
+            raise ConfigError("there is no receiver to broadcast to")
+        store = self._open()
+        self._sequence += 1
+        newcomers = store.add("hello", 0) != self._hellos
+        if self._group is None or newcomers or self._group_size != size:
+            self._give_up_group()
+            self._group_name, self._group_size = f"{self._name}/{self._sequence}", size
+        text, layout = metadata_to_json({n: (w.dtype, w.shape) for n, w in weights.items()})
+        if not store.check([f"layout/{layout}"]):
+            store.set(f"layout/{layout}", text)
+        update = Announcement(
+            self._sequence,
+            version,
+            kind,
+            self._group_name,
+            size,
+            layout,
+            self._bucket_bytes,
+            self._device.type,
+        )
+        for name in ("update", "digest", "done", "answers", "numbers", "refusals"):
+            store.delete_key(f"{name}/{self._sequence - _KEPT}")
+        store.set(f"update/{update.sequence}", json.dumps(update))
+        store.set("sequence", str(update.sequence))
+        return update
+
+    def _send(
+        self,
+        weights: Mapping[str, Tensor],
+        update: Announcement,
+        deadline: _Deadline,
+        failed: Callable[[], bool],
+    ) -> str:
+        if self._group is None:
+            self._group = self._form(update, deadline, failed)
+        digest = WeightDigest()
+        metadata = {name: (w.dtype, w.shape) for name, w in weights.items()}
+        for bucket in plan_buckets(metadata, self._bucket_bytes):
+            buffer = flatten(bucket, weights, self._device)
+            pending = self._group.start(buffer, timeout_s=deadline.left_s)
+            # While the bytes travel, the same bytes are counted.
+            for name, value in split(bucket, buffer):
+                digest.update(name, value)
+            pending.wait(deadline.left_s)
+        self._open().set(f"digest/{update.sequence}", digest.value)
+        return digest.value
+
+    def _form(
+        self, update: Announcement, deadline: _Deadline, failed: Callable[[], bool]
+    ) -> WeightGroup:
+        store = self._open()
+        while (members := store.add(f"members/{update.group}", 0)) < update.num_receivers:
+            if failed() or deadline.left_s == 0:
+                raise WorkerError(
+                    f"{members} of {update.num_receivers} receivers joined the broadcast of version"
+                    f" {update.version} within {deadline.timeout_s - deadline.left_s:.3g} s"
+                )
+            time.sleep(_POLL_S)
+        group = join_group(
+            store,
+            update.group,
+            rank=0,
+            world_size=update.num_receivers + 1,
+            device=self._device,
+            address=self.address,
+            timeout_s=deadline.left_s,
+        )
+        self._hellos = store.add("hello", 0)
+        return group
+
+    def _give_up_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    # -- answers of receivers that listen -------------------------------------------------------
+
+    def _refused(self, update: Announcement) -> bool:
+        return self._open().add(f"refusals/{update.sequence}", 0) > 0
+
+    def _answers(self, update: Announcement, deadline: _Deadline) -> list[WeightReceipt]:
+        store, answers = self._open(), f"answers/{update.sequence}"
+        while (count := store.add(answers, 0)) < update.num_receivers:
+            if self._refused(update) and count:
+                break
+            if deadline.left_s == 0:
+                raise WorkerError(
+                    f"{count} of {update.num_receivers} receivers said that they loaded version "
+                    f"{update.version} within {deadline.timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        keys = [f"{answers}/{number}" for number in range(1, update.num_receivers + 1)]
+        read = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        for answer in read:
+            if "error" in answer:
+                raise WeightUpdateError(f"a receiver refused: {answer['error']}")
+        return [WeightReceipt(*values) for answer in read for values in answer["receipts"]]
+
+
+def _confirmed(receipts: list[WeightReceipt], digest: str, size: int) -> list[WeightReceipt]:
+    """The receipts, when they tell of the bytes that were sent.
+
+    Raises:
+        WeightUpdateError: they do not, or some are missing.
+    """
+    others = sorted({receipt.digest for receipt in receipts} - {digest})
+    if others or len(receipts) < size:
+        raise WeightUpdateError(
+            f"weights with the digest {digest} went to {size} receivers; {len(receipts)} answered"
+            + (f", with {others}" if others else "")
+        )
+    return receipts
