@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.modules.backends.vllm import VLLMBackend, build_engine
 
@@ -15,7 +19,8 @@ SETTINGS = {
 
 def small_engine(model=None, **options):
     """A ``vllm.LLM`` of the embedded model, or of a folder."""
-    return build_engine(embedded_model_path() if model is None else model, **SETTINGS, **options)
+    settings = {**SETTINGS, **options}
+    return build_engine(embedded_model_path() if model is None else model, **settings)
 
 
 def small_backend(model=None, *, engine_options=None, **options):
@@ -33,3 +38,24 @@ def saved_tiny_model(folder, make_tiny_model, tokenizer, **overrides):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+_SHARED = {}
+
+
+def shared_tiny(make_tiny_model, tokenizer):
+    """An engine over the shared tiny model, and that model: one a test process.
+
+    Its weights must be left alone. Versions counted by the tests of other modules are forgotten.
+
+    Returns:
+        The ``vllm.LLM`` and the model.
+    """
+    if not _SHARED:
+        # The folder stays: vLLM may read from it again.
+        folder = tempfile.mkdtemp(prefix="tiny-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        model = saved_tiny_model(folder, make_tiny_model, tokenizer)
+        _SHARED["both"] = small_engine(folder, max_model_len=512), model
+    vars(_SHARED["both"][0]).pop("_torchrl_llm_engine", None)
+    return _SHARED["both"]

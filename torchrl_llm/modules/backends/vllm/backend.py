@@ -9,10 +9,10 @@ positions.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
-from torchrl_llm.modules.backends.vllm.adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.build import build_engine
-from torchrl_llm.modules.backends.vllm.engine import EngineLoop, EngineRequest, InFlight
-from torchrl_llm.modules.backends.vllm.noise import draw_privately
+from torchrl_llm.modules.backends.vllm.engine import EngineRequest, InFlight
+from torchrl_llm.modules.backends.vllm.local import LocalEngine
 from torchrl_llm.modules.backends.vllm.registry import share_within_process
 from torchrl_llm.modules.backends.vllm.requests import (
     NATIVE_ARGUMENTS,
@@ -35,8 +34,6 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
-from torchrl_llm.modules.backends.vllm.settings import runs_on_cpu
-from torchrl_llm.modules.backends.vllm.sleep import SleepState
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.loading import load_tokenizer
 
@@ -63,14 +60,13 @@ class VLLMBackend(Backend):
         in_flight: what a weight update does with responses that are being sampled: ``"wait"`` for
             them, ``"keep"`` them and go on with the new weights (their cache is computed anew, and
             each token carries its version), or ``"abort"`` them (their callers get what there is).
-        version: number of the weights that the engine has now.
+        version: number of the weights that the engine has now, unless it was told another.
         timeout_s: seconds that a caller waits while the engine makes no progress.
         **engine_options: see
             :func:`~torchrl_llm.modules.backends.vllm.build.engine_arguments`; only with a name.
 
     Attributes:
         engine: the ``vllm.LLM``.
-        version: number of the weights.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -124,11 +120,10 @@ class VLLMBackend(Backend):
         self._max_logprobs = self.vocab_size if most == -1 else min(most, self.vocab_size)
         self.seeded = seeded
         self.in_flight: InFlight = in_flight
-        self.version = version
-        self._versions: dict[str, int] = {}
-        self._loop = _loop_of(engine, timeout_s)
-        self._sleep = _sleep_of(engine, self._loop)
-        draw_privately(engine)
+        self.timeout_s = timeout_s
+        self._local = LocalEngine.of(engine)
+        if not self._local.versions:
+            self._local.version = version
 
     __reduce__ = share_within_process
 
@@ -153,11 +148,21 @@ class VLLMBackend(Backend):
     @property
     def num_unfinished(self) -> int:
         """Responses that are being sampled or wait."""
-        return self._loop.num_unfinished
+        return self._local.loop.num_unfinished
+
+    @property
+    def version(self) -> int:
+        """Number of the engine's weights."""
+        return self._local.version
+
+    @property
+    def counts_versions(self) -> bool:
+        """Whether it was told a version, so that each token carries its own."""
+        return bool(self._local.versions)
 
     def status(self) -> EngineStatus:
         """See :meth:`Backend.status`."""
-        return EngineStatus(_cache_usage(self.engine), self._loop.steps)
+        return self._local.status
 
     def exclusive(self, in_flight: InFlight | None = None) -> AbstractContextManager[Any]:
         """A context in which other threads neither sample nor score.
@@ -166,7 +171,8 @@ class VLLMBackend(Backend):
             in_flight: what happens to responses that are being sampled; the backend's own rule by
                 default.
         """
-        return self._loop.exclusive(self.in_flight if in_flight is None else in_flight)
+        rule = self.in_flight if in_flight is None else in_flight
+        return self._local.loop.exclusive(rule, timeout_s=self.timeout_s)
 
     # -- sampling ---------------------------------------------------------------------------------
 
@@ -197,9 +203,9 @@ class VLLMBackend(Backend):
                     max_logprobs=self._max_logprobs,
                 )
                 requests.append(self._request(ids, arguments))
-        outputs = self._loop.run(requests)
+        outputs = self._run(requests)
         flat = [
-            completion_of(output, params, self._versions, vocab_size=self.vocab_size)
+            completion_of(output, params, self._local.versions, vocab_size=self.vocab_size)
             for output in outputs
         ]
         if params.greedy and (params.repetition_penalty != 1 or params.native):
@@ -230,12 +236,17 @@ class VLLMBackend(Backend):
             done._replace(log_probs=one.clone()) for done, one in zip(flat, scores, strict=True)
         ]
 
+    def _run(self, requests: list[EngineRequest]) -> list[Any]:
+        return self._local.loop.run(requests, timeout_s=self.timeout_s)
+
     def _request(self, ids: list[int], arguments: dict[str, Any]) -> EngineRequest:
         from vllm import SamplingParams as NativeParams
 
         try:
             native = NativeParams(**_with_grammar(arguments))
-        except (TypeError, ValueError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # of the constructor: its own kinds, and pydantic's
             raise ConfigError(f"vLLM refused generation arguments: {error}") from error
         return EngineRequest({"type": "token", "prompt_token_ids": ids}, native)
 
@@ -286,7 +297,7 @@ class VLLMBackend(Backend):
         scored = [row for row, ids in enumerate(rows) if len(ids) > 1]
         requests = [self._request(rows[row].tolist(), scoring_arguments()) for row in scored]
         parts = [torch.zeros(0)]
-        for row, output in zip(scored, self._loop.run(requests), strict=True):
+        for row, output in zip(scored, self._run(requests), strict=True):
             found = prompt_log_probs(self._answered(output))
             parts.append(found[select[row][: len(found)]])
         return torch.cat(parts)
@@ -321,7 +332,7 @@ class VLLMBackend(Backend):
                 "max_logprobs=-1, or score with the trainer's model"
             )
         arguments = scoring_arguments(vocab_size=self.vocab_size)
-        [output] = self._loop.run([self._request(ids.tolist(), arguments)])
+        [output] = self._run([self._request(ids.tolist(), arguments)])
         return full_log_probs(self._answered(output), self.vocab_size)
 
     def _answered(self, output: Any) -> Any:
@@ -342,11 +353,11 @@ class VLLMBackend(Backend):
         from torchrl_llm.modules.backends.vllm.loading import load_weights
 
         with self.exclusive():
-            self._sleep.check_weights()
+            self._local.sleep.check_weights()
             receipt = load_weights(self.engine, source, version=version)
             self.weights_changed(version)
             if source.kind == "full":
-                self._sleep.filled()
+                self._local.sleep.filled()
         return [receipt]
 
     def weights_changed(self, version: int) -> None:
@@ -362,21 +373,12 @@ class VLLMBackend(Backend):
             BackendError: the engine sleeps.
         """
         with self.exclusive():
-            self._sleep.check_weights()
-            # Running responses would otherwise hold on to blocks of the old weights' cache, which
-            # new requests could then find.
-            self.engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
-            if not self._versions:
-                self._versions["default"] = self.version
-            label = str(version)
-            self._versions[label] = self.version = version
-            self.engine.llm_engine.set_weight_version(label)
-            self.counts_versions = True
+            self._local.weights_changed(version)
 
     def reset_prefix_cache(self) -> None:
         """Forget the cache of all prompts; responses that are being sampled compute theirs anew."""
         with self.exclusive("keep"):
-            self.engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+            self._local.forget_cache()
 
     # -- sleep ------------------------------------------------------------------------------------
 
@@ -394,7 +396,7 @@ class VLLMBackend(Backend):
             ConfigError: another level, or a GPU engine built without ``enable_sleep_mode=True``.
         """
         with self.exclusive("wait"):
-            self._sleep.fall(level)
+            self._local.sleep.fall(level)
 
     def wake(self, *, weights_only: bool = False) -> None:
         """Take the memory again.
@@ -406,7 +408,7 @@ class VLLMBackend(Backend):
             BackendError: it does not sleep.
         """
         with self.exclusive("wait"):
-            self._sleep.wake(weights_only=weights_only)
+            self._local.sleep.wake(weights_only=weights_only)
 
 
 def _last(mask: Tensor) -> int:
@@ -421,6 +423,10 @@ def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     from vllm.sampling_params import StructuredOutputsParams
 
+    known = {one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ConfigError(f"structured_outputs knows no {unknown}; it knows {sorted(known)}")
     return {**arguments, "structured_outputs": StructuredOutputsParams(**given)}
 
 
@@ -441,51 +447,6 @@ def _check_engine(engine: Any) -> None:
             "the engine takes sampling defaults from the model's generation config; build it with "
             "generation_config='vllm'"
         )
-
-
-def _loop_of(engine: Any, timeout_s: float) -> EngineLoop:
-    """The engine's one loop: two backends over one engine must not step it at once."""
-    loop = getattr(engine, "_torchrl_llm_loop", None)
-    if loop is None:
-        loop = EngineLoop(
-            engine.llm_engine,
-            timeout_s=timeout_s,
-            aborted=partial(_partial, engine.llm_engine),
-            adapter=partial(active_adapter, engine),
-        )
-        engine._torchrl_llm_loop = loop
-    return loop
-
-
-def _sleep_of(engine: Any, loop: EngineLoop) -> SleepState:
-    """The engine's one state, for the same reason."""
-    state = getattr(engine, "_torchrl_llm_sleep", None)
-    if state is None:
-        state = SleepState(
-            engine,
-            loop,
-            enabled=bool(engine.llm_engine.model_config.enable_sleep_mode),
-            frees_memory=not runs_on_cpu(),
-        )
-        engine._torchrl_llm_sleep = state
-    return state
-
-
-def _cache_usage(engine: Any) -> float | None:
-    """Share of the blocks in use, where the scheduler is in this process."""
-    core = getattr(engine.llm_engine.engine_core, "engine_core", None)
-    manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
-    return None if manager is None else float(manager.usage)
-
-
-def _partial(engine: Any, name: str) -> Any:
-    """What a request has so far, as the output of an aborted one."""
-    from vllm.v1.engine import FinishReason as NativeReason
-
-    processor = engine.output_processor
-    [inside] = processor.external_req_ids[name]
-    state = processor.request_states[inside]
-    return state.make_request_output([], None, NativeReason.ABORT, None)
 
 
 def _tokenizer(engine: Any) -> Any:

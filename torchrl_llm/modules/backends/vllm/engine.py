@@ -56,7 +56,6 @@ class EngineLoop:
     Args:
         engine: has ``add_request(name, prompt, params, lora_request=)``, ``step()`` giving finished
             outputs with a ``request_id``, ``abort_request(names)``.
-        timeout_s: seconds that a caller waits while the engine makes no progress at all.
         aborted: gives the output of a request that is about to be aborted, from its name.
         adapter: gives the ``LoRARequest`` that requests name from now on, or ``None``.
 
@@ -82,14 +81,10 @@ class EngineLoop:
         self,
         engine: Any,
         *,
-        timeout_s: float = 600.0,
         aborted: Callable[[str], Any] | None = None,
         adapter: Callable[[], Any] | None = None,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
         self._engine = engine
-        self._timeout_s = timeout_s
         self._aborted = aborted
         self._adapter = adapter
         self.steps = 0
@@ -115,11 +110,12 @@ class EngineLoop:
             waiting = sum(len(ticket.requests) for ticket in self._incoming)
             return waiting + len(self._running)
 
-    def run(self, requests: Sequence[EngineRequest]) -> list[Any]:
+    def run(self, requests: Sequence[EngineRequest], *, timeout_s: float = 600.0) -> list[Any]:
         """Answer requests; other threads may ask at the same time.
 
         Args:
             requests: any number.
+            timeout_s: seconds to wait while the engine makes no progress at all.
 
         Returns:
             The engine's final output of each, in order.
@@ -140,7 +136,7 @@ class EngineLoop:
             if lead:
                 self._leader = ticket
                 self._progress = time.monotonic()
-        self._follow(ticket, lead)
+        self._follow(ticket, lead, timeout_s)
         if ticket.error is not None:
             raise ticket.error
         return [ticket.outputs[name] for name in ticket.names]
@@ -159,10 +155,10 @@ class EngineLoop:
             raise ticket.error
         return [ticket.outputs[name] for name in ticket.names]
 
-    def _follow(self, ticket: _Ticket, lead: bool) -> None:
+    def _follow(self, ticket: _Ticket, lead: bool, timeout_s: float) -> None:
         while not ticket.finished:
             if not lead:
-                self._wait(ticket)
+                self._wait(ticket, timeout_s)
                 if ticket.finished:
                     return
             lead = False
@@ -173,14 +169,14 @@ class EngineLoop:
                 self._die(error)
                 raise
 
-    def _wait(self, ticket: _Ticket) -> None:
+    def _wait(self, ticket: _Ticket, timeout_s: float) -> None:
         """Until the ticket is finished or appointed to lead."""
         try:
-            while not ticket.wake.wait(min(self._timeout_s, 5.0)):
+            while not ticket.wake.wait(min(timeout_s, 5.0)):
                 idle = time.monotonic() - self._progress
-                if idle > self._timeout_s:
+                if idle > timeout_s:
                     raise WorkerError(
-                        f"the engine made no step for {idle:.0f} s (limit {self._timeout_s:g} s); "
+                        f"the engine made no step for {idle:.0f} s (limit {timeout_s:g} s); "
                         f"{len(self._running)} requests are running"
                     )
             ticket.wake.clear()
@@ -299,12 +295,15 @@ class EngineLoop:
     # -- alone with the engine --------------------------------------------------------------------
 
     @contextmanager
-    def exclusive(self, in_flight: InFlight = "wait") -> Iterator[None]:
+    def exclusive(
+        self, in_flight: InFlight = "wait", *, timeout_s: float = 600.0
+    ) -> Iterator[None]:
         """A context in which nobody else steps the engine; it may be entered again inside.
 
         Args:
             in_flight: what happens to requests that run: ``"wait"`` until they are done (new ones
                 are held back), ``"keep"`` them where they are, or ``"abort"`` them.
+            timeout_s: seconds to wait while the engine makes no progress at all.
 
         Raises:
             ConfigError: for another word.
@@ -329,7 +328,7 @@ class EngineLoop:
             else:
                 self._alone.append((ticket, in_flight))
         if not free:
-            self._wait(ticket)
+            self._wait(ticket, timeout_s)
             if ticket.error is not None:
                 raise ticket.error
         self._owner = threading.get_ident()
