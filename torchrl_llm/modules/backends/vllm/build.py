@@ -87,6 +87,10 @@ def engine_arguments(
         if callable(overrides):
             raise ConfigError("enable_fp32_lm_head needs hf_overrides as a dictionary")
         arguments["hf_overrides"] = {**overrides, "head_dtype": "float32"}
+    if cpu:
+        # A prompt that is read in two steps makes vLLM turn its seed back, which generators on the
+        # CPU cannot: "CPU Generator does not use offset".
+        arguments["enable_chunked_prefill"] = False
     if cpu and num_devices == 1:
         arguments["distributed_executor_backend"] = "uni"
         if gpu_memory_utilization is None:
