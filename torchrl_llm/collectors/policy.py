@@ -9,6 +9,8 @@ from torch import nn
 
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.modules.backends.base import Backend
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, load_into
 
 __all__ = ["VersionedPolicy"]
 
@@ -51,6 +53,62 @@ class VersionedPolicy:
             self.tracker.increment_version()
         for part in self._parts():
             part.policy_version += 1
+
+    def set_version(self, version: int) -> None:
+        """Name the version that acts from now on, in both places.
+
+        Args:
+            version: its number.
+
+        Raises:
+            ConfigError: rows are stamped with random names, which have no number.
+        """
+        if self.tracker is not None:
+            if not isinstance(self.tracker.version, int):
+                raise ConfigError(
+                    "versions that somebody else counts need PolicyVersion(int); this one names "
+                    "each version at random"
+                )
+            self.tracker.version = version
+        for part in self._parts():
+            part.policy_version = version
+
+    def load(self, source: WeightSource, version: int) -> list[WeightReceipt]:
+        """Take weights from a source, into the policy's backend or else its module.
+
+        Args:
+            source: where they are.
+            version: their number.
+
+        Raises:
+            ConfigError: the policy has neither in this process.
+            WeightUpdateError: they did not arrive; the old ones and their version stay.
+        """
+        backend = getattr(self.policy, "backend", None)
+        if isinstance(backend, Backend):
+            receipts = backend.update_weights(source, version=version)
+        else:
+            receipts = [load_into(self.module, source, version=version)]
+        self.set_version(version)
+        return receipts
+
+    @property
+    def counts_versions(self) -> bool:
+        """Whether its weights may change within a call, because each token has its version."""
+        return bool(getattr(getattr(self.policy, "backend", None), "counts_versions", False))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the weights: the backend's, or the policy itself.
+
+        Raises:
+            ConfigError: they are not in this process.
+        """
+        backend = getattr(self.policy, "backend", None)
+        held = backend.module if isinstance(backend, Backend) else None
+        if held is not None:
+            return held
+        return self.policy if isinstance(self.policy, nn.Module) else self.model
 
     def stamp(self, carrier: TensorDictBase) -> TensorDictBase:
         """Write the version into what the policy reads now.

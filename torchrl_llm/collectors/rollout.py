@@ -20,7 +20,7 @@ from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
 from torchrl_llm.collectors.background import PauseGate
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import split_batch, split_rollout
+from torchrl_llm.data.rollouts import sampled_tokens, split_batch, split_rollout
 from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
 from torchrl_llm.errors import CheckpointError, ConfigError
 
@@ -82,6 +82,9 @@ class Rollout(ABC):
 
     Attributes:
         turns: turns of the batches so far, intermediate turns that were not yielded among them.
+        sampled: tokens that the policy has sampled so far.
+        after_call: called after each policy call, in the thread that collects; ``None`` for
+            nothing.
     """
 
     def __init__(
@@ -96,7 +99,24 @@ class Rollout(ABC):
     ) -> None:
         self.env, self.policy, self.stamp = env, policy, stamp
         self.turns_per_batch, self.calls, self.verbose = turns_per_batch, calls, verbose
-        self.turns = 0
+        self.turns, self.sampled = 0, 0
+        self.after_call: Callable[[], None] | None = None
+        self._dropping = False
+
+    @property
+    @abstractmethod
+    def tokens_in_flight(self) -> int:
+        """Sampled tokens of rows that are in no batch yet."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give up what is in flight and begin anew, before the next step.
+
+        May be called from another thread.
+
+        Raises:
+            ConfigError: this way to roll out cannot.
+        """
 
     @abstractmethod
     def collect(self) -> TensorDictBase:
@@ -112,11 +132,31 @@ class Rollout(ABC):
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase:
         with self.calls.work(), torch.no_grad():
-            return self.policy(self.stamp(carrier))
+            acted = self.policy(self.stamp(carrier))
+        self.sampled += sum(tokens_of_call(acted))
+        if self.after_call is not None:
+            self.after_call()
+        return acted
 
     def _log(self, collected: int) -> None:
         if self.verbose:
             logger.info(f"LLMCollector: {collected} of {self.turns_per_batch} turns")
+
+
+def tokens_of_call(acted: TensorDictBase) -> list[int]:
+    """Tokens that the policy sampled in one call.
+
+    Args:
+        acted: what the policy returned, ``[B]`` or with further batch dimensions.
+
+    Returns:
+        A number for each row, as :func:`~torchrl_llm.data.rollouts.sampled_tokens` counts them once
+        they are rows; zeros for a policy without tokens.
+    """
+    counted = acted.select("tokens", "trace", strict=False)
+    if counted.is_empty():
+        return [0] * acted.numel()
+    return [sampled_tokens(row) for row in split_rollout(counted).tensordicts]
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
@@ -140,6 +180,17 @@ class _Lockstep(Rollout):
         super().__init__(*args, **kwargs)
         self.carrier: TensorDictBase | None = None
         self._stale = _stale_keys(self.env, self.policy)
+
+    def drop(self) -> None:
+        """See :meth:`Rollout.drop`."""
+        self._dropping = True
+
+    def _drop_now(self) -> bool:
+        """Whether the caller has to forget its rows; the next step resets the environment."""
+        if not self._dropping:
+            return False
+        self._dropping, self.carrier = False, None
+        return True
 
     def _step(self) -> TensorDictBase:
         """One step of all rows; the carrier moves on only when it has succeeded.
@@ -190,11 +241,18 @@ class StepRollout(_Lockstep):
         # Steps of a batch that an error or Ctrl-C cut short are its first steps when it goes on.
         while (collected := sum(step.numel() for step in self.steps)) < self.turns_per_batch:
             self._log(collected)
+            if self._drop_now():
+                self.steps.clear()
             self.steps.append(self._step().clone(recurse=False))
         steps, self.steps = self.steps, []
         self.turns += collected
         rollout = lazy_stack(steps, -1)
         return split_rollout(rollout) if self.flatten else rollout
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """See :attr:`Rollout.tokens_in_flight`."""
+        return sum(sum(tokens_of_call(step)) for step in self.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """As above, with the steps of a batch that was cut short."""
@@ -217,14 +275,28 @@ class _Assembly:
     def __init__(self, num_places: int, last_only: bool) -> None:
         self.last_only = last_only
         self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
+        self.open_tokens = 0
         self.finished: deque[tuple[int, list[TensorDict]]] = deque()
 
     def add(self, place: int, row: TensorDict) -> None:
         held = self.open[place]
         held.append(row)
+        self.open_tokens += sampled_tokens(row)
         if leaf(row, ("next", "done")).any():
+            self.open_tokens -= sum(map(sampled_tokens, held))
             self.finished.append((len(held), held[-1:] if self.last_only else held))
             self.open[place] = []
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of what is here and will be given out or belongs to what will be."""
+        finished = (row for _, trajectory in self.finished for row in trajectory)
+        return self.open_tokens + sum(map(sampled_tokens, finished))
+
+    def clear_open(self) -> None:
+        """Forget the trajectories that have not ended."""
+        self.open = [[] for _ in self.open]
+        self.open_tokens = 0
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
         """Finished trajectories of at least ``turns`` turns, or all there are."""
@@ -252,6 +324,7 @@ class _Assembly:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows = iter(unpack_row_list(state["rows"]))
         self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
+        self.open_tokens = sum(sampled_tokens(row) for held in self.open for row in held)
         self.finished = deque(
             (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
         )
@@ -278,11 +351,18 @@ class TrajectoryRollout(_Lockstep):
         """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
         while (finished := self.assembly.finished_turns) < self.turns_per_batch:
             self._log(finished)
+            if self._drop_now():
+                self.assembly.clear_open()
             for place, row in enumerate(split_batch(self._step())):
                 self.assembly.add(place, row)
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """See :attr:`Rollout.tokens_in_flight`."""
+        return self.assembly.tokens
 
     def state_dict(self) -> dict[str, Any]:
         """As above, with the trajectories in flight."""
@@ -321,7 +401,28 @@ class AsyncTrajectoryRollout(Rollout):
                 "stack='lazy'"
             )
         self.assembly = _Assembly(self.env.batch_size[0], last_only)
-        self.running = 0
+        self._stepping: dict[int, int] = {}
+
+    @property
+    def running(self) -> int:
+        """Environments that are in a step."""
+        return len(self._stepping)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """See :attr:`Rollout.tokens_in_flight`."""
+        return self.assembly.tokens + sum(self._stepping.values())
+
+    def drop(self) -> None:
+        """Refused: environments are in the middle of their steps.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "what is in flight in an AsyncEnvPool cannot be dropped: its environments are never "
+            "all between two steps; let it go on under the new weights (in_flight='wait')"
+        )
 
     def collect(self) -> TensorDictBase:
         """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
@@ -333,7 +434,7 @@ class AsyncTrajectoryRollout(Rollout):
             for part in stepped.unbind(0):
                 (row,) = split_batch(part.exclude("env_index"))
                 self.assembly.add(self._index(part), row)
-                self.running -= 1
+                del self._stepping[self._index(part)]
             self._send(list(carriers.unbind(0)))
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
@@ -351,12 +452,12 @@ class AsyncTrajectoryRollout(Rollout):
         indices = [self._index(carrier) for carrier in carriers]
         plain = [carrier.exclude("env_index") for carrier in carriers]
         acted = self._act(plain[0] if len(plain) == 1 else torch.cat(plain, 0))
+        self._stepping.update(zip(indices, tokens_of_call(acted), strict=True))
         for place, index in enumerate(indices):
             part = acted[place : place + 1]
             # One send for each, because the pool would lay one index on all rows of a batch.
             part.set("env_index", NonTensorData(index, batch_size=part.batch_size))
             self.env.async_step_and_maybe_reset_send(lazy_stack([part]))
-        self.running += len(indices)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: environments are in the middle of their steps.

@@ -7,6 +7,7 @@ import queue
 import time
 
 import pytest
+from collectors.channel_helper import ResettableServer, write
 from conformance.channels import PATIENCE_S, ChannelConformance, delivery, ids_of
 
 from torchrl_llm.collectors.transport import ray as ray_transport
@@ -24,16 +25,11 @@ def cluster():
     ray.shutdown()
 
 
-class _Resettable(ray_transport._Server):
-    async def reset(self, max_size):
-        self.__init__(max_size)
-
-
 @pytest.fixture(scope="module")
 def fresh(cluster):
-    """Empty channels, all in one actor after another: to start an actor takes seconds."""
+    """Empty channels, one after the other in one actor."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(ray_transport, "_Server", _Resettable)
+    patch.setattr(ray_transport, "_Server", ResettableServer)
     first = pickle.dumps(RayChannel(1))
     patch.undo()
     kept = pickle.loads(first)
@@ -52,16 +48,9 @@ class TestRayChannel(ChannelConformance):
         return fresh
 
 
-@ray.remote(num_cpus=0)
-def _write(channel, worker, number):
-    for i in range(number):
-        channel.put(delivery(worker, i, values=(i,), sent=i + 1), timeout_s=PATIENCE_S)
-    return number
-
-
 def test_processes_write_and_the_learner_reads(fresh):
     channel = fresh(2)
-    writers = [_write.remote(channel, name, 5) for name in ("a", "b")]
+    writers = [ray.remote(num_cpus=0)(write).remote(channel, name, 5) for name in ("a", "b")]
     got = [channel.get(timeout_s=120) for _ in range(10)]
     assert ray.get(writers, timeout=120) == [5, 5]
     for name in ("a", "b"):
