@@ -15,6 +15,7 @@ from torchrl_llm.modules.backends.vllm.settings import prepare_vllm, runs_on_cpu
 __all__ = ["build_engine", "engine_arguments"]
 
 _CPU_CACHE_BYTES = 1 << 30
+_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # How vLLM speaks of memory and devices that are not there; nothing else of it says which they are.
 _RESOURCES = (
     "kv cache",
@@ -87,6 +88,10 @@ def engine_arguments(
         if callable(overrides):
             raise ConfigError("enable_fp32_lm_head needs hf_overrides as a dictionary")
         arguments["hf_overrides"] = {**overrides, "head_dtype": "float32"}
+    if options.get("enable_lora"):
+        # With an adapter on the head, vLLM fails on log-probs of prompts (it takes the indices of
+        # sampled tokens for those of the prompt's).
+        arguments["lora_target_modules"] = list(_LORA_MODULES)
     if cpu:
         # A prompt that is read in two steps makes vLLM turn its seed back, which generators on the
         # CPU cannot: "CPU Generator does not use offset".
