@@ -3,8 +3,10 @@
     python sota-implementations/grpo/grpo-sync.py
     python sota-implementations/grpo/grpo-sync.py env=gsm8k env.data_files=train.jsonl
     python sota-implementations/grpo/grpo-sync.py loss=gspo advantage=leave_one_out
+    python sota-implementations/grpo/grpo-sync.py inference_model.backend=vllm
 
-Every key is in config/grpo.yaml and in the files of config/loss, config/advantage and config/env.
+Every key is in config/common.yaml, config/grpo.yaml, and the files of config/loss,
+config/advantage and config/env.
 Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
 """
 
@@ -41,6 +43,7 @@ from torchrl_llm.trainers.recipe import (
     seed_everything,
     set_threads,
 )
+from torchrl_llm.trainers.sampler import make_sampler
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo")
@@ -51,11 +54,13 @@ def main(cfg: DictConfig) -> None:
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     env, eval_env = make_envs(config, policy)
+    sampler, weight_updater = make_sampler(config, policy)
     collector = LLMCollector(
         env,
-        policy=policy,
+        policy=sampler,
         dialog_turns_per_batch=config.rows_per_batch,
         yield_completed_trajectories=True,
+        weight_updater=weight_updater,
     )
     algorithm = make_algorithm(config, policy)
     buffer = make_buffer(config, algorithm)
@@ -86,12 +91,14 @@ def main(cfg: DictConfig) -> None:
             "source": source,
             **parts_of(policy),
         },
-        evaluate=make_evaluation(config, eval_env, policy),
+        evaluate=make_evaluation(config, eval_env, sampler),
         config=config.flat(),
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
     )
+    if sampler is not policy:
+        collector.update_policy_weights_()  # an engine has none yet, or not those of the checkpoint
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
@@ -111,7 +118,7 @@ def main(cfg: DictConfig) -> None:
             meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
         collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(policy) | algorithm_metrics(algorithm))
+        run.record(metrics | overlong_metrics(sampler) | algorithm_metrics(algorithm))
     run.finish()
 
 

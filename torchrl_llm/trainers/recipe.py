@@ -27,6 +27,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import (
     AdapterDisabled,
+    LLMWrapperBase,
     TransformersBackend,
     TransformersWrapper,
     ValueHead,
@@ -55,8 +56,10 @@ __all__ = [
     "make_reference",
     "minibatches",
     "overlong_metrics",
+    "samples_in_bfloat16",
     "seed_everything",
     "set_threads",
+    "wrapper_options",
 ]
 
 TASKS: dict[str, type[TaskEnv]] = {"arithmetic": ArithmeticEnv, "gsm8k": GSM8KEnv}
@@ -118,9 +121,32 @@ def autocast(config: RecipeConfig) -> AbstractContextManager[Any]:
     Args:
         config: its ``train.mixed_precision``.
     """
-    device, precision = device_of(config).type, config.train.mixed_precision
-    enabled = precision == "bfloat16" or (precision == "auto" and device == "cuda")
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
+    device = device_of(config).type
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
+
+
+def samples_in_bfloat16(config: RecipeConfig) -> bool:
+    """Whether sampling and scoring are in bfloat16, over weights of whatever type.
+
+    Args:
+        config: its ``train.mixed_precision`` and ``train.device``.
+    """
+    precision = config.train.mixed_precision
+    return precision == "bfloat16" or (precision == "auto" and device_of(config).type == "cuda")
+
+
+def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
+    """Options of a policy that samples: templates, long prompts, arguments of generation.
+
+    Args:
+        config: the recipe's.
+    """
+    return {
+        "chat_template_name": config.model.chat_template_name,
+        "on_overlong": config.env.on_overlong,
+        "max_prompt_length": config.env.max_prompt_length,
+        "generate_kwargs": config.inference_model.arguments,
+    }
 
 
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:
@@ -158,10 +184,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> Transform
             value_head=ValueHead.for_model(model) if with_values else None,
         ),
         tokenizer=tokenizer,
-        chat_template_name=config.model.chat_template_name,
-        on_overlong=config.env.on_overlong,
-        max_prompt_length=config.env.max_prompt_length,
-        generate_kwargs=config.inference_model.arguments,
+        **wrapper_options(config),
     )
 
 
@@ -227,14 +250,14 @@ def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], di
 
 
 def make_evaluation(
-    config: RecipeConfig, env: TaskEnv | None, policy: TransformersWrapper
+    config: RecipeConfig, env: TaskEnv | None, policy: LLMWrapperBase
 ) -> Callable[[], Evaluation] | None:
     """Greedy accuracy of the policy on the held-out prompts, when it is called.
 
     Args:
         config: the recipe's.
         env: the environment of the held-out prompts, or ``None``.
-        policy: the policy that is trained.
+        policy: what samples; its weights are those of the trained policy.
     """
     if env is None:
         return None
@@ -262,7 +285,7 @@ def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensor
                 yield rows
 
 
-def overlong_metrics(policy: TransformersWrapper) -> dict[str, int]:
+def overlong_metrics(policy: LLMWrapperBase) -> dict[str, int]:
     """How many prompts of this step were too long; counting begins anew.
 
     Args:

@@ -1,0 +1,127 @@
+"""What samples in a recipe of one process: the trained module, or a vLLM engine beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
+from torchrl_llm.modules.backends.vllm import VLLMBackend
+from torchrl_llm.trainers.grpo_config.engines import EngineConfig, WeightSyncConfig
+from torchrl_llm.trainers.recipe import (
+    RecipeConfig,
+    device_of,
+    samples_in_bfloat16,
+    wrapper_options,
+)
+from torchrl_llm.weight_update import (
+    AdapterWeights,
+    CanaryCheck,
+    DeltaWeights,
+    EngineWeights,
+    InProcessWeights,
+    SharedEngineWeights,
+    WeightUpdater,
+)
+
+__all__ = ["SamplerConfig", "engine_arguments_of", "make_sampler", "sync_type"]
+
+# The ranks that vLLM has kernels for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+class SamplerConfig(RecipeConfig, Protocol):
+    """The groups that are read here, beside those of every recipe."""
+
+    inference_model: EngineConfig
+    weight_sync: WeightSyncConfig
+
+
+def sync_type(config: SamplerConfig) -> str:
+    """How weights get into the engine, ``auto`` resolved.
+
+    Args:
+        config: its ``weight_sync.type``.
+    """
+    if config.weight_sync.type != "auto":
+        return config.weight_sync.type
+    if config.train_model.lora.enabled:
+        return "adapter"
+    return "shared" if device_of(config).type == "cpu" else "load"
+
+
+def engine_arguments_of(config: SamplerConfig, sync: str) -> dict[str, Any]:
+    """Options of the engine that the configuration asks for.
+
+    Args:
+        config: the recipe's.
+        sync: how it gets its weights, see :func:`sync_type`.
+
+    Returns:
+        Options of :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
+
+    Raises:
+        ConfigError: a LoRA rank that the engine has no kernels for.
+    """
+    options = config.inference_model.engine_options
+    # Shared memory has one type; else the engine samples in the precision of the autocast.
+    low = samples_in_bfloat16(config) and sync != "shared"
+    options["dtype"] = "bfloat16" if low else config.train_model.dtype
+    if sync == "shared":
+        options["load_format"] = "dummy"  # it gets the trainer's weights at once
+    if sync == "adapter":
+        rank = config.train_model.lora.r
+        if rank > _RANKS[-1]:
+            raise ConfigError(
+                f"train_model.lora.r={rank} is above {_RANKS[-1]}, the most that vLLM can sample "
+                "with; choose weight_sync.type=load, which merges the adapter"
+            )
+        options |= {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
+    return options
+
+
+def make_sampler(
+    config: SamplerConfig, policy: TransformersWrapper
+) -> tuple[LLMWrapperBase, WeightUpdater]:
+    """What the collector samples with, and what brings it new weights.
+
+    Args:
+        config: the recipe's.
+        policy: what is trained.
+
+    Returns:
+        The policy itself, whose weights are those that are trained; or a
+        :class:`~torchrl_llm.modules.vLLMWrapper` over an engine of this process, whose first
+        weights come with the first update.
+
+    Raises:
+        MissingExtraError: vLLM is asked for and not installed.
+        ConfigError: settings that engine and model cannot have.
+        ResourceError: the engine does not fit.
+    """
+    if config.inference_model.backend == "transformers":
+        return policy, InProcessWeights()
+    sync = sync_type(config)
+    options = engine_arguments_of(config, sync)
+    backend = VLLMBackend(config.model.name, tokenizer=policy.tokenizer, **options)
+    sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **wrapper_options(config))
+    canary = None
+    if config.weight_sync.verify:
+        tolerance = _TOLERANCE[getattr(torch, options["dtype"])]
+        canary = CanaryCheck(policy, tolerance=tolerance)
+    model = policy.model
+    if sync == "shared":
+        # The version is proven by the canary; hashing all weights as well would double the cost.
+        updater: WeightUpdater = SharedEngineWeights(
+            model, backend, fingerprint=False, canary=canary
+        )
+    elif sync == "adapter":
+        updater = AdapterWeights(backend, model=model, canary=canary)
+    elif sync == "delta":
+        updater = DeltaWeights(backend, model=model, canary=canary)
+    else:
+        updater = EngineWeights(backend, model=model, canary=canary)
+    return sampler, updater
