@@ -1,0 +1,358 @@
+"""Rows as safe bytes: nothing is lost on the way, and nothing that comes in is trusted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from collectors.collecting import make_env, make_policy
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
+
+import torchrl_llm.data.safe_wire
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.data import Chat, ChatHistory, Column, FinishReason, History, Source, TokenRecord
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
+from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes, safe_class
+from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.wire import pack_rows, plain_node, unpack_row_list
+from torchrl_llm.errors import ConfigError, DataError
+
+
+def there_and_back(rows, **about):
+    packed, got = rows_from_bytes(rows_to_bytes(pack_rows(rows), about))
+    assert got == about
+    return unpack_row_list(packed)
+
+
+def leaves(row):
+    """Every leaf by its path, with the classes of the nodes on the way."""
+    found = {}
+    for name, value in row._tensordict.items():
+        if isinstance(value, torch.Tensor):
+            found[(name,)] = (value.dtype, tuple(value.shape), value.tolist())
+        elif isinstance(value, NonTensorData):
+            found[(name,)] = value.data
+        else:
+            found[(name, "class")] = type(value).__name__
+            found |= {(name, *path): v for path, v in leaves(plain_node(value)).items()}
+    return found
+
+
+def sealed(header, tail=b""):
+    """A message with a checksum that is right, whatever it holds."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    body = text + tail
+    crc = zlib.crc32(body, zlib.crc32(struct.pack("<Q", len(text))))
+    return struct.pack("<8sIQ", b"trlLLM\x00\x01", crc, len(text)) + body
+
+
+# -- there and back -------------------------------------------------------------------------------
+
+
+def test_rows_of_a_collector_come_back_leaf_by_leaf(tokenizer):
+    collector = LLMCollector(
+        make_env(3, tool="look"),
+        policy=make_policy(tokenizer),
+        dialog_turns_per_batch=6,
+        yield_completed_trajectories=True,
+    )
+    rows = split_rollout(next(iter(collector))).tensordicts
+    assert len({row["turn"].item() for row in rows}) > 1
+    back = there_and_back(rows, worker="a", sequence=3)
+    assert [leaves(row) for row in back] == [leaves(row) for row in rows]
+    for row, old in zip(back, rows, strict=True):
+        assert isinstance(row["history"], ChatHistory)
+        assert isinstance(row["history", "prompt"], History)
+        chat, before = row["history"].full.chats[0], old["history"].full.chats[0]
+        assert chat.messages == before.messages
+        assert chat.record.token_ids.tolist() == before.record.token_ids.tolist()
+        assert chat.record.log_probs.tolist() == before.record.log_probs.tolist()
+        assert chat.record.finish_reason is before.record.finish_reason
+        assert type(chat.record.finish_reason) is FinishReason
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3), (1, 2, 3)])
+def test_tensors_come_back_bit_for_bit(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    about, (back,) = from_bytes(to_bytes({"n": None}, [tensor]))
+    assert about == {"n": None}
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+    assert back.shape == tensor.shape
+
+
+def test_special_floats_and_slices_come_back():
+    tensor = torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]])[:, 1]
+    assert not tensor.is_contiguous()
+    _, (back,) = from_bytes(to_bytes(None, [tensor]))
+    assert back.tolist() == tensor.tolist() == [float("inf"), torch.tensor(1e-45).item()]
+    back += 1  # memory of its own, that may be written
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, -(10**30), 0.1, "", "héllo \ud83d 🙂 \x00", b"\x00\xff"),
+        *([], [1, [2]], (), (1, ("a",)), {1, 2}, frozenset({3})),
+        *({}, {"a": {"b": [None]}}, {1: 2, (3,): "tuple", None: "none"}),
+        *(["list", 1], ["tensor", 0], ["dict"], {"about": 1}),
+        *(Source.SAMPLED, FinishReason.LENGTH),
+    ],
+    ids=repr,
+)
+def test_plain_values_come_back_with_their_types(value):
+    row = TensorDict()
+    row.set_non_tensor("x", value)
+    (back,) = there_and_back([row])
+    got = back._tensordict["x"].data
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_chats_records_and_supports_come_back():
+    prompt = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
+    record = prompt.respond(
+        torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP, support
+    )
+    chats = [
+        Chat([{"role": "user", "content": "Hi"}], prompt),
+        Chat([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], record),
+        Chat([], None),
+    ]
+    rows = [TensorDict() for _ in chats]
+    for row, chat in zip(rows, chats, strict=True):
+        row.set("chat", NonTensorData(chat))
+        row.set("several", NonTensorData([chat, chat]))
+    back = there_and_back(rows)
+    for row, chat in zip(back, chats, strict=True):
+        for got in (row._tensordict["chat"].data, *row._tensordict["several"].data):
+            assert got.messages == chat.messages
+            assert (got.record is None) == (chat.record is None)
+    got = back[1]._tensordict["chat"].data.record
+    assert got.policy_version.tolist() == record.policy_version.tolist()
+    assert [part.tolist() for part in got.support] == [part.tolist() for part in record.support]
+    assert (got.response_start, got.num_messages) == (2, 2)
+    assert back[0]._tensordict["chat"].data.record.support is None
+
+
+def test_rows_that_differ_in_their_keys_shapes_and_dtypes_come_back():
+    rows = [
+        TensorDict(a=torch.tensor([1, 2]), b=TensorDict(c=torch.tensor(1.5))),
+        TensorDict(a=torch.tensor([3.0]), b=TensorDict()),
+        TensorDict({"d": torch.ones(2, 2)}),
+        TensorDict(),
+    ]
+    assert [leaves(row) for row in there_and_back(rows)] == [leaves(row) for row in rows]
+    assert there_and_back([]) == []
+
+
+def test_nodes_with_a_batch_of_their_own_come_back():
+    row = TensorDict(
+        dense=TensorDict(x=torch.arange(4).view(2, 2), batch_size=[2]),
+        lazy=LazyStackedTensorDict(TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(2))),
+    )
+    row.set("chats", History.of([Chat([{"role": "user", "content": "a"}]), Chat()]))
+    row.set("names", NonTensorStack("a", "b"))
+    row.set("column", Column.of(["c", ("d",)]))
+    (back,) = there_and_back([row])
+    assert back["dense"].batch_size == (2,)
+    assert back["dense", "x"].tolist() == [[0, 1], [2, 3]]
+    assert [len(part["x"]) for part in back._tensordict["lazy"].tensordicts] == [1, 2]
+    assert back["chats"].content == [["a"], []]
+    assert back._tensordict["names"].tolist() == ["a", "b"]
+    assert back._tensordict["column"].tolist() == ["c", ("d",)]
+
+
+def test_a_class_of_the_users_own_is_sent_once_both_ends_know_it():
+    class GBoard(TensorClass):
+        cells: torch.Tensor
+
+    row = TensorDict()
+    row.set("board", GBoard(cells=torch.ones(3), batch_size=[]))
+    with pytest.raises(DataError, match="GBoard is not known; see safe_class"):
+        there_and_back([row])
+    try:
+        safe_class(GBoard)
+        (back,) = there_and_back([row])
+        assert isinstance(back["board"], GBoard)
+        assert back["board"].cells.tolist() == [1, 1, 1]
+        other = type("GBoard", (), {})
+        with pytest.raises(ConfigError, match="no tensorclass"):
+            safe_class(other)
+    finally:
+        torchrl_llm.data.safe_wire._CLASSES.pop("GBoard")
+
+
+@pytest.mark.parametrize("value", [object(), print, torch, random.Random(0), 1j], ids=str)
+def test_what_has_no_safe_form_is_refused_with_its_key(value):
+    row = TensorDict()
+    row.set("inner", TensorDict())
+    row["inner"].set_non_tensor("thing", value)
+    with pytest.raises(DataError, match=r"key \('inner', 'thing'\): a .* has no safe form"):
+        rows_to_bytes(pack_rows([row]))
+
+
+# -- what comes in is not trusted -----------------------------------------------------------------
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_nothing_here_can_unpickle():
+    folder = Path(torchrl_llm.data.safe_wire.__file__).parent
+    for name in ("safe_bytes.py", "safe_wire.py"):
+        tree = ast.parse((folder / name).read_text())
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        imports = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        assert not names & {"pickle", "eval", "exec", "__import__", "marshal"}
+        assert not imports & {"pickle", "marshal", "importlib"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        pickle.dumps(Bomb()),
+        b"trlLLM\x00\x01",
+        b"trlLLM\x00\x01" + bytes(12),
+        b"trlLLM\x00\x02" + bytes(40),
+        sealed(b"\xff\xfe"),
+        sealed({}),
+        sealed([]),
+        sealed({"about": {}, "tensors": [["float31", [1], 0]]}, bytes(8)),
+        sealed({"about": {}, "tensors": [["int64", [-1], 0]]}, bytes(8)),
+        sealed({"about": {}, "tensors": [["int64", [2], 0]]}, bytes(8)),
+        sealed({"about": {}, "tensors": [["int64", [1], 8]]}, bytes(8)),
+        sealed({"about": {}, "tensors": [["int64", [1], 4]]}, bytes(16)),
+        sealed({"about": {}, "tensors": [["int64", [1 << 62, 1 << 62], 0]]}, bytes(16)),
+        sealed({"about": {}, "tensors": [["int64", [0, 1 << 62], 0]]}, bytes(16)),
+        sealed({"about": {}, "tensors": [["int64", [True], 0]]}, bytes(16)),
+        sealed(b"[" * 100_000),
+        sealed({"about": 1, "tensors": []}),
+    ],
+    ids=lambda data: repr(data[:40]),
+)
+def test_bytes_that_are_no_rows_are_refused(data, capsys):
+    with pytest.raises(DataError):
+        rows_from_bytes(data)
+    assert "executed" not in capsys.readouterr().out
+
+
+def _message():
+    record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    rows = [
+        TensorDict(ids=torch.arange(i + 1), inner=TensorDict(x=torch.ones(2))) for i in range(3)
+    ]
+    for row in rows:
+        row.set("chat", NonTensorData(Chat([{"role": "user", "content": "Hi"}], record)))
+        row.set_non_tensor("about", {"a": [1, (2, "b")]})
+        row.set("history", History.of([Chat([{"role": "user", "content": "Hi"}])])[0])
+    rows[0].set("more", torch.ones(1))
+    return rows_to_bytes(pack_rows(rows), {"worker": "a"})
+
+
+def _opened(data):
+    about, tensors = from_bytes(data)
+    return about, tensors
+
+
+def test_every_cut_and_every_flipped_byte_is_noticed():
+    data = _message()
+    rows_from_bytes(data)
+    for length in range(0, len(data), 7):
+        with pytest.raises(DataError):
+            rows_from_bytes(data[:length])
+    for place in range(0, len(data), 5):
+        damaged = bytearray(data)
+        damaged[place] ^= 0x5A
+        with pytest.raises(DataError):
+            rows_from_bytes(bytes(damaged))
+
+
+def _mutations(header, rng):
+    """One place of a header replaced by something else; an endless supply."""
+    fillers = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        5,
+        1 << 70,
+        1.5,
+        "x",
+        "",
+        [],
+        {},
+        ["dict", 1],
+        [[0]],
+        ["tensor"],
+    ]
+    fillers += [["enum", "Source", 99], ["class", "History", None, {}], ["bytes", "é"], [0, 0, 0]]
+    while True:
+        changed = json.loads(json.dumps(header))
+        node, key = {"": changed}, ""
+        for _ in range(rng.randrange(1, 9)):
+            inner = node[key]
+            if not inner or not isinstance(inner, (list, dict)):
+                break
+            keys = list(inner) if isinstance(inner, dict) else range(len(inner))
+            node, key = inner, rng.choice(list(keys))
+        if rng.random() < 0.3 and isinstance(node, (list, dict)):
+            del node[key]
+        else:
+            node[key] = rng.choice(fillers)
+        yield changed
+
+
+def test_headers_that_lie_give_rows_or_a_data_error_and_nothing_else():
+    header, tensors = _opened(_message())
+    rng = random.Random(0)
+    refused = 0
+    for changed, _ in zip(_mutations(header, rng), range(3000), strict=False):
+        data = to_bytes(changed if not isinstance(changed, str) else {}, tensors)
+        try:
+            packed, _ = rows_from_bytes(data)
+        except DataError:
+            refused += 1
+            continue
+        # What was let through can be unpacked, whatever it says.
+        assert len(unpack_row_list(packed)) == packed.num_rows
+    assert refused > 1500
+
+
+def test_a_record_that_lies_about_its_length_is_refused():
+    header, tensors = _opened(_message())
+    place = header["records"][0]["log_probs"][0]
+    tensors[place] = torch.zeros(7)
+    with pytest.raises(DataError):
+        rows_from_bytes(to_bytes(header, tensors))
+
+
+def test_only_known_classes_are_built():
+    header, tensors = _opened(_message())
+    text = json.dumps(header)
+    assert '"History"' in text
+    for name in ("TensorDict", "object", "subprocess.Popen", "History2"):
+        lying = json.loads(text.replace('"History"', json.dumps(name)))
+        with pytest.raises(DataError):
+            rows_from_bytes(to_bytes(lying, tensors))

@@ -1,0 +1,414 @@
+"""Rows as bytes for a network that is not trusted: no pickle, only what is listed here.
+
+:class:`~torchrl_llm.data.wire.PackedRows` are a few tensors and plain values; here they become
+bytes and come back the same, by :mod:`torchrl_llm.data.safe_bytes`. What is read is checked before
+anything is built of it, classes are looked up by name among those of :func:`safe_class`, and
+whatever does not fit is a :class:`~torchrl_llm.errors.DataError`.
+
+Written are tensors, ``None``, bools, numbers, strings, bytes, lists, tuples, sets and dicts of
+them, chats with their token records, the enums of :mod:`torchrl_llm.data.enums`, and nodes that are
+tensordicts, lazy stacks, columns or known tensorclasses.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import is_tensorclass as _is_tensorclass
+from torch import Tensor
+
+from torchrl_llm.data import containers, enums
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.history import History
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
+from torchrl_llm.data.wire import (
+    PackedRows,
+    _Chats,
+    _Nodes,
+    _Objects,
+    _Records,
+    _Tensors,
+    cell,
+    typed_node,
+)
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["rows_from_bytes", "rows_to_bytes", "safe_class"]
+
+_MAX_ROWS = 1 << 20
+_RECORD_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
+_SUPPORT_COLUMNS = ("support_ids", "support_counts")
+_ENUMS = {name: getattr(enums, name) for name in enums.__all__}
+_CLASSES: dict[str, type] = {
+    "History": History,
+    **{name: getattr(containers, name) for name in containers.__all__},
+}
+_Class = TypeVar("_Class", bound=type)
+_WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+_WRONG = (*_WRONG, RecursionError, OverflowError)
+
+
+def safe_class(cls: _Class) -> _Class:
+    """Let rows with nodes of a tensorclass be sent and received; a decorator.
+
+    Args:
+        cls: a tensorclass whose fields are tensors and plain values; both ends must know it by the
+            same name.
+
+    Raises:
+        ConfigError: it is no tensorclass, or the name is taken.
+
+    Example:
+        >>> from tensordict import TensorClass
+        >>> @safe_class
+        ... class Board(TensorClass):
+        ...     cells: torch.Tensor
+        >>> safe_class(Board) is Board
+        True
+    """
+    if not _is_tensorclass(cls):
+        raise ConfigError(f"{cls!r} is no tensorclass")
+    if _CLASSES.setdefault(cls.__name__, cls) is not cls:
+        raise ConfigError(f"another class is known as {cls.__name__!r}")
+    return cls
+
+
+def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> bytes:
+    """Write rows.
+
+    Args:
+        rows: in wire form.
+        about: plain values to go with them, by name.
+
+    Raises:
+        DataError: a value that has no safe form; the message names its key.
+
+    Example:
+        >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
+        >>> from torchrl_llm.data.wire import pack_rows
+        >>> packed = pack_rows(ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]}))
+        >>> rows, about = rows_from_bytes(rows_to_bytes(packed, {"worker": "a"}))
+        >>> [ids.tolist() for ids in read_rows(rows.unpack(), "ids")], about
+        ([[1, 2], [3]], {'worker': 'a'})
+    """
+    writer = _Writer()
+    columns = []
+    for (path, kind), column in rows.columns.items():
+        try:
+            columns.append([list(path), kind, column.rows, writer.column(column)])
+        except DataError as error:
+            raise DataError(f"key {path}: {error}") from None
+    nodes = [
+        [list(path), None if cls is None else _name_of(cls), where]
+        for (path, cls), where in rows.nodes.items()
+    ]
+    records = None if rows.records is None else writer.records(rows.records)
+    header = {
+        "about": writer.value(dict(about or {})),
+        "num_rows": rows.num_rows,
+        "columns": columns,
+        "nodes": nodes,
+        "records": records,
+    }
+    return to_bytes(header, writer.tensors)
+
+
+def rows_from_bytes(data: bytes) -> tuple[PackedRows, dict[str, Any]]:
+    """Read rows that :func:`rows_to_bytes` wrote.
+
+    Args:
+        data: from anyone.
+
+    Returns:
+        The rows in wire form, and what was sent with them.
+
+    Raises:
+        DataError: the bytes are no such rows.
+    """
+    header, tensors = from_bytes(data)
+    try:
+        return _Reader(header, tensors).rows()
+    except _WRONG as error:
+        raise DataError(f"a message holds no rows: {type(error).__name__}: {error}") from None
+
+
+def _name_of(cls: type) -> str:
+    if _CLASSES.get(cls.__name__) is not cls:
+        raise DataError(f"the class {cls.__name__} is not known; see safe_class")
+    return cls.__name__
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def tensor(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def column(self, column: Any) -> Any:
+        if isinstance(column, _Tensors):
+            values = column.values
+            several = isinstance(values, list)
+            written = list(map(self.tensor, values)) if several else self.tensor(values)
+            return [written, column.lengths]
+        if isinstance(column, _Chats):
+            return [self.value([list(m) for m in column.messages]), column.records]
+        if isinstance(column, _Objects):
+            return self.value(column.values)
+        return [self.node(value) for value in column.values]
+
+    def records(self, records: _Records) -> Any:
+        columns = {name: self.column(column) for name, column in records.columns.items()}
+        finish = [None if reason is None else int(reason) for reason in records.finish_reason]
+        rest = [records.num_messages, finish, records.response_start, records.fork_cause]
+        return [columns, *rest]
+
+    def value(self, value: Any) -> Any:
+        """A plain value as JSON: itself, or a list that begins with the name of its type."""
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind in (list, tuple, set, frozenset):
+            return [kind.__name__, *map(self.value, value)]
+        if kind is dict:
+            return ["dict", *([self.value(k), self.value(v)] for k, v in value.items())]
+        if kind is bytes:
+            return ["bytes", base64.b85encode(value).decode()]
+        if isinstance(value, IntEnum) and _ENUMS.get(kind.__name__) is kind:
+            return ["enum", kind.__name__, int(value)]
+        if isinstance(value, Tensor):
+            return ["tensor", self.tensor(value)]
+        if kind is Chat:
+            record = None if value.record is None else self.records(_Records.of([value.record]))
+            return ["chat", self.value(list(value.messages)), record]
+        raise DataError(
+            f"a {kind.__module__}.{kind.__qualname__} has no safe form; send tensors, numbers, "
+            "strings, and lists, tuples or dicts of them"
+        )
+
+    def node(self, node: Any) -> Any:
+        if isinstance(node, NonTensorData):
+            return ["cell", list(node.batch_size), self.value(node.data)]
+        if isinstance(node, NonTensorStack):
+            if node.batch_dims != 1:
+                raise DataError("a stack of objects with more than one batch dimension")
+            return ["column", *map(self.value, node.tolist())]
+        if _is_tensorclass(node):
+            plain = {name: self.value(value) for name, value in node._non_tensordict.items()}
+            return ["class", _name_of(type(node)), self.node(node._tensordict), plain]
+        if isinstance(node, LazyStackedTensorDict):
+            return ["stack", node.stack_dim, *map(self.node, node.tensordicts)]
+        if isinstance(node, TensorDict):
+            items = [[name, self._leaf(value)] for name, value in node._tensordict.items()]
+            return ["dict", list(node.batch_size), items]
+        raise DataError(f"a node of {type(node).__name__} has no safe form")
+
+    def _leaf(self, value: Any) -> Any:
+        return ["tensor", self.tensor(value)] if isinstance(value, Tensor) else self.node(value)
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _naturals(values: Any, limit: int) -> list[int]:
+    _check(type(values) is list, "expected a list of numbers")
+    _check(all(type(v) is int and 0 <= v < limit for v in values), "a number out of range")
+    return values
+
+
+def _size(values: Any) -> list[int]:
+    _check(math.prod(_naturals(values, _MAX_ROWS)) < _MAX_ROWS, "a batch of impossible size")
+    return values
+
+
+def _typed(value: Any, kind: type) -> Any:
+    _check(type(value) is kind, f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+class _Reader:
+    """Builds rows of a header that nobody vouches for, checking each part first."""
+
+    def __init__(self, header: Any, tensors: list[Tensor]) -> None:
+        self.header, self.tensors = _typed(header, dict), tensors
+        self.num_rows = header["num_rows"]
+        _naturals([self.num_rows], _MAX_ROWS)
+
+    def rows(self) -> tuple[PackedRows, dict[str, Any]]:
+        about = _typed(self.value(self.header["about"]), dict)
+        records = self.header["records"]
+        records = None if records is None else self.records(records)
+        self.num_records = 0 if records is None else len(records.num_messages)
+        nodes: dict[Any, Any] = {}
+        for path, name, where in _typed(self.header["nodes"], list):
+            cls = None if name is None else _CLASSES[name]
+            nodes[self.path(path), cls] = self.where(where)
+        columns: dict[Any, Any] = {}
+        for path, kind, where, content in _typed(self.header["columns"], list):
+            where = self.where(where)
+            count = self.num_rows if where is None else len(where)
+            columns[self.path(path), _typed(kind, str)] = self.column(kind, where, count, content)
+        packed = PackedRows(self.num_rows, columns, nodes, records)
+        self._check_places(packed)
+        return packed, about
+
+    def _check_places(self, packed: PackedRows) -> None:
+        """Every column and node stands in a node that its rows have."""
+        every = set(range(self.num_rows))
+        have: dict[Any, set[int]] = {(): every}
+        for (path, _), where in packed.nodes.items():
+            rows = every if where is None else set(where)
+            _check(not rows & have.get(path, set()), f"the node {path} twice in a row")
+            have[path] = have.get(path, set()) | rows
+        taken = {path: set(rows) for path, rows in have.items()}
+        for (path, _), column in packed.columns.items():
+            rows = every if column.rows is None else set(column.rows)
+            _check(not rows & taken.get(path, set()), f"the key {path} twice in a row")
+            taken.setdefault(path, set()).update(rows)
+        for path, rows in taken.items():
+            _check(not path or rows <= have.get(path[:-1], set()), f"{path} stands nowhere")
+
+    def path(self, path: Any) -> tuple[str, ...]:
+        _check(len(_typed(path, list)) > 0, "an empty key")
+        return tuple(_typed(name, str) for name in path)
+
+    def where(self, where: Any) -> list[int] | None:
+        if where is None:
+            return None
+        _naturals(where, self.num_rows)
+        _check(len(set(where)) == len(where), "a row twice in a column")
+        return where
+
+    def tensor(self, place: Any) -> Tensor:
+        return self.tensors[_naturals([place], len(self.tensors))[0]]
+
+    def column(self, kind: str, where: list[int] | None, count: int, content: Any) -> Any:
+        builders: dict[str, Callable[..., Any]] = {
+            "tensor": self.tensor_column,
+            "chat": self.chats,
+            "object": self.objects,
+        }
+        if kind in builders:
+            return builders[kind](where, count, content)
+        nodes = [self.node(node) for node in _typed(content, list)]
+        _check(len(nodes) == count, "a column is too short or too long")
+        return _Nodes(where, nodes)
+
+    def tensor_column(self, where: list[int] | None, count: int, content: Any) -> _Tensors:
+        places, lengths = content
+        if type(places) is list:
+            _check(lengths is None and len(places) == count, "a column is too short or too long")
+            return _Tensors(where, [self.tensor(place) for place in places], None)
+        values = self.tensor(places)
+        _check(values.ndim > 0, "a column without a row dimension")
+        if lengths is None:
+            _check(values.shape[0] == count, "a column is too short or too long")
+        else:
+            _naturals(lengths, values.shape[0] + 1)
+            _check(len(lengths) == count and sum(lengths) == values.shape[0], "wrong lengths")
+        return _Tensors(where, values, lengths)
+
+    def objects(self, where: list[int] | None, count: int, content: Any) -> _Objects:
+        values = _typed(self.value(content), list)
+        _check(len(values) == count, "a column is too short or too long")
+        return _Objects(where, values)
+
+    def chats(self, where: list[int] | None, count: int, content: Any) -> _Chats:
+        written, records = content
+        messages = [self.messages(chat) for chat in _typed(self.value(written), list)]
+        _check(len(messages) == len(_typed(records, list)) == count, "a column is too short")
+        _naturals([place + 1 for place in records], self.num_records + 1)
+        return _Chats(where, messages, records)
+
+    def messages(self, chat: Any) -> tuple[dict[str, Any], ...]:
+        return tuple(_typed(message, dict) for message in _typed(chat, list))
+
+    def records(self, content: Any) -> _Records:
+        columns, num_messages, finish, starts, causes = content
+        count = len(_naturals(num_messages, _MAX_ROWS))
+        names = set(_typed(columns, dict))
+        wanted = set(_RECORD_COLUMNS)
+        _check(names in (wanted, wanted | set(_SUPPORT_COLUMNS)), "wrong columns of records")
+        lists = [_typed(part, list) for part in (finish, starts, causes)]
+        _check(all(len(part) == count for part in lists), "a record is missing")
+        _naturals([start for start in starts if start is not None], 1 << 40)
+        _check(all(cause is None or type(cause) is str for cause in causes), "a cause of forks")
+        built = {name: self.tensor_column(None, count, part) for name, part in columns.items()}
+        reasons = [None if code is None else enums.FinishReason(code) for code in finish]
+        records = _Records(built, num_messages, reasons, starts, causes)
+        for record in records.split():
+            _check_record(record)
+        return records
+
+    def value(self, value: Any) -> Any:
+        if type(value) is not list:
+            _check(type(value) is not dict, "a JSON object where a value should be")
+            return value
+        match value:
+            case ["list", *items]:
+                return [self.value(item) for item in items]
+            case ["tuple", *items]:
+                return tuple(self.value(item) for item in items)
+            case ["set", *items]:
+                return {self.value(item) for item in items}
+            case ["frozenset", *items]:
+                return frozenset(self.value(item) for item in items)
+            case ["dict", *items]:
+                return {self.value(k): self.value(v) for k, v in items}
+            case ["bytes", str(text)]:
+                return base64.b85decode(text)
+            case ["enum", str(name), int(code)]:
+                return _ENUMS[name](code)
+            case ["tensor", place]:
+                return self.tensor(place)
+            case ["chat", messages, record]:
+                records = [None] if record is None else self.records(record).split()
+                (one,) = records
+                return Chat._of(self.messages(self.value(messages)), one)
+        raise ValueError("an unknown kind of value")
+
+    def node(self, node: Any) -> Any:
+        match node:
+            case ["tensor", place]:
+                return self.tensor(place)
+            case ["cell", [], value]:
+                return cell(self.value(value))
+            case ["cell", list(size), value]:
+                return NonTensorData(self.value(value), batch_size=_size(size))
+            case ["column", *values]:
+                return Column.of([self.value(value) for value in values])
+            case ["class", str(name), inner, dict(plain)]:
+                view = typed_node(_CLASSES[name], self.node(inner))
+                view._non_tensordict.update({k: self.value(v) for k, v in plain.items()})
+                return view
+            case ["stack", int(dim), *parts]:
+                return LazyStackedTensorDict(*map(self.node, parts), stack_dim=dim)
+            case ["dict", list(size), list(items)]:
+                source = {_typed(name, str): self.node(value) for name, value in items}
+                return TensorDict(source, batch_size=_size(size))
+        raise ValueError("an unknown kind of node")
+
+
+def _check_record(record: TokenRecord) -> None:
+    """The columns of a record are aligned, or whatever reads it would read past its end."""
+    length = record.token_ids.shape[0]
+    columns = [getattr(record, name) for name in _RECORD_COLUMNS]
+    _check(all(c.shape == (length,) for c in columns), "columns of a record differ in length")
+    _check(record.token_ids.dtype == torch.int64, "token ids are not int64")
+    start = record.response_start
+    _check(start is None or start <= length, "a response begins behind the end")
+    if record.support is not None:
+        ids, counts = record.support
+        _check(counts.shape == (length,) and ids.ndim == 1, "a support of another length")
+        _check(not counts.dtype.is_floating_point, "a support without counts")
+        _check(bool((counts >= 0).all()) and int(counts.sum()) == len(ids), "a support's counts")
