@@ -69,6 +69,7 @@ class Announcement(NamedTuple):
         num_receivers: members of the group beside the sender.
         layout: name of the metadata of what is sent.
         bucket_bytes: see :func:`~torchrl_llm.weight_update.buckets.plan_buckets`.
+        bucket_tensors: see there.
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
     """
 
@@ -79,6 +80,7 @@ class Announcement(NamedTuple):
     num_receivers: int
     layout: str
     bucket_bytes: int
+    bucket_tensors: int
     device: str
 
 
@@ -212,7 +214,7 @@ class BroadcastSource(WeightSource):
         update = self._update
         metadata = member.layout(update.layout, deadline)
         group = member.group(update, deadline)
-        for bucket in plan_buckets(metadata, update.bucket_bytes):
+        for bucket in plan_buckets(metadata, update.bucket_bytes, update.bucket_tensors):
             buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=group.device)
             group.broadcast(buffer, timeout_s=deadline.left_s)
             yield from split(bucket, buffer)
@@ -275,6 +277,7 @@ class BroadcastSender:
         *,
         version: int,
         kind: Kind = "full",
+        bucket_tensors: int = 0,
         arrived: list[WeightReceipt] | None = None,
     ) -> list[WeightReceipt]:
         """Broadcast, and have backends elsewhere take part by a call of ``update_weights``.
@@ -284,6 +287,7 @@ class BroadcastSender:
             backends: each opens the source once for each of its ``num_copies``.
             version: number of these weights.
             kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+            bucket_tensors: most tensors a buffer; 0 for as many as fit.
             arrived: gets the receipts too, also those before an error.
 
         Returns:
@@ -296,7 +300,7 @@ class BroadcastSender:
 
         def attempt() -> list[WeightReceipt]:
             deadline = _Deadline(self.timeout_s)
-            update = self._announce(weights, version, kind, size)
+            update = self._announce(weights, version, kind, size, bucket_tensors)
             source = BroadcastSource(
                 self.address, self.port, self._name, update, timeout_s=self.timeout_s
             )
@@ -378,7 +382,12 @@ class BroadcastSender:
     # -- the steps of an update -----------------------------------------------------------------
 
     def _announce(
-        self, weights: Mapping[str, Tensor], version: int, kind: Kind, size: int
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        kind: Kind,
+        size: int,
+        bucket_tensors: int = 0,
     ) -> Announcement:
         if size < 1:
             raise ConfigError("there is no receiver to broadcast to")
@@ -399,6 +408,7 @@ class BroadcastSender:
             size,
             layout,
             self._bucket_bytes,
+            bucket_tensors,
             self._device.type,
         )
         for name in ("update", "digest", "done", "answers", "numbers", "refusals"):
@@ -418,7 +428,7 @@ class BroadcastSender:
             self._group = self._form(update, deadline, failed)
         digest = WeightDigest()
         metadata = {name: (w.dtype, w.shape) for name, w in weights.items()}
-        for bucket in plan_buckets(metadata, self._bucket_bytes):
+        for bucket in plan_buckets(metadata, update.bucket_bytes, update.bucket_tensors):
             buffer = flatten(bucket, weights, self._device)
             pending = self._group.start(buffer, timeout_s=deadline.left_s)
             # While the bytes travel, the same bytes are counted.

@@ -62,12 +62,13 @@ class Bucket(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def plan_buckets(metadata: Metadata, bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(metadata: Metadata, bucket_bytes: int, bucket_tensors: int = 0) -> list[Bucket]:
     """Which tensors share a buffer; the same on every machine.
 
     Args:
         metadata: of all tensors, in any order.
         bucket_bytes: most bytes a buffer; a tensor that is larger has one of its own.
+        bucket_tensors: most tensors a buffer; 0 for any number.
 
     Returns:
         Buffers, by dtype and then by name.
@@ -82,6 +83,10 @@ def plan_buckets(metadata: Metadata, bucket_bytes: int) -> list[Bucket]:
     """
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if bucket_tensors < 0:
+        raise ConfigError(
+            f"a buffer holds at least one tensor (0: any number), got {bucket_tensors}"
+        )
     buckets: list[Bucket] = []
     open_dtype: torch.dtype | None = None
     pieces: list[Piece] = []
@@ -93,7 +98,8 @@ def plan_buckets(metadata: Metadata, bucket_bytes: int) -> list[Bucket]:
 
     for name, (dtype, shape) in sorted(metadata.items(), key=lambda x: (str(x[1][0]), x[0])):
         size = shape.numel()
-        if dtype != open_dtype or (numel + size) * dtype.itemsize > bucket_bytes:
+        full = (numel + size) * dtype.itemsize > bucket_bytes or len(pieces) == bucket_tensors > 0
+        if dtype != open_dtype or full:
             close()
             open_dtype, pieces, numel = dtype, [], 0
         pieces.append(Piece(name, shape, numel, size))

@@ -55,8 +55,8 @@ def fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, T
 class BroadcastWeights(EngineWeights):
     """Sends weights to engines by one collective broadcast (gloo on the CPU, NCCL on CUDA).
 
-    A learner that dies leaves its engines with the weights that they have; an engine that dies fails
-    the push within ``timeout_s``, and the next push makes a group of those that are there.
+    A learner that dies leaves its engines with the weights that they have; an engine that dies
+    fails the push within ``timeout_s``, and the next push makes a group of those that are there.
 
     Args:
         *backends: see :class:`~torchrl_llm.weight_update.EngineWeights`.

@@ -127,7 +127,7 @@ class EngineWeights(WeightUpdater):
             self.ledger.record(version, receipts[0].digest)
 
     def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
-        """Bring a version to every engine; receipts are added as they come, also before an error."""
+        """Bring a version to every engine; receipts are added as they come, even before errors."""
         send = self._sender(weights, version)
         for backend in self.backends:
             receipts += send(backend)
