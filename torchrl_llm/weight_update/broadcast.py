@@ -173,6 +173,8 @@ class BroadcastSource(WeightSource):
         timeout_s: most seconds from opening it to the last byte.
     """
 
+    reusable = False
+
     def __init__(
         self, address: str, port: int, sender: str, update: Announcement, *, timeout_s: float
     ) -> None:

@@ -61,10 +61,13 @@ class WeightSource(ABC):
             version, ``adapter`` those of a LoRA adapter.
         digest: of what was sent; a receiver that finds another one refuses. ``None`` where the
             sender could not know it beforehand.
+        reusable: whether it can be opened again later, by an engine that was built anew; what is
+            broadcast comes once.
     """
 
     kind: Literal["full", "delta", "adapter"] = "full"
     digest: str | None = None
+    reusable: bool = True
 
     @abstractmethod
     def receive(self) -> Iterator[tuple[str, Tensor]]:
