@@ -21,7 +21,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from torchrl_llm._imports import require
-from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError, WorkerError
+from torchrl_llm.errors import (
+    BackendError,
+    ConfigError,
+    TorchRLLLMError,
+    WeightUpdateError,
+    WorkerError,
+)
 from torchrl_llm.modules.backends.http import HTTPClient, Reply
 from torchrl_llm.modules.backends.weights import DeltaSource, WeightReceipt, WeightSource, checked
 
@@ -35,6 +41,10 @@ InFlight = Literal["wait", "keep", "abort"]
 _IN_FLIGHT = ("wait", "keep", "abort")
 # Encoded it grows by a third; a request of this size is parsed in some ten milliseconds.
 _CHUNK_BYTES = 8 << 20
+
+
+class _Refused(WeightUpdateError):
+    """No worker took the weights; all have what they had."""
 
 
 class VLLMServer:
@@ -160,8 +170,9 @@ class VLLMServer:
 
         Raises:
             ConfigError: the server was not started for it, or an adapter was given.
-            WeightUpdateError: a worker got something else, or refused it; it keeps the old weights.
-            WorkerError: the server did not answer in time.
+            WeightUpdateError: the workers refused the weights and keep the old ones, or something
+                else failed; then the server stays paused.
+            WorkerError: the server did not answer before anything was changed.
         """
         if source.kind == "adapter":
             raise ConfigError(
@@ -178,13 +189,27 @@ class VLLMServer:
                 receipts = self._load({**order, **place}, sent.digest)
                 self.reset_prefix_cache()
                 self._post("/update_weight_version", {"new_version": str(version)})
-            finally:
-                # Also after a failure, for the workers then have their old weights.
+            except _Refused:
                 self.resume()
+                raise
+            except TorchRLLLMError as error:
+                # What they hold is neither surely the old version nor a proven new one.
+                raise WeightUpdateError(
+                    f"{error}. The server stays paused, so that nothing is sampled under a wrong "
+                    "version; the next update that succeeds lets it go on"
+                ) from error
+            self.resume()
         return receipts
 
     def _load(self, order: dict[str, Any], digest: str) -> list[WeightReceipt]:
         answers = self._ask("torchrl_llm_load", json.dumps(order))
+        problems = [answer["error"] for answer in answers if "error" in answer]
+        if problems:
+            kind = _Refused if len(problems) == len(answers) else WeightUpdateError
+            raise kind(
+                f"{len(problems)} of {len(answers)} workers of {self._http.url} refused: "
+                f"{problems[0]}"
+            )
         wanted = order.get("result", digest)
         receipts = [WeightReceipt(**answer) for answer in answers]
         for rank, receipt in enumerate(receipts):
@@ -208,7 +233,9 @@ class VLLMServer:
             path = self._exchange_dir.absolute() / f"{name}.safetensors"
             try:
                 safetensors.save_file(tensors, path)
-            except OSError as error:
+            except Exception as error:
+                # A full disk is an exception of the format's own, which has no common base.
+                path.unlink(missing_ok=True)
                 raise WeightUpdateError(f"could not write {path}: {error}") from error
             try:
                 yield {"path": str(path)}
@@ -236,8 +263,6 @@ class VLLMServer:
         for rank, answer in enumerate(answers):
             if not isinstance(answer, dict):
                 raise ConfigError(f"worker {rank} of {self._http.url} answered {answer!r}")
-            if "error" in answer:
-                raise WeightUpdateError(f"worker {rank} of {self._http.url}: {answer['error']}")
         return answers
 
     # -- requests ---------------------------------------------------------------------------------
