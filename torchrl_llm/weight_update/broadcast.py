@@ -300,11 +300,10 @@ class BroadcastSender:
         """
         size = sum(backend.num_copies for backend in backends)
 
-        def attempt() -> list[WeightReceipt]:
-            deadline = _Deadline(self.timeout_s)
+        def attempt(deadline: _Deadline) -> list[WeightReceipt]:
             update = self._announce(weights, version, kind, size, bucket_tensors)
             source = BroadcastSource(
-                self.address, self.port, self._name, update, timeout_s=self.timeout_s
+                self.address, self.port, self._name, update, timeout_s=deadline.left_s
             )
             calls = CallGroup(
                 lambda backend=backend: backend.update_weights(source, version=version)
@@ -318,6 +317,11 @@ class BroadcastSender:
                 calls.raise_failure(grace_s=1.0)
                 raise WeightUpdateError(str(error)) from None
             finally:
+                if calls.failed():
+                    # The others find the group closed, and must be back before they are called
+                    # again.
+                    self._give_up_group()
+                    calls.wait(deadline.left_s)
                 if arrived is not None:
                     arrived[:] = [receipt for part in calls.returned() for receipt in part]
             return _confirmed(receipts, digest, size)
@@ -347,8 +351,7 @@ class BroadcastSender:
             WeightUpdateError: a receiver did not get them, or others than were sent.
         """
 
-        def attempt() -> list[WeightReceipt]:
-            deadline = _Deadline(self.timeout_s)
+        def attempt(deadline: _Deadline) -> list[WeightReceipt]:
             update = self._announce(weights, version, kind, num_receivers)
             try:
                 digest = self._send(weights, update, deadline, lambda: self._refused(update))
@@ -361,17 +364,18 @@ class BroadcastSender:
 
         return self._attempts(attempt)
 
-    def _attempts(self, attempt: Callable[[], list[WeightReceipt]]) -> list[WeightReceipt]:
+    def _attempts(self, attempt: Callable[[_Deadline], list[WeightReceipt]]) -> list[WeightReceipt]:
+        deadline = _Deadline(self.timeout_s)
         kept = self._group is not None
         try:
-            return attempt()
+            return attempt(deadline)
         except TorchRLLLMError:
             self._give_up_group()
-            if not kept:
+            if not kept or deadline.left_s == 0:
                 raise
         # The group was an old one, whose members may have changed since: once more with a new one.
         try:
-            return attempt()
+            return attempt(deadline)
         except TorchRLLLMError:
             self._give_up_group()
             raise

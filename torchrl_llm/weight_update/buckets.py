@@ -84,9 +84,7 @@ def plan_buckets(metadata: Metadata, bucket_bytes: int, bucket_tensors: int = 0)
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if bucket_tensors < 0:
-        raise ConfigError(
-            f"a buffer holds at least one tensor (0: any number), got {bucket_tensors}"
-        )
+        raise ConfigError(f"bucket_tensors must be at least 0, got {bucket_tensors}")
     buckets: list[Bucket] = []
     open_dtype: torch.dtype | None = None
     pieces: list[Piece] = []

@@ -61,6 +61,16 @@ class CallGroup:
         if self._errors:
             raise self._errors[0]
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all have returned or raised.
+
+        Args:
+            timeout_s: most seconds to wait for all.
+        """
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def results(self, timeout_s: float) -> list[Any]:
         """The results, in the order of the calls.
 
@@ -71,9 +81,7 @@ class CallGroup:
             WeightUpdateError: a call did not return in time.
             Exception: the first error of a call.
         """
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self.wait(timeout_s)
         self.raise_failure()
         late = len(self._threads) - len(self._results)
         if late:

@@ -1,4 +1,4 @@
-"""TorchRL's names for updaters of vLLM engines; the machinery is :mod:`torchrl_llm.weight_update`."""
+"""TorchRL's names for updaters of vLLM engines, over :mod:`torchrl_llm.weight_update`."""
 
 from __future__ import annotations
 

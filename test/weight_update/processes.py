@@ -1,0 +1,189 @@
+"""Processes of tests: samplers and learners that are called over a pipe, stopped and killed.
+
+A child is forked from a server that has imported the package once, so that it starts in
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+
+import torch
+
+from torchrl_llm.errors import WorkerError
+from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
+from torchrl_llm.modules.backends.base import Backend
+from torchrl_llm.modules.backends.process_group import WeightGroup
+from torchrl_llm.weight_update import BroadcastReceiver, BroadcastSender
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torchrl_llm.weight_update", "transformers", __name__])
+
+VOCABULARY = 64
+
+
+def fake(seed: int = 0) -> FakeBackend:
+    """A sampler of 2 tensors."""
+    return FakeBackend(vocab_size=VOCABULARY, eos_token_ids=(2,), seed=seed)
+
+
+def _serve(connection, make, arguments):
+    # A hung test must not leave processes behind.
+    signal.alarm(120)
+    target = make(*arguments)
+    while True:
+        name, args, kwargs = connection.recv()
+        try:
+            value = target if name is None else getattr(target, name)
+            connection.send((True, value(*args, **kwargs) if callable(value) else value))
+        except Exception as error:  # the caller raises it
+            traceback.print_exc()
+            connection.send((False, error))
+
+
+class Child:
+    """An object in another process.
+
+    Args:
+        make: top-level function that builds the object there.
+        arguments: of it.
+    """
+
+    def __init__(self, make, *arguments):
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, name, *args, **kwargs):
+        """Begin a call; read its result with :meth:`result`."""
+        self._connection.send((name, args, kwargs))
+
+    def result(self, timeout_s=60):
+        if not self._connection.poll(timeout_s):
+            raise WorkerError(f"the child did not answer within {timeout_s} s")
+        try:
+            fine, value = self._connection.recv()
+        except EOFError:
+            raise WorkerError("the child died") from None
+        if not fine:
+            raise value
+        return value
+
+    def call(self, name, *args, timeout_s=60, **kwargs):
+        self.send(name, *args, **kwargs)
+        return self.result(timeout_s)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+
+
+class ChildBackend(Backend):
+    """The proxy of a backend in a child: what an engine elsewhere is to its callers."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+
+    vocab_size = VOCABULARY
+    max_length = 4096
+    eos_token_ids = (2,)
+
+    def generate(self, prompts, params):
+        return self.child.call("generate", prompts, params)
+
+    def token_scores(self, sequences, select, **options):
+        return self.child.call("token_scores", sequences, select, **options)
+
+    def update_weights(self, source, *, version):
+        return self.child.call("update_weights", source, version=version)
+
+
+PROMPT = torch.tensor([5, 9])
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def answer(backend):
+    return backend.generate([PROMPT], GREEDY)[0][0].token_ids.tolist()
+
+
+def trained_fake(seed):
+    return fake(seed).module
+
+
+def transformers_sampler(model):
+    backend = TransformersBackend(model)
+    return _WithoutGradients(backend)
+
+
+class _WithoutGradients:
+    """Scores travel through a pipe, which takes no graph along."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def update_weights(self, source, *, version):
+        return self._backend.update_weights(source, version=version)
+
+    def token_scores(self, *args, **options):
+        with torch.no_grad():
+            return self._backend.token_scores(*args, **options)
+
+
+class Listener:
+    """A sampler that polls, in a process of its own."""
+
+    def __init__(self, port, timeout_s=10.0, seed=0):
+        self.backend = fake(seed)
+        self.receiver = BroadcastReceiver(self.backend, port=port, timeout_s=timeout_s)
+
+    def poll(self, timeout_s):
+        return self.receiver.poll_and_apply(timeout_s), self.receiver.version
+
+    def listen(self):
+        self.receiver.listen()
+
+    def stop(self):
+        self.receiver.shutdown()
+
+    def answer(self):
+        return answer(self.backend)
+
+    def state(self):
+        return self.receiver.version, str(self.receiver.failure)
+
+
+class Learner:
+    """Publishes weights that are large enough to be caught half-way."""
+
+    def __init__(self, port, timeout_s=30.0):
+        self.sender = BroadcastSender(
+            device="cpu", port=port, timeout_s=timeout_s, bucket_bytes=1 << 14
+        )
+
+    def publish(self, seed, version):
+        weights = dict(trained_fake(seed).state_dict())
+        receipts = self.sender.publish(weights, version=version, num_receivers=1)
+        return [receipt.version for receipt in receipts]
+
+    def publish_half(self, how):
+        """Die, or freeze, after the first of two buffers of an update went out."""
+        real, sent = WeightGroup.start, []
+
+        def start(group, tensor, *args, **kwargs):
+            if sent:
+                os.kill(os.getpid(), how)
+            sent.append(1)
+            return real(group, tensor, *args, **kwargs)
+
+        WeightGroup.start = start
+        # Each buffer holds one of the two tensors.
+        self.sender._bucket_bytes = 1
+        self.publish(5, 99)
