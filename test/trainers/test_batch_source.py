@@ -82,9 +82,12 @@ def test_groups_without_variance_are_dropped_and_counted():
 def test_a_step_that_trains_nothing_says_so_once(monkeypatch):
     said = []
     monkeypatch.setattr(logger, "warning", said.append)
-    batches = [[row(1), row(1)], [row(0, 1), row(0, 1)], [row(0, 2), row(1, 2)]]
+    trained = [row(0, 2), row(1, 2)]
+    batches = [trained, [row(1), row(1)], [row(0, 1), row(0, 1)]]
     _, batch_source = source(batches, 2, keep_zero_variance=False)
-    for _ in batches:
+    batch_source.fill()
+    assert not said
+    for _ in batches[1:]:
         batch_source.fill()
     assert len(said) == 1
     assert "no token of this step is trained" in said[0]

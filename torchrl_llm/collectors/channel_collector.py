@@ -154,6 +154,12 @@ class ChannelCollector(BaseCollector):
         """
         while sum(len(h.rows) for h in self._held) < self.batch_rows or self.stragglers():
             self._held.append(self._take(self.timeout_s))
+        # A slow worker's rows may be in the channel by now, behind those of others.
+        for _ in range(len(self.channel) if self.pacer is not None and self.pacer.waits else 0):
+            try:
+                self._held.append(self._take(0.0))
+            except WorkerError:
+                break  # what waited was refused
         # Whatever passed a slow worker by is younger, and can wait.
         self._held.sort(key=lambda held: held.version)
         rows: list[TensorDict] = []

@@ -236,9 +236,14 @@ class Pacer:
         self._begun: dict[int, dict[str, int]] = {}
 
     @property
+    def waits(self) -> bool:
+        """Whether collectors wait for the trainer, and it for the slowest of them."""
+        return self.rule.on_stale == "wait"
+
+    @property
     def limit(self) -> int:
         """Rows that may be under way."""
-        if self.rule.on_stale != "wait":
+        if not self.waits:
             return _FREE
         return (self.rule.max_policy_age + 1) * self.batch_rows
 
@@ -263,7 +268,7 @@ class Pacer:
             version: the new one; what busy workers have begun is older.
             workers: the channel's counts.
         """
-        if self.rule.on_stale != "wait":
+        if not self.waits:
             return
         self._begun[version] = {
             name: counts.delivered for name, counts in workers.items() if counts.claimed > 0

@@ -216,7 +216,7 @@ class BatchSource:
             spent += ledger.filtered + ledger.surplus + ledger.lost + ledger.pending
             ledger.count(surplus=ledger.carried + generated - spent)
         ledger.close()
-        if not ledger.trained and not self._warned:
+        if not ledger.totals["trained"] and not self._warned:
             self._warned = True
             spent = {name: n for name, n in ledger.totals.items() if n}
             logger.warning(
