@@ -19,10 +19,11 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError
 
 __all__ = ["CanaryCheck", "CanaryReport"]
 
-# A move of the trainer's log-probs this many times larger than the usual difference between the two
-# is one that an engine cannot have missed by rounding.
-_CLEAR_MOVE = 4.0
-_FOLLOWED = 0.3
+# This many times the difference between engine and trainer at the last check is no rounding: a move
+# of the trainer that is larger is a clear one, and a difference that is larger a clear one.
+_CLEAR = 4.0
+# Part of a clear move that an engine may be away from the trainer after it.
+_MISSED = 0.1
 
 
 class CanaryReport(NamedTuple):
@@ -137,7 +138,7 @@ class CanaryCheck:
             return CanaryReport(largest, None)
         move = reference - last.reference
         size = float(move.square().mean().sqrt())
-        if size == 0 or size < _CLEAR_MOVE * last.difference:
+        if size == 0 or size < _CLEAR * last.difference:
             return CanaryReport(largest, None)
         followed = float((found - last.reference) @ move / (move @ move))
         return CanaryReport(largest, followed)
@@ -161,14 +162,19 @@ class CanaryCheck:
                 f"{self._tolerance:g} is tolerated. "
                 + ("" if report.followed is None else self._moved(report.followed))
             )
-        if report.followed is not None and abs(report.followed - 1) > _FOLLOWED:
+        difference = float((found - reference).square().mean().sqrt())
+        if report.followed is not None and self._missed(engine, reference, difference):
             raise WeightUpdateError(
                 f"the engine does not compute with {what}, though no log-prob differs by more than "
                 f"{report.max_difference:.3g}. {self._moved(report.followed)}"
             )
-        difference = float((found - reference).square().mean().sqrt())
         self._last[engine] = _Last(reference, difference)
         return report
+
+    def _missed(self, engine: TokenScorer, reference: Tensor, difference: float) -> bool:
+        last = self._last[engine]
+        move = float((reference - last.reference).square().mean().sqrt())
+        return difference > _CLEAR * last.difference and difference > _MISSED * move
 
     @staticmethod
     def _moved(followed: float) -> str:

@@ -22,7 +22,7 @@ from torchrl_llm.modules.backends.weights import (
     open_source,
 )
 
-__all__ = ["active_adapter", "load_adapter"]
+__all__ = ["active_adapter", "drop_adapter", "load_adapter"]
 
 _NAME, _NUMBER = "trained", 1
 
@@ -47,6 +47,16 @@ def active_adapter(llm: Any) -> Any:
     """
     loaded = _active.get(llm)
     return None if loaded is None else loaded.request
+
+
+def drop_adapter(llm: Any) -> None:
+    """Forget the adapter: the weights that came since are the whole model.
+
+    Args:
+        llm: a ``vllm.LLM``.
+    """
+    if _active.pop(llm, None) is not None:
+        llm.llm_engine.remove_lora(_NUMBER)
 
 
 def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:

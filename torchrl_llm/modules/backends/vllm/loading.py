@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
-from torchrl_llm.modules.backends.vllm.adapter import load_adapter
+from torchrl_llm.modules.backends.vllm.adapter import active_adapter, drop_adapter, load_adapter
 from torchrl_llm.modules.backends.vllm.slots import slots_known, weight_slots
 from torchrl_llm.modules.backends.weights import (
     WeightReceipt,
@@ -60,7 +60,7 @@ def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
         source: where the weights are. An adapter needs an engine that was started with
             ``enable_lora=True``; it is then
             :func:`~torchrl_llm.modules.backends.vllm.adapter.active_adapter`, which each request
-            has to name.
+            has to name, until other weights come: those are the whole model.
         version: their number.
 
     Raises:
@@ -71,7 +71,13 @@ def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
     if source.kind == "adapter":
         receipt = load_adapter(llm, source, version)
     else:
+        if active_adapter(llm) is not None and llm.llm_engine.has_unfinished_requests():
+            raise WeightUpdateError(
+                "requests are being sampled with an adapter, which other weights would replace: "
+                "wait for them or abort them (in_flight='wait' or 'abort')"
+            )
         receipt = load_into_vllm_model(engine_model(llm), source, version)
+        drop_adapter(llm)
     engine = llm.llm_engine
     if not engine.reset_prefix_cache():
         # Running requests hold parts of the cache: they compute theirs again, with the new weights.

@@ -1,0 +1,101 @@
+"""What receivers of weights hold, and which changes they take."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.errors import WeightUpdateError
+from torchrl_llm.modules.backends.weights import (
+    DeltaSource,
+    TensorSource,
+    copy_checked,
+    load_into,
+    open_source,
+)
+
+
+def _state(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.fixture
+def loaded():
+    """A module that was sent all weights, and what they were."""
+    module = nn.Linear(2, 3)
+    state = _state(nn.Linear(2, 3))
+    load_into(module, TensorSource(state), version=1)
+    return module, state
+
+
+def _delta(state, **changed):
+    after = {**state, **changed}
+    return DeltaSource(changed, base=weights_digest(state), result=weights_digest(after)), after
+
+
+def test_a_delta_upon_a_delta_gives_the_digest_of_the_whole(loaded):
+    module, state = loaded
+    source, state = _delta(state, bias=torch.ones(3))
+    receipt = load_into(module, pickle.loads(pickle.dumps(source)), version=2)
+    assert receipt[:4] == (2, weights_digest(state), 1, 12)
+    source, state = _delta(state, weight=torch.zeros(3, 2))
+    receipt = load_into(module, source, version=3)
+    assert receipt.digest == weights_digest(module.state_dict()) == weights_digest(state)
+
+
+def test_a_delta_of_other_weights_is_refused_and_nothing_changes(loaded):
+    module, state = loaded
+    other, _ = _delta({**state, "weight": torch.zeros(3, 2)}, bias=torch.ones(3))
+    with pytest.raises(WeightUpdateError, match=f"this sampler holds {weights_digest(state)}"):
+        load_into(module, other, version=2)
+    wrong = DeltaSource({"bias": torch.ones(3)}, base=weights_digest(state), result="00")
+    with pytest.raises(WeightUpdateError, match="should be 00"):
+        load_into(module, wrong, version=2)
+    assert weights_digest(module.state_dict()) == weights_digest(state)
+    # A copy of the module was sent nothing yet.
+    source, _ = _delta(state, bias=torch.ones(3))
+    with pytest.raises(WeightUpdateError, match="none that it was sent"):
+        load_into(copy.deepcopy(module), source, version=2)
+    load_into(module, source, version=2)
+
+
+def test_after_a_change_of_unknown_base_nothing_can_be_built_upon_it(loaded):
+    module, state = loaded
+    load_into(module, TensorSource({"bias": torch.ones(3)}, kind="delta"), version=2)
+    assert module.bias.tolist() == [1, 1, 1]
+    source, _ = _delta({**state, "bias": torch.ones(3)}, weight=torch.zeros(3, 2))
+    with pytest.raises(WeightUpdateError, match="none that it was sent"):
+        load_into(module, source, version=3)
+
+
+def test_a_refused_load_leaves_what_was_held(loaded):
+    module, state = loaded
+    with pytest.raises(WeightUpdateError, match=r"'bias' was sent with shape \(4,\)"):
+        load_into(module, TensorSource({**state, "bias": torch.ones(4)}), version=2)
+    with pytest.raises(WeightUpdateError, match=r"1 weights .* \['weight'\]"):
+        load_into(module, TensorSource({"bias": torch.ones(3)}), version=2)
+    source, state = _delta(state, bias=torch.ones(3))
+    assert load_into(module, source, version=2).digest == weights_digest(state)
+
+
+def test_a_source_in_one_process_is_hashed_once_and_on_its_way_before_it_leaves():
+    source = TensorSource({"a": torch.ones(2)})
+    assert source.digest is None
+    gone = pickle.loads(pickle.dumps(source))
+    assert gone.digest == weights_digest({"a": torch.ones(2)})
+    assert open_source(gone, version=1).receipt.digest == gone.digest
+
+
+def test_what_lies_in_place_is_not_copied():
+    target = torch.zeros(4)
+    # A tensor of the same memory that may not be written to would raise if it were.
+    copy_checked({"a": target[:2], "b": torch.ones(2)}, {"a": target[:2], "b": target[2:]})
+    assert target.tolist() == [0, 0, 1, 1]
+    targets = {"a": target[:2], "b": target[2:]}
+    with pytest.raises(WeightUpdateError, match=r"1 weights .* \['b'\]"):
+        copy_checked({"a": target[:2]}, targets, required=["a", "b"])
