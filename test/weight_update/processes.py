@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 
 import torch
@@ -17,7 +18,12 @@ from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.process_group import WeightGroup
-from torchrl_llm.weight_update import BroadcastReceiver, BroadcastSender
+from torchrl_llm.weight_update import (
+    BroadcastReceiver,
+    BroadcastSender,
+    DoubleBufferReceiver,
+    DoubleBufferWriter,
+)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torchrl_llm.weight_update", "transformers", __name__])
@@ -77,8 +83,9 @@ class Child:
         self.send(name, *args, **kwargs)
         return self.result(timeout_s)
 
-    def signal(self, number):
-        os.kill(self.process.pid, number)
+    def finished(self):
+        """Whether the result of the last call is there."""
+        return self._connection.poll(0)
 
     def kill(self):
         if self.process.is_alive():
@@ -187,3 +194,44 @@ class Learner:
         # Each buffer holds one of the two tensors.
         self.sender._bucket_bytes = 1
         self.publish(5, 99)
+
+
+class FolderListener(Listener):
+    """A sampler that polls a folder."""
+
+    def __init__(self, folder):
+        self.backend = fake()
+        self.receiver = DoubleBufferReceiver(self.backend, folder)
+
+
+class FolderWriter:
+    """Writes weights of which all values are one number."""
+
+    def __init__(self, folder):
+        self.writer = DoubleBufferWriter(folder)
+
+    def write(self, value, version):
+        weights = {name: torch.full((64, 8), value) for name in ("embedding", "head")}
+        return self.writer.write(weights, version=version).sequence
+
+    def write_for(self, seconds):
+        """Write as fast as it goes, weights that take a while to copy."""
+        deadline, count = time.monotonic() + seconds, 0
+        while time.monotonic() < deadline:
+            count += 1
+            weights = {f"w{index}": torch.full((100_000,), float(count)) for index in range(8)}
+            self.writer.write(weights, version=count)
+        return count
+
+    def write_half(self, value, how):
+        """Die, or freeze, after the first of two tensors was written."""
+        real, copied = torch.Tensor.copy_, []
+
+        def copy_(tensor, *args):
+            if copied:
+                os.kill(os.getpid(), how)
+            copied.append(1)
+            return real(tensor, *args)
+
+        torch.Tensor.copy_ = copy_
+        self.write(value, 2)

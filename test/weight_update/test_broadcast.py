@@ -205,7 +205,7 @@ def test_a_publication_that_nobody_takes_says_how_many_came(children):
     listener = children(Listener, sender.port, 2.0)
     listener.send("poll", 20)
     started = time.monotonic()
-    with pytest.raises(WeightUpdateError, match="1 of 2 receivers joined .* version 1"):
+    with pytest.raises(WeightUpdateError, match=r"1 of 2 receivers joined .* version 1"):
         sender.publish(dict(trained_fake(1).state_dict()), version=1, num_receivers=2)
     assert time.monotonic() - started < 6
     with pytest.raises(WeightUpdateError, match="version 1 of the weights did not arrive"):
@@ -314,7 +314,7 @@ def test_a_group_that_is_not_complete_fails_in_time():
     started = time.monotonic()
     with pytest.raises(WorkerError, match="member 0 of 2"):
         stateless_init_process_group(None, 0, 0, 2, "cpu", timeout_s=1)
-    with pytest.raises(WorkerError, match="no answer|sender of weights"):
+    with pytest.raises(WorkerError, match=r"no answer|sender of weights"):
         stateless_init_process_group(None, free_port(), 1, 2, "cpu", timeout_s=1)
     assert time.monotonic() - started < 10
 

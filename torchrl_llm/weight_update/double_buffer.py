@@ -210,7 +210,9 @@ class DoubleBufferSource(WeightSource):
         header = self._header()
         self.digest = header.digest
         try:
-            slot = TensorDict.load_memmap(str(self._folder / f"slot{header.slot}"))
+            path = self._folder / f"slot{header.slot}"
+            _check_files(path)
+            slot = TensorDict.load_memmap(str(path))
             names = sorted(slot.keys())
             copies = _each(self._num_threads, lambda name: slot.get(name).clone(), names)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -289,6 +291,17 @@ class DoubleBufferReceiver(WeightReceiver):
         receipts = self.apply_weights(source, version=header.version)
         self._seen = header
         _replace(self._folder / f"receipt-{self._name}.json", json.dumps(receipts[0]))
+
+
+def _check_files(slot: Path) -> None:
+    """Raise for a file that is missing or short; mapping it would make it anew, full of zeros."""
+    for name, entry in json.loads((slot / "meta.json").read_text()).items():
+        if not isinstance(entry, dict):
+            continue
+        dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+        needed = torch.Size(entry["shape"]).numel() * dtype.itemsize
+        if needed and (slot / f"{name}.memmap").stat().st_size < needed:
+            raise ValueError(f"the file of {name!r} is too short")
 
 
 def _alike(slot: TensorDictBase, weights: Mapping[str, Tensor]) -> bool:
