@@ -9,12 +9,12 @@ import threading
 import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
-from modules.backends.vllm.engine_helper import shared_tiny
+from modules.backends.vllm.engine_helper import shared_tiny, small_engine
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import BackendError, ConfigError, DataError, OverlongError
-from torchrl_llm.modules import SamplingParams, TransformersBackend
+from torchrl_llm.modules import SamplingParams, TransformersBackend, load_model
 
 pytest.importorskip("vllm")
 from torchrl_llm.modules.backends.vllm import VLLMBackend
@@ -137,6 +137,20 @@ def test_a_stop_string_keeps_the_same_tokens_as_transformers(backend, transforme
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.slow
+def test_a_float32_head_does_not_round_logits_to_bfloat16():
+    ids = torch.arange(5, 60)
+    backend = VLLMBackend(small_engine(dtype="bfloat16", enable_fp32_lm_head=True))
+    found = backend.logits([ids])[0, -1]
+    with torch.no_grad():
+        coarse = load_model(dtype="bfloat16")(ids[None]).logits[0, -1].float().log_softmax(-1)
+        exact = load_model()(ids[None]).logits[0, -1].log_softmax(-1)
+    # 8 bits of mantissa leave few values for 279 ids; float32 tells them all apart.
+    assert len(coarse.unique()) < 140
+    assert len(found.unique()) > 270
+    assert (found - exact).abs().mean() < 0.1
 
 
 # -- random numbers -------------------------------------------------------------------------------
