@@ -1,0 +1,137 @@
+"""What a :class:`~torchrl_llm.collectors.transport.redis.RedisChannel` does inside the server.
+
+Each of these scripts of Lua runs as a whole or not at all, and may be run again by a client that
+never got its answer. The state is in these keys:
+
+- ``state``: hash of ``run``, ``version``, ``max_size``, ``granted`` (rows that may be claimed),
+  ``closed``, and ``taken`` (how many deliveries were handed out);
+- ``queue`` and ``queued``: lists of the deliveries that wait, and of the claims that each uses up;
+- ``taken``: the delivery that was handed out last, until the learner asks for the next;
+- ``claimed``, ``generated``, ``delivered``, ``sent``, ``seen``: hashes over the workers;
+- ``forgotten``: hash of dead workers, their last counts as JSON.
+
+Two numbers are never trusted to a server that may lose them. A worker says with each call how many
+rows it holds claims for, and the difference to what is written goes back to (or is taken from) what
+is granted. The learner says how many rows are out in all, and what is granted is what of them is
+neither claimed nor waiting. So rows that a restart has swallowed are granted anew.
+"""
+
+from __future__ import annotations
+
+__all__ = ["FORGET", "KEYS", "LEAD", "WORK"]
+
+KEYS = (
+    *("state", "queue", "queued", "taken"),
+    *("claimed", "generated", "delivered", "sent", "seen", "forgotten"),
+)
+
+_NAMES = (
+    "local state, queue, queued, taken, claimed, generated, delivered, sent, seen, forgotten = "
+    "unpack(KEYS)\n"
+    "local function add(key, field, number)\n"
+    "  redis.call('HINCRBY', key, field, string.format('%d', number))\n"
+    "end\n"
+)
+
+WORK = (
+    _NAMES
+    + """
+local worker, claims, action = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+if redis.call('HEXISTS', state, 'closed') == 1 then return 'closed' end
+if redis.call('HEXISTS', forgotten, worker) == 1 then return 'forgotten' end
+local time = redis.call('TIME')
+redis.call('HSET', seen, worker, string.format('%d.%06d', time[1], time[2]))
+local known = tonumber(redis.call('HGET', claimed, worker) or '0')
+redis.call('HSET', claimed, worker, claims)
+if known ~= claims then add(state, 'granted', known - claims) end
+local function most(key, value)
+  if value > tonumber(redis.call('HGET', key, worker) or '-1') then
+    redis.call('HSET', key, worker, value)
+  end
+end
+if action == 'claim' then
+  local wanted = tonumber(ARGV[4])
+  if tonumber(redis.call('HGET', state, 'granted') or '0') < wanted then return 'wait' end
+  add(state, 'granted', -wanted)
+  add(claimed, worker, wanted)
+elseif action == 'report' then
+  most(generated, tonumber(ARGV[4]))
+elseif action == 'put' or action == 'room' then
+  local sequence, size = tonumber(ARGV[4]), tonumber(ARGV[5])
+  if sequence < tonumber(redis.call('HGET', delivered, worker) or '0') then
+    -- Taken before, by a call whose answer was lost: its claims are used up.
+    local uses = tonumber(ARGV[6])
+    add(claimed, worker, -uses)
+    add(state, 'granted', uses)
+    return 'taken'
+  end
+  size = tonumber(redis.call('HGET', state, 'max_size') or size)
+  if redis.call('LLEN', queue) >= size then return 'wait' end
+  if action == 'room' then return 'done' end
+  redis.call('RPUSH', queue, ARGV[9])
+  redis.call('RPUSH', queued, ARGV[6])
+  add(claimed, worker, -tonumber(ARGV[6]))
+  redis.call('HSET', delivered, worker, sequence + 1)
+  most(generated, tonumber(ARGV[7]))
+  if ARGV[8] ~= '' then redis.call('HSET', sent, worker, ARGV[8]) end
+end
+return 'done'
+"""
+)
+"""``ARGV``: worker, rows it holds claims for, and the action with its arguments."""
+
+LEAD = (
+    _NAMES
+    + """
+local run, version, size, closed = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local out, delta, got, wants = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
+local lost = 0
+if redis.call('HGET', state, 'run') ~= run then
+  lost = 1
+  redis.call('HSET', state, 'run', run)
+end
+redis.call('HSET', state, 'version', version, 'max_size', size)
+if closed == '1' then redis.call('HSET', state, 'closed', 1) end
+local handed = redis.call('HGET', taken, 'number')
+local open = handed and handed ~= got
+local free = out
+for _, value in ipairs(redis.call('HVALS', claimed)) do free = free - tonumber(value) end
+for _, value in ipairs(redis.call('LRANGE', queued, 0, -1)) do free = free - tonumber(value) end
+if open then free = free - tonumber(redis.call('HGET', taken, 'claims')) end
+local more = math.max(free + delta, math.min(free, 0))
+redis.call('HSET', state, 'granted', more)
+if wants == '0' then return {lost, more - free, '', ''} end
+if not open then
+  local data = redis.call('LPOP', queue)
+  if not data then return {lost, more - free, '', ''} end
+  local claims = redis.call('LPOP', queued) or '0'
+  handed = string.format('%d', redis.call('HINCRBY', state, 'taken', 1))
+  redis.call('HSET', taken, 'number', handed, 'claims', claims, 'data', data)
+end
+return {lost, more - free, handed, redis.call('HGET', taken, 'data')}
+"""
+)
+"""``ARGV``: run, version, size, whether closed, rows out in all, rows to grant in addition, number
+of the delivery that was got last, whether another is wanted. Returns whether the state was lost,
+rows granted, number and bytes of the delivery."""
+
+FORGET = (
+    _NAMES
+    + """
+local worker = ARGV[1]
+local counts = redis.call('HGET', forgotten, worker)
+if counts then return counts end
+local function number(key) return tonumber(redis.call('HGET', key, worker) or '0') end
+counts = cjson.encode({
+  claimed = number(claimed), generated = number(generated), delivered = number(delivered),
+  sent = number(sent), seen = tonumber(redis.call('HGET', seen, worker) or '0'),
+})
+add(state, 'granted', number(claimed))
+redis.call('HSET', forgotten, worker, counts)
+for _, key in ipairs({claimed, generated, delivered, sent, seen}) do
+  redis.call('HDEL', key, worker)
+end
+return counts
+"""
+)
+"""``ARGV``: worker. Returns its last counts as JSON."""
