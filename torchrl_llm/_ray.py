@@ -22,6 +22,7 @@ __all__ = [
     "START_TIMEOUT_S",
     "ActorOptions",
     "RemoteObject",
+    "actor_exists",
     "check_resources",
     "get",
     "require_ray",
@@ -219,6 +220,9 @@ class RemoteObject:
         placement: options of Ray that say where the actor goes, such as
             ``{"scheduling_strategy": ...}``; its resources are then not compared with what is free.
 
+    Attributes:
+        created: whether this call built the object; a named actor may have had it already.
+
     Raises:
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running, or has less than what is needed.
@@ -236,7 +240,7 @@ class RemoteObject:
     ) -> None:
         ray = require_ray(what)
         options = ActorOptions() if options is None else options
-        found = None if options.name is None else _named_actor(options.name)
+        found = _named_actor(options.name)
         if found is None and placement is None:
             check_resources(what, [options.bundle])
         settings: dict[str, Any] = {
@@ -255,7 +259,7 @@ class RemoteObject:
         self.what, self.options = what, options
         self.handle = found or actor_class.options(**settings).remote()
         try:
-            get(
+            self.created: bool = get(
                 self._method("build", control=True).remote(factory),
                 timeout_s=options.start_timeout_s,
                 what=f"the start of {what}",
@@ -321,8 +325,15 @@ class RemoteObject:
         return method.options(concurrency_group="control") if control else method
 
 
-def _named_actor(name: str) -> Any:
-    ray = require_ray(name)
+def actor_exists(name: str | None) -> bool:
+    """Whether an actor of this name runs; there is none without a name."""
+    return _named_actor(name) is not None
+
+
+def _named_actor(name: str | None) -> Any:
+    if name is None:
+        return None
+    ray = require_ray(f"the actor {name!r}")
     try:
         return ray.get_actor(name)
     except ValueError:

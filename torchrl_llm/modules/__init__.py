@@ -15,42 +15,61 @@ from torchrl_llm.modules.backends import (
     VLLMServer,
     sampling_mode,
 )
+from torchrl_llm.modules.backends.process_group import (
+    stateless_init_process_group,
+    stateless_init_process_group_async,
+)
+from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
+from torchrl_llm.modules.backends.vllm.worker import make_vllm_worker, vLLMWorker
+from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.loading import load_model, load_tokenizer
 from torchrl_llm.modules.policies import (
     FakeWrapper,
     LLMWrapperBase,
     LogProbDistribution,
+    RemoteTransformersWrapper,
     TransformersWrapper,
     vLLMWrapper,
 )
 from torchrl_llm.modules.reference import AdapterDisabled
+from torchrl_llm.modules.remote import EnginePool, LoadBalancer
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper
 from torchrl_llm.modules.value_head import ValueHead
 
 __all__ = [
     "AdapterDisabled",
     "Answer",
+    "AsyncVLLM",
     "Backend",
     "ChatHistory",
     "Completion",
+    "EnginePool",
     "FakeBackend",
     "FakeWrapper",
     "HFRewardModelWrapper",
     "LLMWrapperBase",
+    "LoadBalancer",
     "LogProbDistribution",
     "LogProbs",
     "Masks",
     "OpenAIBackend",
+    "RemoteTransformersWrapper",
     "SamplingParams",
     "Text",
     "Tokens",
     "TorchRLBufferDataset",
     "TransformersBackend",
     "TransformersWrapper",
+    "VLLMBackend",
     "VLLMServer",
     "ValueHead",
     "load_model",
     "load_tokenizer",
+    "make_async_vllm_engine",
+    "make_vllm_worker",
     "sampling_mode",
+    "stateless_init_process_group",
+    "stateless_init_process_group_async",
+    "vLLMWorker",
     "vLLMWrapper",
 ]

@@ -1,4 +1,4 @@
-"""Engines for tests of pools: ordinary, slow, hanging and broken ones."""
+"""Engines for tests of pools: an ordinary one, one that meets every trouble, and broken ones."""
 
 from __future__ import annotations
 
@@ -7,56 +7,55 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from torchrl_llm.errors import BackendError
-from torchrl_llm.modules.backends import FakeBackend
+from torchrl_llm.modules.backends import EngineStatus, FakeBackend, SamplingParams
 
 VOCAB, EOS = 32, 2
+SLOW, TROUBLE = 12, 13
+DIE, RAISE, HANG, ALWAYS_RAISE = 3, 4, 5, 6
 
 
 def fake(max_length=4096, seed=0):
     return FakeBackend(vocab_size=VOCAB, eos_token_ids=(EOS,), max_length=max_length, seed=seed)
 
 
-class SlowBackend(FakeBackend):
-    """Takes a while for each call, and runs calls of several threads at once."""
+class TroubledBackend(FakeBackend):
+    """Takes half a second for prompts that begin with SLOW; TROUBLE and a deed does that deed.
 
-    def __init__(self, seconds):
+    A deed but the last is done once on this machine: a file remembers the process that did it.
+    """
+
+    def __init__(self, folder: Path):
         super().__init__(vocab_size=VOCAB, eos_token_ids=(EOS,))
-        self._seconds = seconds
+        self._folder = folder
+        self._broken = None
+
+    def status(self):
+        return EngineStatus(broken=self._broken)
 
     def generate(self, prompts, params):
-        time.sleep(self._seconds)
+        first, *rest = prompts[0].tolist()
+        if first == SLOW:
+            time.sleep(0.5)
+        if first == TROUBLE:
+            self._do(rest[0])
         return super().generate(prompts, params)
 
-
-class MarkedBackend(FakeBackend):
-    """Does something bad once, at a prompt that begins with 13; a file remembers that it did."""
-
-    def __init__(self, mark: Path, deed: str):
-        super().__init__(vocab_size=VOCAB, eos_token_ids=(EOS,))
-        self._mark, self._deed = mark, deed
-
-    def generate(self, prompts, params):
-        if int(prompts[0][0]) == 13 and not self._mark.exists():
-            self._mark.write_text(str(os.getpid()))
-            if self._deed == "hang":
-                time.sleep(3600)
-            if self._deed == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise BackendError("the engine stopped")
-        return super().generate(prompts, params)
-
-
-class BrittleBackend(FakeBackend):
-    """Loses its engine at every prompt that begins with 13."""
-
-    def __init__(self):
-        super().__init__(vocab_size=VOCAB, eos_token_ids=(EOS,))
-
-    def generate(self, prompts, params):
-        if int(prompts[0][0]) == 13:
-            raise BackendError("the engine stopped at 13")
-        return super().generate(prompts, params)
+    def _do(self, deed):
+        mark = self._folder / str(deed)
+        if deed == ALWAYS_RAISE:
+            raise BackendError("the engine stopped, as always")
+        if mark.exists():
+            return
+        mark.write_text(str(os.getpid()))
+        if deed == HANG:
+            time.sleep(3600)
+        if deed == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._broken = "it stopped"
+        raise BackendError("the engine stopped")
 
 
 def broken():
@@ -73,3 +72,15 @@ def built_once(mark: Path):
         raise ValueError("no second engine on this machine")
     mark.write_text("built")
     return fake()
+
+
+def greedy(backend, prompts=((5, 6), (7,), (8, 9, 10)), **options):
+    """The ids of greedy answers of six tokens."""
+    params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
+    rows = [torch.tensor(row) for row in prompts]
+    return [g[0].token_ids.tolist() for g in backend.generate(rows, params, **options)]
+
+
+def seen_from_elsewhere(pool):
+    """Processes and answers of a pool, to be asked for in another process."""
+    return sorted(pool.replica_pids().values()), greedy(pool)

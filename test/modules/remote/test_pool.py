@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from conformance.backends import BackendConformance
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import (
     BackendError,
     ConfigError,
@@ -29,6 +31,7 @@ from torchrl_llm.modules.remote import ActorOptions, EnginePool
 from torchrl_llm.modules.remote.store import ObjectStoreSource
 
 from . import engines
+from .engines import greedy
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -53,25 +56,50 @@ def make_pool(factory=engines.fake, number=2, **settings):
 @pytest.fixture(scope="module")
 def shared(cluster):
     """One pool of two for the tests that break nothing; its weights change."""
-    with make_pool() as pool:
+    pool = make_pool(options=replace(LIGHT, num_cpus=0.25)).start()
+    yield pool
+    pids = pool.replica_pids()
+    pool.shutdown()
+    pool.shutdown()
+    # Nothing of it is left.
+    wait_for(lambda: not any(_alive(pid) for pid in pids.values()))
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def trouble(cluster, tmp_path_factory):
+    """One pool of two whose replicas die; it holds version 5 of the weights at the start."""
+    folder = tmp_path_factory.mktemp("trouble")
+    settings = {"stall_timeout_s": 4.0, "health_timeout_s": 4.0, "max_failures": 9}
+    with make_pool(partial(engines.TroubledBackend, folder), **settings) as pool:
+        pool.update_weights(TensorSource(weights(5)), version=5)
+        pool.folder = folder
         yield pool
+
+
+@pytest.fixture
+def whole(trouble):
+    """The same, after what earlier tests broke was built again."""
+    wait_for(lambda: trouble.stats()["serving"] == 2)
+    return trouble
 
 
 def weights(seed):
     return dict(BigramModel(engines.VOCAB, seed=seed).state_dict())
 
 
-def greedy(backend, prompts=((5, 6), (7,), (8, 9, 10)), **options):
-    params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
-    rows = [torch.tensor(row) for row in prompts]
-    return [g[0].token_ids.tolist() for g in backend.generate(rows, params, **options)]
-
-
 def expected(seed, **options):
     return greedy(engines.fake(seed=seed), **options)
 
 
-def wait_for(condition, seconds=30.0):
+def wait_for(condition, seconds=90.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -129,11 +157,8 @@ def test_many_threads_get_their_own_answers(shared):
 
 
 def test_a_copy_in_another_process_uses_the_same_replicas(shared):
-    @ray.remote(num_cpus=0.1)
-    def elsewhere(pool):
-        return sorted(pool.replica_pids().values()), greedy(pool)
-
-    pids, answers = ray.get(elsewhere.remote(shared), timeout=60)
+    elsewhere = ray.remote(num_cpus=0.1)(engines.seen_from_elsewhere)
+    pids, answers = ray.get(elsewhere.remote(shared), timeout=90)
     assert pids == sorted(shared.replica_pids().values())
     assert answers == greedy(shared)
 
@@ -142,9 +167,9 @@ def test_errors_of_the_caller_come_back_at_once_and_break_nothing(shared):
     before = shared.replica_pids()
     with pytest.raises(DataError, match="first token"):
         shared.token_scores([torch.tensor([5, 6])], [torch.tensor([True, True])])
-    native = SamplingParams(max_new_tokens=1, native={"no_such_argument": 1})
-    with pytest.raises(ConfigError):
-        shared.generate([torch.tensor([5])], native)
+    row, mask = torch.tensor([5, 6]), torch.tensor([False, True])
+    with pytest.raises(ConfigError, match="no hidden states"):
+        shared.token_scores([row], [mask], extras=ScoreExtras(values=True))
     with pytest.raises(ConfigError, match="there is no replica 7 of 2"):
         greedy(shared, replica=7)
     assert shared.replica_pids() == before
@@ -221,86 +246,81 @@ def test_the_object_store_keeps_every_dtype_to_the_bit(cluster):
 # -- deaths -----------------------------------------------------------------------------------
 
 
-def test_a_replica_killed_under_64_requests_loses_none_and_comes_back_with_current_weights(cluster):
-    with make_pool(partial(engines.SlowBackend, 0.5)) as pool:
-        pool.update_weights(TensorSource(weights(5)), version=5)
-        wanted = {k: greedy(pool, [(k,)])[0] for k in range(4, 20)}
-        pids = pool.replica_pids()
-        threading.Timer(0.25, os.kill, (pids[1], signal.SIGKILL)).start()
-        started = time.monotonic()
-        with ThreadPoolExecutor(64) as threads:
-            asked = [4 + k % 16 for k in range(64)]
-            answers = list(threads.map(lambda k: greedy(pool, [(k,)])[0], asked))
-        assert answers == [wanted[k] for k in asked]
-        wait_for(lambda: pool.stats()["serving"] == 2)
-        assert time.monotonic() - started < 45
-        assert pool.stats()["rebuilt"] == 1
-        after = pool.replica_pids()
-        assert after[0] == pids[0]
-        assert after[1] != pids[1]
-        # The replica that was built again holds the weights that were sent before it existed.
-        assert greedy(pool, replica=1) == expected(5)
-        params = SamplingParams(max_new_tokens=1)
-        [[completion]] = pool.generate([torch.tensor([5])], params, replica=1)
-        assert completion.versions.tolist() == [5]
+def test_a_replica_killed_under_64_requests_loses_none_and_comes_back_with_its_weights(whole):
+    pids, before = whole.replica_pids(), whole.stats()["rebuilt"]
+    asked = [(engines.SLOW, 4 + k % 16) for k in range(64)]
+    wanted = expected(5, prompts=asked)
+    threading.Timer(0.25, os.kill, (pids[1], signal.SIGKILL)).start()
+    started = time.monotonic()
+    with ThreadPoolExecutor(64) as threads:
+        answers = list(threads.map(lambda prompt: greedy(whole, [prompt])[0], asked))
+    assert time.monotonic() - started < 45
+    assert answers == wanted
+    wait_for(lambda: whole.stats()["serving"] == 2)
+    assert whole.stats()["rebuilt"] == before + 1
+    after = whole.replica_pids()
+    assert after[0] == pids[0]
+    assert after[1] != pids[1]
+    # What was built again holds the weights that were sent before it existed.
+    assert greedy(whole, replica=1) == expected(5)
+    params = SamplingParams(max_new_tokens=1)
+    [[completion]] = whole.generate([torch.tensor([5])], params, replica=1)
+    assert completion.versions.tolist() == [5]
 
 
-def test_updates_while_a_replica_is_rebuilt_are_not_missed(cluster):
-    with make_pool() as pool:
-        os.kill(pool.replica_pids()[0], signal.SIGKILL)
-        for version in range(1, 12):
-            changed = {"head": weights(version)["head"]}
-            source = TensorSource(weights(version)) if version == 1 else None
-            source = source or TensorSource(changed, kind="delta")
-            pool.update_weights(source, version=version)
-        wait_for(lambda: pool.stats()["serving"] == 2)
-        assert pool.stats()["rebuilt"] == 1
-        model = engines.fake()
-        model.module.load_state_dict({**weights(1), "head": weights(11)["head"]})
-        for replica in (0, 1):
-            assert greedy(pool, replica=replica) == greedy(model)
+@pytest.mark.parametrize("deed", [engines.DIE, engines.RAISE, engines.HANG])
+def test_requests_of_a_replica_that_fails_run_elsewhere(whole, deed):
+    prompt = (engines.TROUBLE, deed)
+    started = time.monotonic()
+    assert greedy(whole, [prompt]) == expected(5, prompts=[prompt])
+    assert time.monotonic() - started < 30
+    bad = int((whole.folder / str(deed)).read_text())
+    wait_for(lambda: whole.stats()["serving"] == 2)
+    assert bad not in whole.replica_pids().values()
 
 
-@pytest.mark.parametrize("deed", ["die", "raise", "hang"])
-def test_requests_of_a_replica_that_fails_run_elsewhere(cluster, tmp_path, deed):
-    factory = partial(engines.MarkedBackend, tmp_path / "mark", deed)
-    with make_pool(factory, stall_timeout_s=1.5) as pool:
-        started = time.monotonic()
-        assert greedy(pool, [(13, 5)]) == expected(0, prompts=[(13, 5)])
-        assert time.monotonic() - started < 30
-        bad = int((tmp_path / "mark").read_text())
-        wait_for(lambda: pool.stats()["serving"] == 2)
-        assert bad not in pool.replica_pids().values()
+def test_a_process_that_gives_no_sign_of_life_is_replaced(whole):
+    stopped, before = whole.replica_pids()[0], whole.stats()["rebuilt"]
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: whole.stats()["rebuilt"] > before)
+    wait_for(lambda: whole.stats()["serving"] == 2)
+    assert stopped not in whole.replica_pids().values()
+    assert greedy(whole) == expected(5)
 
 
-def test_a_process_that_gives_no_sign_of_life_is_replaced(cluster):
-    with make_pool(health_timeout_s=1.0) as pool:
-        stopped = pool.replica_pids()[0]
-        os.kill(stopped, signal.SIGSTOP)
-        wait_for(lambda: pool.stats()["rebuilt"] == 1)
-        assert stopped not in pool.replica_pids().values()
-        assert greedy(pool) == expected(0)
+def test_without_an_answer_in_time_rows_are_aborted_or_the_call_raises(whole):
+    params = SamplingParams(max_new_tokens=4, num_samples=2)
+    slow = [torch.tensor([engines.SLOW, 5])]
+    started = time.monotonic()
+    [group] = whole.generate(slow, params, timeout_s=0.2)
+    assert [c.finish_reason for c in group] == [FinishReason.ABORT] * 2
+    assert [len(c.token_ids) for c in group] == [0, 0]
+    strict = pickle.loads(pickle.dumps(whole))
+    strict._on_failure = "error"
+    with pytest.raises(WorkerError, match=r"1 rows got no answer within 0\.2 s"):
+        strict.generate(slow, params, timeout_s=0.2)
+    assert time.monotonic() - started < 5
 
 
-def test_without_an_answer_in_time_rows_are_aborted_or_the_call_raises(cluster):
-    with make_pool(partial(engines.SlowBackend, 3.0), 1, timeout_s=0.5) as pool:
-        started = time.monotonic()
-        params = SamplingParams(max_new_tokens=4, num_samples=2)
-        [group] = pool.generate([torch.tensor([5])], params)
-        assert [c.finish_reason for c in group] == [FinishReason.ABORT] * 2
-        assert [len(c.token_ids) for c in group] == [0, 0]
-        strict = pickle.loads(pickle.dumps(pool))
-        strict._on_failure = "error"
-        with pytest.raises(WorkerError, match=r"1 rows got no answer within 0.5 s"):
-            strict.generate([torch.tensor([5])], params)
-        assert time.monotonic() - started < 3
+def test_a_request_that_breaks_every_engine_is_raised_and_the_pool_lives_on(whole):
+    with pytest.raises(BackendError, match="stopped, as always"):
+        greedy(whole, [(engines.TROUBLE, engines.ALWAYS_RAISE)])
+    assert greedy(whole) == expected(5)
 
 
-def test_a_request_that_breaks_every_engine_is_raised_and_the_pool_lives_on(cluster):
-    with make_pool(engines.BrittleBackend, max_retries=1, max_failures=9) as pool:
-        with pytest.raises(BackendError, match="stopped at 13"):
-            greedy(pool, [(13,)])
-        assert greedy(pool) == expected(0)
+def test_updates_while_a_replica_is_built_again_are_not_missed(whole):
+    before = whole.stats()["rebuilt"]
+    os.kill(whole.replica_pids()[0], signal.SIGKILL)
+    whole.update_weights(TensorSource(weights(6)), version=6)
+    for version in range(7, 18):
+        changed = TensorSource({"head": weights(version)["head"]}, kind="delta")
+        whole.update_weights(changed, version=version)
+    wait_for(lambda: whole.stats()["serving"] == 2)
+    assert whole.stats()["rebuilt"] == before + 1
+    model = engines.fake()
+    model.module.load_state_dict({**weights(6), "head": weights(17)["head"]})
+    for replica in (0, 1):
+        assert greedy(whole, replica=replica) == greedy(model)
 
 
 def test_replicas_that_cannot_be_built_again_are_given_up_with_a_reason(cluster, tmp_path):
@@ -309,10 +329,6 @@ def test_replicas_that_cannot_be_built_again_are_given_up_with_a_reason(cluster,
         os.kill(pool.replica_pids()[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"every replica was given up.*no second engine"):
             greedy(pool)
-
-
-def test_without_its_supervisor_a_pool_says_so(cluster):
-    with make_pool(number=1) as pool:
         os.kill(pool._started()[0].supervisor.pid(), signal.SIGKILL)
         time.sleep(1.0)
         with pytest.raises(WorkerError, match="supervisor of a pool of engines"):
@@ -334,26 +350,9 @@ def test_replicas_of_the_whole_pool_are_counted_before_one_starts(cluster):
 
 def test_an_engine_that_cannot_be_built_says_why(cluster):
     with pytest.raises(ValueError, match="no such model"):
-        make_pool(engines.broken).start()
+        make_pool(engines.broken, 1).start()
     with pytest.raises(WorkerError, match="start of replica"):
         make_pool(engines.dies_when_built, 1).start()
-
-
-def test_shutdown_ends_the_processes_and_gives_their_place_back(cluster):
-    pool = make_pool(options=ActorOptions(num_cpus=0.25)).start()
-    pids = pool.replica_pids()
-    pool.shutdown()
-    pool.shutdown()
-    wait_for(lambda: not any(_alive(pid) for pid in pids.values()))
-    wait_for(lambda: ray.available_resources().get("CPU", 0) >= 1.9)
-
-
-def _alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,12 @@ class EngineStatus(NamedTuple):
     Attributes:
         cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
         steps: counts up while it works, also within one long request; 0 where it cannot tell.
+        broken: why it will answer no more requests and must be built again; ``None`` when it will.
     """
 
     cache_usage: float | None = None
     steps: int = 0
+    broken: str | None = None
 
 
 class Backend(TokenScorer):

@@ -6,6 +6,7 @@ from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Toke
 from torchrl_llm.modules.policies.base import LLMWrapperBase
 from torchrl_llm.modules.policies.distributions import LogProbDistribution, TokenDistribution
 from torchrl_llm.modules.policies.fake_wrapper import FakeWrapper
+from torchrl_llm.modules.policies.remote import RemoteTransformersWrapper
 from torchrl_llm.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_llm.modules.policies.vllm_wrapper import vLLMWrapper
 
@@ -16,6 +17,7 @@ __all__ = [
     "LogProbDistribution",
     "LogProbs",
     "Masks",
+    "RemoteTransformersWrapper",
     "Text",
     "TokenDistribution",
     "Tokens",

@@ -45,7 +45,7 @@ class Part:
     method: str
     args: tuple[Any, ...]
     num_rows: int
-    prompt: Tensor
+    prompt: Tensor | Sequence[int] | str | None
     pinned: int | None = None
     tried: set[int] = field(default_factory=set)
     failures: list[Exception] = field(default_factory=list)
@@ -210,7 +210,11 @@ class Dispatcher:
         except BackendError as error:
             part.tried.add(address.index)
             part.failures.append(error)
-            self._report(address, error)
+            if isinstance(error, WorkerError):
+                self._report(address, error)
+            else:
+                # Its engine may have died; whether it did is the supervisor's to find out.
+                self.supervisor.submit("suspect")
             if len(part.failures) <= self._max_retries:
                 return False
             if all(not isinstance(failure, WorkerError) for failure in part.failures):

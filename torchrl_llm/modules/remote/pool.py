@@ -16,7 +16,14 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
+from torchrl_llm._ray import (
+    ActorOptions,
+    RemoteObject,
+    actor_exists,
+    check_resources,
+    get,
+    require_ray,
+)
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import ConfigError, WorkerError
@@ -63,6 +70,8 @@ class EnginePool(Backend):
             :class:`~torchrl_llm.errors.WorkerError`.
         timeout_s: most seconds that a call of the pool may take, retries and waiting included.
         tokenizer: that of the backends, where whoever scores with the pool compares it.
+        name: pools of this name in one Ray cluster share their replicas, which end with the pool
+            that started them; the settings of that one hold.
         what: what the pool is; begins error messages.
         **settings: further ones of :class:`~torchrl_llm.modules.remote.supervisor.PoolSpec`.
 
@@ -91,6 +100,7 @@ class EnginePool(Backend):
         on_failure: Literal["abort", "error"] = "abort",
         timeout_s: float = 600.0,
         tokenizer: Any = None,
+        name: str | None = None,
         what: str = "a pool of engines",
         **settings: Any,
     ) -> None:
@@ -103,6 +113,8 @@ class EnginePool(Backend):
             factory=factory, num_replicas=num_replicas, options=options, what=what, **settings
         )
         self.tokenizer = tokenizer
+        self._name = name
+        self._owns = False
         self._balancing = (strategy, prefix_length, overload_threshold)
         self._max_retries = max_retries
         self._on_failure = on_failure
@@ -114,7 +126,7 @@ class EnginePool(Backend):
 
     def __getstate__(self) -> dict[str, Any]:
         dispatcher, _ = self._started()
-        return {**self.__dict__, "_dispatcher": dispatcher.supervisor}
+        return {**self.__dict__, "_dispatcher": dispatcher.supervisor, "_owns": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -144,26 +156,34 @@ class EnginePool(Backend):
             return self
         spec = self.spec
         require_ray(spec.what)
-        check_resources(spec.what, [spec.options.bundle] * spec.num_replicas)
+        if not actor_exists(self._name):
+            check_resources(spec.what, [spec.options.bundle] * spec.num_replicas)
         limit = spec.options.start_timeout_s
         supervisor = RemoteObject(
             partial(Supervisor, spec),
-            ActorOptions(num_cpus=0, max_concurrency=32, start_timeout_s=limit),
+            ActorOptions(num_cpus=0, max_concurrency=32, start_timeout_s=limit, name=self._name),
             what=f"the supervisor of {spec.what}",
         )
         try:
             # Reserving a place and starting the replicas each have the limit of a start.
             self._facts = supervisor.call("start", timeout_s=2 * limit + 10)
         except BaseException:
-            self._stop(supervisor)
+            if supervisor.created:
+                self._stop(supervisor)
             raise
+        self._owns = supervisor.created
         self._dispatch_by(supervisor)
         return self
 
     def shutdown(self) -> None:
-        """End all replicas; nothing to do where they ended already. Requests that run fail."""
+        """End all replicas, and fail the requests that run; for the pool that started them.
+
+        Copies only forget them. Nothing to do where they ended already.
+        """
+        owns, self._owns = self._owns, False
         dispatcher, self._dispatcher = self._dispatcher, None
-        if dispatcher is not None and require_ray(self.spec.what, running=False).is_initialized():
+        ray = require_ray(self.spec.what, running=False)
+        if owns and dispatcher is not None and ray.is_initialized():
             self._stop(dispatcher.supervisor)
 
     @staticmethod
@@ -192,6 +212,12 @@ class EnginePool(Backend):
     def num_replicas(self) -> int:
         """How many replicas it has, serving or not."""
         return self.spec.num_replicas
+
+    @property
+    def num_copies(self) -> int:
+        """How many processes an update of the weights goes to at the moment."""
+        states = self.stats()
+        return (states["serving"] + states["waiting"]) * self._started()[1].num_copies
 
     @property
     def vocab_size(self) -> int:
@@ -375,7 +401,7 @@ class EnginePool(Backend):
         """
         supervisor = self._started()[0].supervisor
         limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
-        kind, reusable = source.kind, getattr(source, "reusable", True)
+        kind, reusable = source.kind, source.reusable
         sent: Any = source
         if type(source) is TensorSource and kind == "full":
             sent = ObjectStoreSource.put(dict(source.receive()), digest=source.digest)
@@ -386,6 +412,36 @@ class EnginePool(Backend):
         )
         self._minimum = version
         return receipts
+
+    def on_every_replica(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of the backend of every replica that serves, all at once.
+
+        A replica that is built again later has not seen the call.
+
+        Args:
+            method: its name.
+            args: its positional arguments.
+            timeout_s: most seconds that all may take; that of the replicas' calls by default.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The results by index of the replica.
+
+        Raises:
+            WorkerError: a replica died or did not answer in time, or none serves.
+            Exception: what the method raised.
+        """
+        addresses = self._started()[0].addresses()
+        if not addresses:
+            raise WorkerError(f"{self.spec.what}: no replica serves at the moment")
+        limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
+        refs = [
+            addresses[index].remote.submit("apply", method, args, kwargs)
+            for index in sorted(addresses)
+        ]
+        return get(refs, timeout_s=limit, what=f"{method} on the replicas of {self.spec.what}")
 
     def _run(self, parts: list[Part], timeout_s: float | None, *, must: bool) -> None:
         limit = self._timeout_s if timeout_s is None else timeout_s

@@ -53,6 +53,7 @@ class ReplicaFacts(NamedTuple):
     eos_token_ids: tuple[int, ...]
     native_arguments: frozenset[str]
     records_support: bool
+    num_copies: int
 
 
 class ReplicaStatus(NamedTuple):
@@ -64,6 +65,7 @@ class ReplicaStatus(NamedTuple):
         completed: prompts that it has answered.
         idle_s: seconds since it last got further, 0 while nothing is asked of it.
         cache_usage: share of its key-value cache in use; ``None`` where it cannot tell.
+        broken: why its engine will answer no more requests; ``None`` when it will.
     """
 
     version: int
@@ -71,6 +73,7 @@ class ReplicaStatus(NamedTuple):
     completed: int
     idle_s: float
     cache_usage: float | None
+    broken: str | None = None
 
 
 class Replica:
@@ -110,6 +113,7 @@ class Replica:
             tuple(backend.eos_token_ids),
             frozenset(backend.native_arguments),
             backend.records_support,
+            backend.num_copies,
         )
 
     def status(self) -> ReplicaStatus:
@@ -124,6 +128,7 @@ class Replica:
                 self._completed,
                 time.monotonic() - self._progress,
                 engine.cache_usage,
+                engine.broken,
             )
 
     def generate(
@@ -170,6 +175,19 @@ class Replica:
             log_probs=scores.log_probs.cpu(),
             entropy=None if scores.entropy is None else scores.entropy.cpu(),
         )
+
+    def run(self, method: str, num_rows: int, versions: Versions, *args: Any) -> Any:
+        """Answer a request by a method of the backend that is not part of the port.
+
+        Raises:
+            VersionMismatch: it has other weights than the request asks for.
+        """
+        with self._serving(num_rows, versions):
+            return getattr(self.backend, method)(*args)
+
+    def apply(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the backend that is no request."""
+        return getattr(self.backend, method)(*args, **kwargs)
 
     def update_weights(
         self, source: WeightSource | Any, version: int, timeout_s: float

@@ -148,6 +148,8 @@ class Supervisor:
         self._lock = threading.RLock()
         self._updating = threading.Lock()
         self._stopped = threading.Event()
+        self._starting = threading.Lock()
+        self._facts: ReplicaFacts | None = None
         self._look = threading.Event()
         self._membership = 0
         self._version = 0
@@ -160,7 +162,7 @@ class Supervisor:
     # -- start and end ------------------------------------------------------------------------
 
     def start(self) -> ReplicaFacts:
-        """Start all replicas.
+        """Start all replicas, unless they were.
 
         Returns:
             What they have in common.
@@ -170,6 +172,12 @@ class Supervisor:
             WorkerError: one did not start in time.
             Exception: what the factory raised.
         """
+        with self._starting:
+            if self._facts is None:
+                self._facts = self._start()
+            return self._facts
+
+    def _start(self) -> ReplicaFacts:
         try:
             self._reserve()
             with ThreadPoolExecutor(min(_STARTERS, len(self._members))) as pool:
@@ -392,7 +400,9 @@ class Supervisor:
                     member.probe, member.status = None, status
                     if status.completed:
                         member.failures = 0
-            if status.idle_s > self._spec.stall_timeout_s:
+            if status.broken is not None:
+                self._retire(member, incarnation, f"its engine is broken: {status.broken}")
+            elif status.idle_s > self._spec.stall_timeout_s:
                 self._retire(
                     member,
                     incarnation,

@@ -104,6 +104,11 @@ class EngineLoop:
     # -- requests ---------------------------------------------------------------------------------
 
     @property
+    def dead(self) -> str | None:
+        """Why the engine answers nothing any more; ``None`` when it does."""
+        return self._dead
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         with self._lock:

