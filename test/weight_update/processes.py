@@ -14,15 +14,18 @@ import traceback
 
 import torch
 
+from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.process_group import WeightGroup
+from torchrl_llm.modules.loading import load_model
 from torchrl_llm.weight_update import (
     BroadcastReceiver,
     BroadcastSender,
     DoubleBufferReceiver,
     DoubleBufferWriter,
+    engine_weights,
 )
 
 _context = multiprocessing.get_context("forkserver")
@@ -96,12 +99,13 @@ class Child:
 class ChildBackend(Backend):
     """The proxy of a backend in a child: what an engine elsewhere is to its callers."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child, vocab_size=VOCABULARY, max_length=4096, eos_token_ids=(2,)):
         self.child = child
+        self._about = vocab_size, max_length, eos_token_ids
 
-    vocab_size = VOCABULARY
-    max_length = 4096
-    eos_token_ids = (2,)
+    vocab_size = property(lambda self: self._about[0])
+    max_length = property(lambda self: self._about[1])
+    eos_token_ids = property(lambda self: self._about[2])
 
     def generate(self, prompts, params):
         return self.child.call("generate", prompts, params)
@@ -235,3 +239,79 @@ class FolderWriter:
 
         torch.Tensor.copy_ = copy_
         self.write(value, 2)
+
+
+class EngineHost:
+    """A real vLLM engine, with receivers around it."""
+
+    def __init__(self, seconds):
+        signal.alarm(seconds)
+        from modules.backends.vllm.engine_helper import small_backend
+
+        self.backend = small_backend()
+        self.receiver = None
+
+    def about(self):
+        return self.backend.vocab_size, self.backend.max_length, self.backend.eos_token_ids
+
+    def generate(self, prompts, params):
+        return self.backend.generate(prompts, params)
+
+    def token_scores(self, sequences, select, **options):
+        return self.backend.token_scores(sequences, select, **options)
+
+    def update_weights(self, source, *, version):
+        return self.backend.update_weights(source, version=version)
+
+    def listen(self, scheme):
+        """Receive by a scheme, given the bare ``vllm.LLM``, in a thread."""
+        if self.receiver is not None:
+            self.receiver.shutdown()
+        self.receiver = scheme.create_receiver(self.backend.engine)
+        self.receiver.listen()
+
+    def state(self):
+        return self.receiver.version, str(self.receiver.failure)
+
+    def wait_for(self, version, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while self.receiver.version != version and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.receiver.version
+
+
+class SchemeLearner:
+    """The trainer of a scheme; its model is the embedded one, moved."""
+
+    def __init__(self, scheme):
+        self.sender = scheme.create_sender()
+        self.model = load_model(dtype="float32").eval()
+        self.sender.register_model(self.model)
+
+    def move(self, seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+    def update(self):
+        return [receipt.digest for receipt in self.sender.update_weights()]
+
+    def digest(self):
+        return weights_digest(engine_weights(self.model))
+
+    def weights(self):
+        return {name: value.clone() for name, value in engine_weights(self.model).items()}
+
+    def update_half(self, how):
+        real, sent = WeightGroup.start, []
+
+        def start(group, tensor, *args, **kwargs):
+            if len(sent) == 3:
+                os.kill(os.getpid(), how)
+            sent.append(1)
+            return real(group, tensor, *args, **kwargs)
+
+        WeightGroup.start = start
+        self.sender._broadcast._bucket_bytes = 1 << 14
+        self.update()
