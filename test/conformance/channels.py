@@ -17,7 +17,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.collectors.transport import Delivery, RowChannel
+from torchrl_llm.collectors.transport import ChannelClosedError, Delivery, RowChannel
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.wire import pack_rows, unpack_rows
 from torchrl_llm.errors import WorkerError
@@ -296,11 +296,11 @@ class ChannelConformance:
         channel.put(delivery(values=(6,)), timeout_s=PATIENCE_S)
         channel.grant(4)
         channel.close()
-        with pytest.raises(WorkerError, match="closed"):
+        with pytest.raises(ChannelClosedError, match="closed"):
             channel.put(delivery(sequence=1), timeout_s=PATIENCE_S)
-        with pytest.raises(WorkerError, match="closed"):
+        with pytest.raises(ChannelClosedError, match="closed"):
             channel.claim("a", 1, timeout_s=PATIENCE_S)
-        with pytest.raises(WorkerError, match="closed"):
+        with pytest.raises(ChannelClosedError, match="closed"):
             channel.report("a", generated=1)
         assert ids_of(channel.get(timeout_s=PATIENCE_S)) == [[6], []]
         with pytest.raises(queue.Empty):
@@ -316,5 +316,5 @@ class ChannelConformance:
         time.sleep(SHORT_S)
         channel.close()
         for result in waiting:
-            with pytest.raises(WorkerError, match="closed"):
+            with pytest.raises(ChannelClosedError, match="closed"):
                 result()

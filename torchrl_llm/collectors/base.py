@@ -230,8 +230,18 @@ class LLMCollector(BesideTraining, BaseCollector):
         return self._rollout.turns
 
     @property
-    def _exhausted(self) -> bool:
+    def exhausted(self) -> bool:
+        """Whether its budget of turns is used up."""
         return 0 <= self.total_frames <= self._rollout.turns
+
+    @property
+    def after_call(self) -> Callable[[], None] | None:
+        """Called after each policy call, in the thread that collects."""
+        return self._rollout.after_call
+
+    @after_call.setter
+    def after_call(self, function: Callable[[], None] | None) -> None:
+        self._rollout.after_call = function
 
     def rollout(self) -> TensorDictBase:
         """Collect one batch, without writing it anywhere."""
@@ -251,7 +261,7 @@ class LLMCollector(BesideTraining, BaseCollector):
         """Batches until the budget is used up; ``None`` for each that went to buffer or queue."""
         if self._background is not None:
             raise ConfigError("this collector was started and fills its buffer by itself")
-        while not self._exhausted:
+        while not self.exhausted:
             batch = self.rollout()
             if self.replay_buffer is None and self.queue is None:
                 yield batch
@@ -381,6 +391,15 @@ class LLMCollector(BesideTraining, BaseCollector):
     def policy_version_tracker(self) -> PolicyVersion | None:
         """What stamps the version into rows, where that was asked for."""
         return self._policy.tracker
+
+    @property
+    def policy_module(self) -> nn.Module:
+        """The module that holds the policy's weights.
+
+        Raises:
+            ConfigError: it is not in this process.
+        """
+        return self._policy.module
 
     def get_policy_model(self) -> nn.Module:
         """The model inside the policy.

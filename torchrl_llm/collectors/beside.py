@@ -49,7 +49,7 @@ class BesideTraining:
         self._background.start()
 
     def _collect_once(self) -> bool:
-        if self._exhausted:
+        if self.exhausted:
             return False
         with self._batches.work(self._background.stopping) as enters:
             if enters:

@@ -11,20 +11,38 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["IdCounter"]
+__all__ = ["IdCounter", "set_process_number"]
 
 _COUNTER_BITS = 35
 _INSTANCE_BITS = 12
 _MAX_WORKER = 2**28
+_PROCESS_BITS = 16
 _instances: dict[str, itertools.count] = {}
+_numbers: list[int] = []
+
+
+def set_process_number(number: int) -> None:
+    """Tell this process apart from others, in the ids of all counters that it makes from now on.
+
+    Children of ``multiprocessing`` need no number; processes that were started otherwise (actors of
+    Ray, other machines) all look like the main one without it.
+
+    Args:
+        number: in ``[0, 2**16)``; the main process has 0, its children count from 1.
+
+    Raises:
+        ConfigError: for a number out of range.
+    """
+    if not 0 <= number < 2**_PROCESS_BITS:
+        raise ConfigError(f"a process number must be in [0, {2**_PROCESS_BITS}), got {number}")
+    _numbers[:] = [number]
 
 
 def _own_worker_id(kind: str) -> int:
-    # Children of one parent are numbered by multiprocessing; two levels are told apart. Processes
-    # started otherwise (Ray actors, separate machines) all look like the main one and must be given
-    # their worker_id.
+    # Children of one parent are numbered by multiprocessing; two levels are told apart.
     identity = multiprocessing.current_process()._identity[-2:]
     process = sum(number % 256 * 256**level for level, number in enumerate(identity))
+    process = _numbers[0] if _numbers else process
     instance = next(_instances.setdefault(kind, itertools.count()))
     return process << _INSTANCE_BITS | instance % 2**_INSTANCE_BITS
 

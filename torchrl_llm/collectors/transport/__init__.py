@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchrl_llm.collectors.transport.base import (
+    ChannelClosedError,
     ChannelState,
     Delivery,
     LocalChannel,
@@ -11,4 +12,12 @@ from torchrl_llm.collectors.transport.base import (
 )
 from torchrl_llm.collectors.transport.ray import RayChannel
 
-__all__ = ["ChannelState", "Delivery", "LocalChannel", "RayChannel", "RowChannel", "WorkerCounts"]
+__all__ = [
+    "ChannelClosedError",
+    "ChannelState",
+    "Delivery",
+    "LocalChannel",
+    "RayChannel",
+    "RowChannel",
+    "WorkerCounts",
+]

@@ -23,7 +23,18 @@ from dataclasses import dataclass, field, replace
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = ["ChannelState", "Delivery", "LocalChannel", "RowChannel", "WorkerCounts"]
+__all__ = [
+    "ChannelClosedError",
+    "ChannelState",
+    "Delivery",
+    "LocalChannel",
+    "RowChannel",
+    "WorkerCounts",
+]
+
+
+class ChannelClosedError(WorkerError):
+    """The learner wants no further rows; a worker ends."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,8 @@ class RowChannel(ABC):
 
         Raises:
             queue.Full: nobody made room in time. The delivery was not taken; try again.
-            WorkerError: the channel is gone or closed, or this worker was forgotten.
+            ChannelClosedError: it is closed.
+            WorkerError: the channel is gone, or this worker was forgotten.
         """
 
     @abstractmethod
@@ -108,7 +120,8 @@ class RowChannel(ABC):
             Whether they were granted.
 
         Raises:
-            WorkerError: the channel is gone or closed, or this worker was forgotten.
+            ChannelClosedError: it is closed.
+            WorkerError: the channel is gone, or this worker was forgotten.
         """
 
     @abstractmethod
@@ -116,7 +129,8 @@ class RowChannel(ABC):
         """Say how many tokens were sampled since the worker started; also a sign of life.
 
         Raises:
-            WorkerError: the channel is gone or closed, or this worker was forgotten.
+            ChannelClosedError: it is closed.
+            WorkerError: the channel is gone, or this worker was forgotten.
         """
 
     @abstractmethod
@@ -196,7 +210,7 @@ class ChannelState:
 
     def _counts(self, worker: str) -> WorkerCounts:
         if self.closed:
-            raise WorkerError("the channel was closed; no further rows are wanted")
+            raise ChannelClosedError("the channel was closed; no further rows are wanted")
         if worker in self._forgotten:
             raise WorkerError(
                 f"worker {worker!r} was taken for dead and forgotten; its claims went to others. "
