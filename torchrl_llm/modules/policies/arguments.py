@@ -32,6 +32,7 @@ _RENAMED = {
     "stop": "stop_sequences",
     "stop_strings": "stop_sequences",
     "return_log_probs": "logprobs",
+    "guided_decoding": "structured_outputs",
 }
 _BEAMS = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 _COMMON = (

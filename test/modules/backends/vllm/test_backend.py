@@ -339,9 +339,10 @@ def wait_until(condition, seconds=30.0):
     raise AssertionError(f"nothing happened within {seconds} s")
 
 
-def test_an_update_in_flight_shows_in_the_versions_of_one_response(engine):
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}], ids=str)
+def test_an_update_in_flight_shows_in_the_versions_of_one_response(engine, options):
     backend = VLLMBackend(engine, in_flight="keep")
-    out, params = [], SamplingParams(max_new_tokens=250, temperature=0, ignore_eos=True)
+    out, params = [], SamplingParams(max_new_tokens=250, ignore_eos=True, **options)
     alone = flatten(backend.generate(prompts(), params))
     start = backend.status().steps
     thread = sampling_thread(backend, params, out)
