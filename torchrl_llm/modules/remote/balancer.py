@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = ["LoadBalancer", "LoadSnapshot", "Strategy"]
+__all__ = ["LoadBalancer", "LoadBook", "LoadSnapshot", "Strategy"]
 
 Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
 """What a choice goes by."""
@@ -38,6 +38,49 @@ class LoadSnapshot(NamedTuple):
     requests: int
     cache_usage: float | None = None
     serving: bool = True
+
+
+class LoadBook:
+    """What one client knows of loads: what it was told, and what it has asked for since.
+
+    Example:
+        >>> book = LoadBook()
+        >>> book.told([LoadSnapshot(0, 3), LoadSnapshot(1, 5)])
+        >>> book.count(0, 2)
+        >>> book.count(1, -1)
+        >>> [load.requests for load in book.loads()]
+        [5, 4]
+    """
+
+    def __init__(self) -> None:
+        self._own: Counter[int] = Counter()
+        self._loads: list[LoadSnapshot] = []
+
+    def told(self, loads: Sequence[LoadSnapshot]) -> None:
+        """Take news of all replicas, which include what this client had asked for by then."""
+        # Never below the own requests: the news may be older than some of them.
+        own = self._own
+        self._loads = [
+            load if load.requests >= own[load.index] else load._replace(requests=own[load.index])
+            for load in loads
+        ]
+
+    def count(self, index: int, rows: int) -> None:
+        """Note requests that were sent to a replica, or with a negative number, answered by it."""
+        self._own[index] += rows
+        if index < len(self._loads):
+            load = self._loads[index]
+            requests = max(load.requests + rows, self._own[index], 0)
+            self._loads[index] = load._replace(requests=requests)
+
+    def lost(self, index: int) -> None:
+        """Note that a replica died."""
+        if index < len(self._loads):
+            self._loads[index] = self._loads[index]._replace(serving=False)
+
+    def loads(self) -> list[LoadSnapshot]:
+        """One snapshot a replica, as of now."""
+        return list(self._loads)
 
 
 class ReportsLoads(Protocol):

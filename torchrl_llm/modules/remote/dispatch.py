@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from torchrl_llm._ray import RemoteObject, get, require_ray
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
-from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
+from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnapshot, Strategy
 from torchrl_llm.modules.remote.replica import VersionMismatch
 from torchrl_llm.modules.remote.supervisor import PoolTable, ReplicaAddress
 
@@ -80,9 +79,7 @@ class Dispatcher:
         self._table: PoolTable | None = None
         self._addresses: dict[int, ReplicaAddress] = {}
         self._seen_s = 0.0
-        # Prompts that this process has sent and got no answer to, now and when the table was had.
-        self._own: Counter[int] = Counter()
-        self._own_seen: Counter[int] = Counter()
+        self._book = LoadBook()
         self._balancer = LoadBalancer(self, *balancing)
 
     def addresses(self) -> dict[int, ReplicaAddress]:
@@ -93,17 +90,9 @@ class Dispatcher:
 
     def loads(self) -> list[LoadSnapshot]:
         """What is known of the replicas, with the requests of this process up to this moment."""
-        table = self.table(_REFRESH_S)
+        self.table(_REFRESH_S)
         with self._lock:
-            return [self._estimate(load) for load in table.loads]
-
-    def _estimate(self, load: LoadSnapshot) -> LoadSnapshot:
-        own = self._own[load.index]
-        since = own - self._own_seen[load.index]
-        return load._replace(
-            requests=max(load.requests + since, own),
-            serving=load.serving and load.index in self._addresses,
-        )
+            return self._book.loads()
 
     def recent(self) -> PoolTable:
         """What the supervisor knew a moment ago."""
@@ -129,7 +118,7 @@ class Dispatcher:
             table = self.supervisor.call("poll", known, timeout_s=60.0)
             with self._lock:
                 self._table, self._seen_s = table, time.monotonic()
-                self._own_seen = Counter(self._own)
+                self._book.told(table.loads)
                 if table.addresses is not None:
                     self._addresses = dict(table.addresses)
             return table
@@ -223,7 +212,9 @@ class Dispatcher:
 
     def _report(self, address: ReplicaAddress, error: Exception) -> None:
         with self._lock:
-            self._addresses.pop(address.index, None)
+            if self._addresses.get(address.index) is address:
+                del self._addresses[address.index]
+                self._book.lost(address.index)
         reason = f"a client saw {type(error).__name__}: {error}"
         self.supervisor.call("report", address.index, address.incarnation, reason, timeout_s=60.0)
         self.table()
@@ -236,4 +227,4 @@ class Dispatcher:
 
     def _count(self, index: int, rows: int) -> None:
         with self._lock:
-            self._own[index] += rows
+            self._book.count(index, rows)
