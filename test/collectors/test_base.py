@@ -11,7 +11,7 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 
-from torchrl_llm.collectors import LLMCollector, RayLLMCollector, vLLMUpdater, vLLMUpdaterV2
+from torchrl_llm.collectors import LLMCollector, RayLLMCollector
 from torchrl_llm.data import History, Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -388,13 +388,8 @@ def test_after_shutdown_the_environment_is_closed_and_collecting_an_error(policy
 
 
 def test_names_of_other_backends_are_importable_and_say_what_they_need():
-    for build in (
-        lambda: RayLLMCollector(None),
-        vLLMUpdater,
-        lambda: vLLMUpdaterV2(None),
-    ):
-        with pytest.raises(MissingExtraError):
-            build()
+    with pytest.raises(MissingExtraError):
+        RayLLMCollector(None)
 
 
 # -- resume ---------------------------------------------------------------------------------------

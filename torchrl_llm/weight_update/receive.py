@@ -9,7 +9,7 @@ from typing import Any
 from torchrl._utils import logger
 
 from torchrl_llm._imports import require
-from torchrl_llm.errors import TorchRLLLMError
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.policies.base import LLMWrapperBase
@@ -28,13 +28,17 @@ def backend_of(engine: Any) -> Backend:
 
     Raises:
         MissingExtraError: vLLM is needed and not installed.
-        ConfigError: vLLM knows no such engine.
+        ConfigError: for anything else.
     """
     if isinstance(engine, Backend):
         return engine
     if isinstance(engine, LLMWrapperBase):
         return engine.backend
-    require("vllm", extra="vllm", feature=f"an engine given as {type(engine).__name__}")
+    vllm = require("vllm", extra="vllm", feature=f"an engine given as {type(engine).__name__}")
+    if not isinstance(engine, vllm.LLM):
+        raise ConfigError(
+            f"a {type(engine).__name__} is no engine: give a vllm.LLM, a policy, or a backend"
+        )
     from torchrl_llm.modules.backends.vllm import VLLMBackend
 
     return VLLMBackend(engine)
