@@ -89,6 +89,11 @@ class FakeServer:
         [[found]] = self.backend.generate([prompt], params)
         ids = found.token_ids.tolist()
         log_probs = found.log_probs
+        allowed = body.get("allowed_token_ids")
+        if allowed is not None:
+            assert len(allowed) == 1
+            ids, log_probs = allowed * len(ids), torch.zeros(len(ids))
+            found = found._replace(token_ids=torch.tensor(ids))
         if not self.options["processed"] or (params.greedy and params.repetition_penalty != 1):
             log_probs = self.distributions(torch.cat([prompt, found.token_ids]))
             log_probs = log_probs[len(prompt) - 1 :].gather(1, found.token_ids[:, None])[:, 0]

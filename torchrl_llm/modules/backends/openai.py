@@ -245,13 +245,13 @@ class OpenAIBackend(Backend):
     def _check_processed(self) -> None:
         """Refuse a server that returns log-probs of another distribution than it samples from."""
         if self._processed is None:
-            params = SamplingParams(max_new_tokens=1, top_k=1)
+            params = SamplingParams(max_new_tokens=1, native={"allowed_token_ids": [0]})
             body = protocol.completion_body(
                 self.model_name, torch.tensor([0]), params, max_tokens=1, seed=0, end_ids=()
             )
             [choice] = self._run([partial(self._choice, body)])
             found = protocol.read_completion(choice, params, max_tokens=1, end_ids=())
-            # One id was left, so its probability was 1.
+            # One id was allowed, so its probability was 1.
             self._processed = float(found.log_probs) > -1e-4
         if not self._processed:
             raise ConfigError(
