@@ -1,13 +1,12 @@
 """What a weight sync into a vLLM engine of the same process costs, in parts of a training step.
 
-A Llama of 50 million parameters in float32 on the CPU; the engine is a real ``vllm.LLM``. A training
-step is forward, backward and AdamW on 16 rows of 128 tokens (log-probs of all tokens, as a GRPO
-loss takes them). A sync is ``push_weights`` as a collector calls it: the digest of all weights, the
-load, dropping the prefix cache, and, where it says so, the canary. Before a row is reported, the
-engine's log-probs are compared with the trainer's.
+A Llama of 50 million parameters in float32 on the CPU; the engine is a real ``vllm.LLM``. A
+training step is forward, backward and AdamW on ``--rows`` rows of 128 tokens (log-probs of all
+tokens, as a GRPO loss takes them). A sync is ``push_weights`` as a collector calls it: the digest
+of all weights, the load, dropping the prefix cache, and, where it says so, the canary. Before a row
+is reported, the engine's log-probs are compared with the trainer's.
 
-    python test/benchmarks/bench_weight_sync.py            # all rows, some minutes
-    python test/benchmarks/bench_weight_sync.py --pairs 3
+    python test/benchmarks/bench_weight_sync.py --rows 16 --pairs 5
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torchrl_llm.weight_update import (
     SharedEngineWeights,
 )
 
-ROWS, TOKENS = 16, 128
+TOKENS = 128
 AIM = "<= 0.07"
 
 
@@ -59,15 +58,15 @@ def make_model(seed=0):
 class Trainer:
     """One step on random tokens, through the scorer that the recipes train."""
 
-    def __init__(self, model, parameters=None):
+    def __init__(self, model, rows, parameters=None):
         self.model = model
         self.backend = TransformersBackend(model, eos_token_ids=(2,))
         parameters = [*model.parameters()] if parameters is None else parameters
         for parameter in model.parameters():
             parameter.requires_grad_(any(parameter is one for one in parameters))
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5)
-        self.rows = list(torch.randint(3, 8192, (ROWS, TOKENS)))
-        self.select = [torch.arange(TOKENS) > 0] * ROWS
+        self.rows = list(torch.randint(3, 8192, (rows, TOKENS)))
+        self.select = [torch.arange(TOKENS) > 0] * rows
 
     def step(self):
         scores = self.backend.token_scores(self.rows, self.select)
@@ -79,7 +78,9 @@ class Trainer:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--rows", type=int, default=16)
+    options = parser.parse_args()
+    batch = options.rows
     model = make_model()
     size = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
@@ -91,15 +92,17 @@ def main():
             max_model_len=256,
             kv_cache_memory_bytes=128 << 20,
         )
-    trainer = Trainer(model)
+    trainer = Trainer(model, batch)
     judge = CanaryCheck(trainer.backend, tolerance=1e-4)
     canary = CanaryCheck(trainer.backend, tolerance=1e-4)
     print(
-        f"{size / 1e6:.1f}M parameters, {size * 4 / 1e6:.0f} MB; step of {ROWS} x {TOKENS} tokens"
+        f"{size / 1e6:.1f}M parameters, {size * 4 / 1e6:.0f} MB; {batch} x {TOKENS} tokens a step"
     )
 
     def row(name, updater, trainer=trainer):
-        found = compare(name, updater.push_weights, trainer.step, aim=AIM, pairs=pairs, warmup=1)
+        found = compare(
+            name, updater.push_weights, trainer.step, aim=AIM, pairs=options.pairs, warmup=1
+        )
         updater.push_weights()
         apart = judge.observe(engine).max_difference
         print(f"  {name}: {updater.receipts[0]}; log-probs apart by {apart:.1e}")
@@ -111,7 +114,7 @@ def main():
         row("the same with canary", EngineWeights(engine, model=model, canary=canary)),
         row("delta, all changed", DeltaWeights(engine, model=model)),
     ]
-    last = Trainer(model, [*model.model.layers[-1].parameters()])
+    last = Trainer(model, batch, [*model.model.layers[-1].parameters()])
     rows.append(row("delta, one of nine layers trained", DeltaWeights(engine, model=model), last))
     for parameter in model.parameters():
         parameter.requires_grad_(True)
