@@ -128,7 +128,7 @@ def test_engines_and_weights_that_are_impossible_are_refused(overrides, message)
         (["ray.prompts_per_claim=5"], "prompts_per_batch=16 is not a multiple of ray.prompts_per_"),
         (["ray.timeout_s=0"], "above 0"),
         (["ray.address=auto", "ray.num_cpus=2"], "ray.num_cpus has no effect with ray.address"),
-        (["weight_sync.type=adapter"], "needs train_model.lora.enabled=true"),
+        (["weight_sync.in_flight=keep"], "needs inference_model.backend=vllm"),
         (["advantage.type=spo"], "grpo-sync.py has it"),
     ],
 )

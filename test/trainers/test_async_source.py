@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -59,10 +60,8 @@ class Worker:
         self.thread.start()
 
     def run(self):
-        try:
+        with contextlib.suppress(WorkerError):  # the channel was closed
             self.worker.run()
-        except WorkerError:  # the channel was closed
-            pass
 
 
 class Learner:

@@ -51,9 +51,11 @@ __all__ = [
     "autocast",
     "device_of",
     "make_envs",
+    "make_eval_env",
     "make_evaluation",
     "make_policy",
     "make_reference",
+    "make_train_env",
     "minibatches",
     "overlong_metrics",
     "samples_in_bfloat16",
@@ -215,20 +217,50 @@ def make_envs(config: RecipeConfig, policy: TransformersWrapper) -> tuple[TaskEn
     Raises:
         ConfigError: the problems do not suffice.
     """
+    return (
+        make_train_env(config, policy.tokenizer, seed=config.seed),
+        make_eval_env(config, policy.tokenizer),
+    )
+
+
+def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
+    """The environment to train in, whose repeats of a prompt all begin in the same reset.
+
+    Args:
+        config: the recipe's; ``rows_per_batch`` conversations at a time.
+        tokenizer: the policy's.
+        seed: of the order of the prompts.
+
+    Raises:
+        ConfigError: the problems do not suffice.
+    """
     task = TASKS[config.env.dataset]
-    train_data, eval_data = _data(config, task)
-    env = task(
-        **train_data,
+    return task(
+        **_data(config, task)[0],
         num_envs=config.rows_per_batch,
         repeats=config.env.repeats,
         group_repeats=True,
-        seed=config.seed,
-        tokenizer=policy.tokenizer,
+        seed=seed,
+        tokenizer=tokenizer,
     )
+
+
+def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
+    """The environment of the held-out prompts; ``None`` with ``eval.num_prompts=0``.
+
+    Args:
+        config: the recipe's.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: the problems do not suffice.
+    """
     if not config.eval.num_prompts:
-        return env, None
+        return None
+    task = TASKS[config.env.dataset]
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
-    return env, task(**eval_data, num_envs=num_envs, shuffle=False, tokenizer=policy.tokenizer)
+    data = _data(config, task)[1]
+    return task(**data, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
 
 
 def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:

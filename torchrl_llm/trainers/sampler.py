@@ -26,7 +26,7 @@ from torchrl_llm.weight_update import (
     WeightUpdater,
 )
 
-__all__ = ["SamplerConfig", "engine_arguments_of", "make_sampler", "sync_type"]
+__all__ = ["SamplerConfig", "engine_arguments", "make_sampler", "sync_type"]
 
 # The ranks that vLLM has kernels for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -53,7 +53,7 @@ def sync_type(config: SamplerConfig) -> str:
     return "shared" if device_of(config).type == "cpu" else "load"
 
 
-def engine_arguments_of(config: SamplerConfig, sync: str) -> dict[str, Any]:
+def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
     """Options of the engine that the configuration asks for.
 
     Args:
@@ -105,7 +105,7 @@ def make_sampler(
     if config.inference_model.backend == "transformers":
         return policy, InProcessWeights()
     sync = sync_type(config)
-    options = engine_arguments_of(config, sync)
+    options = engine_arguments(config, sync)
     backend = VLLMBackend(config.model.name, tokenizer=policy.tokenizer, **options)
     sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **wrapper_options(config))
     canary = None

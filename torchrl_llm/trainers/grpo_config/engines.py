@@ -102,16 +102,15 @@ class WeightSyncConfig:
 class AsyncWeightSyncConfig:
     """How the weights that were trained get to the collectors.
 
+    They go through Ray's object store, where each machine holds them once; a LoRA adapter is merged
+    into them.
+
     Attributes:
-        type: ``load`` sends all of them through Ray's object store, where each machine holds them
-            once; ``delta`` those that changed, ``adapter`` the LoRA adapter alone. ``auto``:
-            ``adapter`` with LoRA, else ``load``.
         in_flight: what new weights do with responses that are being collected: ``wait`` until the
             batch of a collector is whole, ``keep`` what is there and go on with the new weights
             (each token knows its version), or ``abort``: drop it and begin anew.
     """
 
-    type: Literal["auto", "load", "delta", "adapter"] = "auto"
     in_flight: Literal["wait", "keep", "abort"] = "wait"
 
 

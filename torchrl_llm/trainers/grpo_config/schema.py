@@ -297,8 +297,9 @@ class AsyncGRPOConfig(GRPOGroups):
                 share.format(f"ray.prompts_per_claim={ray.prompts_per_claim}"),
             )
         ensure(
-            self.train_model.lora.enabled or self.weight_sync.type != "adapter",
-            "weight_sync.type=adapter needs train_model.lora.enabled=true",
+            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
+            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
+            "inference_model.backend=vllm",
         )
         ensure(
             self.advantage.type != "spo",

@@ -1,0 +1,110 @@
+"""What the collectors of a recipe build in their own processes, from the recipe's configuration.
+
+The functions here run over there; what is sent is a :class:`CollectionConfig`, which says what to
+build, and never a model or an environment. Next: :mod:`torchrl_llm.trainers.ray_collection`, which
+starts such collectors.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
+from torchrl_llm.modules.backends.vllm import VLLMBackend
+from torchrl_llm.trainers.grpo_config.engines import EngineConfig
+from torchrl_llm.trainers.grpo_config.groups import (
+    EnvConfig,
+    LoraConfig,
+    ModelConfig,
+    RefModelConfig,
+    TrainConfig,
+    TrainModelConfig,
+)
+from torchrl_llm.trainers.grpo_config.schema import AsyncGRPOConfig
+from torchrl_llm.trainers.recipe import (
+    make_policy,
+    make_train_env,
+    seed_everything,
+    set_threads,
+    wrapper_options,
+)
+from torchrl_llm.trainers.run import EvalConfig
+from torchrl_llm.trainers.sampler import engine_arguments
+
+__all__ = ["CollectionConfig", "make_collecting_env", "make_collecting_policy"]
+
+
+@dataclass(kw_only=True)
+class CollectionConfig:
+    """The groups of a recipe that its collectors read, and what they are told beside them.
+
+    Attributes:
+        rows_per_batch: responses that a collector samples at a time.
+        in_flight: what new weights do with responses that are being sampled.
+    """
+
+    env: EnvConfig
+    model: ModelConfig
+    train: TrainConfig
+    train_model: TrainModelConfig
+    inference_model: EngineConfig
+    ref_model: RefModelConfig
+    eval: EvalConfig
+    seed: int
+    rows_per_batch: int
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+
+    @classmethod
+    def of(cls, config: AsyncGRPOConfig) -> CollectionConfig:
+        """What the collectors of a recipe need of its configuration.
+
+        Adapters and checkpointing of gradients are the trainer's alone: collectors get merged
+        weights, and have no gradients.
+
+        Args:
+            config: the recipe's.
+        """
+        names = ("env", "model", "train", "inference_model", "ref_model", "eval", "seed")
+        groups = {name: getattr(config, name) for name in names}
+        held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)
+        return cls(
+            **groups,
+            train_model=held,
+            rows_per_batch=config.rows_per_claim,
+            in_flight=config.weight_sync.in_flight,
+        )
+
+
+def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
+    """The policy of a collector, in its own process; its first weights are the model's own.
+
+    Two collectors must not sample the same, nor one that was built anew what it sampled before:
+    each seeds itself with what nobody else has.
+
+    Args:
+        config: what to build.
+    """
+    set_threads(config)
+    seed_everything(secrets.randbits(32))
+    if config.inference_model.backend == "transformers":
+        return make_policy(config)
+    tokenizer = load_tokenizer(config.model.name)
+    backend = VLLMBackend(
+        config.model.name,
+        tokenizer=tokenizer,
+        in_flight="keep" if config.in_flight == "keep" else "wait",
+        **engine_arguments(config, "load"),
+    )
+    return vLLMWrapper(backend, tokenizer=tokenizer, **wrapper_options(config))
+
+
+def make_collecting_env(config: CollectionConfig) -> TaskEnv:
+    """The environments of a collector, in its own process, with an order of prompts of their own.
+
+    Args:
+        config: what to build.
+    """
+    return make_train_env(config, load_tokenizer(config.model.name), seed=secrets.randbits(31))
