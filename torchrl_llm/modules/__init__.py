@@ -19,9 +19,9 @@ from torchrl_llm.modules.backends.process_group import (
     stateless_init_process_group,
     stateless_init_process_group_async,
 )
+from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
 from torchrl_llm.modules.backends.vllm.worker import make_vllm_worker, vLLMWorker
-from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.loading import load_model, load_tokenizer
 from torchrl_llm.modules.policies import (
     FakeWrapper,
