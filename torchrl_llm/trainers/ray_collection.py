@@ -183,12 +183,11 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     if config.ray.address is not None:
         return {**options, "address": config.ray.address}
-    needed = -(-config.ray.num_collectors * config.ray.cpus_per_collector // 1)
-    given = config.ray.num_cpus
-    return {
-        **options,
-        "num_cpus": max(int(needed), os.cpu_count() or 1) if given is None else given,
-    }
+    number = config.ray.num_cpus
+    if number is None:
+        needed = math.ceil(config.ray.num_collectors * config.ray.cpus_per_collector)
+        number = max(needed, os.cpu_count() or 1)
+    return {**options, "num_cpus": number}
 
 
 def _build(
