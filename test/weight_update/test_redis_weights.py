@@ -55,8 +55,9 @@ def test_a_version_arrives_whole_with_its_digest(server, chunk_bytes):
 
     digest = writer.publish(trained, 7)
 
-    source = pickle.loads(pickle.dumps(reader.newest()))
-    assert (source.version, source.digest) == (7, digest)
+    version, source = reader.newest()
+    source = pickle.loads(pickle.dumps(source))
+    assert (version, source.version, source.digest) == (7, 7, digest)
     assert len(chunk_keys(writer)) == {1: 4, 600: 2, 1 << 20: 1}[chunk_bytes]
     receipt = load_into(sampler, source, version=7)
     assert receipt.digest == digest == weights_digest(trained.state_dict())
@@ -68,7 +69,7 @@ def test_who_reads_a_version_while_newer_ones_come_can_finish(server):
     reader = RedisWeightReader(server.url, "run")
     trained, sampler = model(0), model(9)
     writer.publish(trained, 1)
-    old = reader.newest()
+    _, old = reader.newest()
     stream = old.receive()
     first = next(stream)
     for version in (2, 3):
@@ -79,7 +80,7 @@ def test_who_reads_a_version_while_newer_ones_come_can_finish(server):
         load_into(sampler, old, version=1)
     assert same(sampler, model(9))
     assert len(chunk_keys(writer)) == 3 * 4
-    assert reader.newest().version == 4
+    assert reader.newest()[0] == 4
 
 
 def test_a_backend_takes_them_and_keeps_the_old_ones_where_they_are_damaged(server):
@@ -88,7 +89,7 @@ def test_a_backend_takes_them_and_keeps_the_old_ones_where_they_are_damaged(serv
     writer = RedisWeightWriter(server.url, "run")
     reader = RedisWeightReader(server.url, "run")
     writer.publish(trained.module, 1)
-    sampler.update_weights(reader.newest(), version=1)
+    sampler.update_weights(reader.newest()[1], version=1)
     assert torch.equal(sampler.module.head, trained.module.head)
 
     before = sampler.module.head.clone()
@@ -98,7 +99,7 @@ def test_a_backend_takes_them_and_keeps_the_old_ones_where_they_are_damaged(serv
         for key in chunk_keys(writer):
             client.set(key, damage)
         with pytest.raises(WeightUpdateError):
-            sampler.update_weights(reader.newest(), version=2)
+            sampler.update_weights(reader.newest()[1], version=2)
         assert torch.equal(sampler.module.head, before)
 
 
@@ -121,7 +122,7 @@ def test_what_a_restarted_server_has_lost_is_put_there_again(server):
     server.restart()
     assert reader.newest() is None
     writer.refresh()
-    load_into(sampler, reader.newest(), version=5)
+    load_into(sampler, reader.newest()[1], version=5)
     assert same(sampler, trained)
     writer._link.client.delete(chunk_keys(writer)[0])
     writer.refresh()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
@@ -46,6 +47,7 @@ class CollectorWorker:
 
     Attributes:
         digests: version to digest, of the weights that this worker got.
+        before_batch: called when a batch was claimed and is about to be collected.
 
     Raises:
         ConfigError: for a collector that writes its batches elsewhere, or a claim of nothing.
@@ -91,6 +93,7 @@ class CollectorWorker:
         self.collector, self.channel, self.name = collector, channel, name
         self.claim_rows, self.give_up_s = claim_rows, give_up_s
         self.digests: dict[int, str] = {}
+        self.before_batch: Callable[[], object] | None = None
         self._sequence = 0
         self._stopping = threading.Event()
         self._changing = threading.Lock()
@@ -126,6 +129,8 @@ class CollectorWorker:
                 if self.collector.exhausted:
                     return "it has collected all its turns"
                 if self.channel.claim(self.name, self.claim_rows, timeout_s=_WAIT_S):
+                    if self.before_batch is not None:
+                        self.before_batch()
                     self._put(self.collector.rollout())
         except ChannelClosedError:
             return "the channel was closed"
@@ -197,7 +202,3 @@ class CollectorWorker:
             with self._changing:
                 self.digests[version] = receipts[0].digest
         return receipts
-
-    def set_policy_version(self, version: int) -> None:
-        """Name the version of weights that another process has changed."""
-        self.collector.set_policy_version(version)

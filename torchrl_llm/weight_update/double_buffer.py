@@ -34,7 +34,13 @@ from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.weight_update.receive import WeightReceiver
 
-__all__ = ["BufferHeader", "DoubleBufferReceiver", "DoubleBufferSource", "DoubleBufferWriter"]
+__all__ = [
+    "BufferHeader",
+    "DoubleBufferReceiver",
+    "DoubleBufferSource",
+    "DoubleBufferWriter",
+    "newest_update",
+]
 
 _POLL_S = 0.05
 _TRIES = 3
@@ -240,6 +246,26 @@ class DoubleBufferSource(WeightSource):
                 f"{header.sequence}); the sender is two updates ahead"
             )
         return header
+
+
+def newest_update(
+    folder: str | Path, *, num_threads: int = 1
+) -> tuple[int, DoubleBufferSource] | None:
+    """What a sender wrote last, for receivers that look by themselves.
+
+    Args:
+        folder: as this receiver sees it.
+        num_threads: copy so many tensors at once.
+
+    Returns:
+        Version and source; ``None`` where nothing was written yet.
+    """
+    header = _newest(Path(folder))
+    if header is None:
+        return None
+    source = DoubleBufferSource(folder, sequence=header.sequence, num_threads=num_threads)
+    source.digest = header.digest
+    return header.version, source
 
 
 class DoubleBufferReceiver(WeightReceiver):

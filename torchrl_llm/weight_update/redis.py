@@ -205,8 +205,8 @@ class RedisWeightReader:
         self._link = RedisLink(url, feature="RedisWeightReader", reconnect_s=reconnect_s)
         self._name = name
 
-    def newest(self) -> RedisWeightSource | None:
-        """The newest version, to be loaded by whoever samples; ``None`` before the first.
+    def newest(self) -> tuple[int, RedisWeightSource] | None:
+        """The newest version and where it is; ``None`` before the first.
 
         Raises:
             WeightUpdateError: what is there names no version.
@@ -222,4 +222,5 @@ class RedisWeightReader:
             wrong = [str(error)]
         if wrong or not 0 <= head["chunks"] <= 1 << 20:
             raise WeightUpdateError(f"what the Redis names as newest weights is malformed: {wrong}")
-        return RedisWeightSource(self._link, self._name, **{name: head[name] for name in _FIELDS})
+        fields = {name: head[name] for name in _FIELDS}
+        return head["version"], RedisWeightSource(self._link, self._name, **fields)
