@@ -234,7 +234,7 @@ def test_the_object_store_keeps_every_dtype_to_the_bit(cluster):
         "d": torch.randn(4, 4).t(),
         "empty": torch.zeros(0, 3),
     }
-    source = pickle.loads(pickle.dumps(ObjectStoreSource.put(sent)))
+    source = ObjectStoreSource.put(sent, timeout_s=20.0)
     got = dict(source.receive())
     assert got.keys() == sent.keys()
     for name, tensor in sent.items():

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnap
 from torchrl_llm.modules.remote.replica import VersionMismatch
 from torchrl_llm.modules.remote.supervisor import PoolTable, ReplicaAddress
 
-__all__ = ["Dispatcher", "Part"]
+__all__ = ["Balancing", "Dispatcher", "Part"]
 
 _REFRESH_S = 0.5
 _PAUSE_S = 0.1
@@ -51,6 +51,15 @@ class Part:
     result: Any = None
 
 
+class Balancing(NamedTuple):
+    """Arguments of a :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`."""
+
+    strategy: Strategy | Sequence[Strategy]
+    prefix_length: int | None
+    overload_threshold: float
+    sample_size: int | None
+
+
 class Dispatcher:
     """Sends parts to replicas; any number of threads may.
 
@@ -58,8 +67,7 @@ class Dispatcher:
         supervisor: of the pool.
         num_replicas: of the pool.
         what: the pool; begins error messages.
-        balancing: strategy, prefix length and overload threshold, see
-            :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
+        balancing: how a replica is chosen.
         max_retries: how often a part is tried again.
     """
 
@@ -69,7 +77,7 @@ class Dispatcher:
         *,
         num_replicas: int,
         what: str,
-        balancing: tuple[Strategy | Sequence[Strategy], int | None, float],
+        balancing: Balancing,
         max_retries: int,
     ) -> None:
         self.supervisor = supervisor
@@ -80,7 +88,13 @@ class Dispatcher:
         self._addresses: dict[int, ReplicaAddress] = {}
         self._seen_s = 0.0
         self._book = LoadBook()
-        self._balancer = LoadBalancer(self, *balancing)
+        self._balancer = LoadBalancer(
+            self,
+            balancing.strategy,
+            balancing.prefix_length,
+            balancing.overload_threshold,
+            sample_size=balancing.sample_size,
+        )
 
     def addresses(self) -> dict[int, ReplicaAddress]:
         """The replicas that serve, as the supervisor knows them now."""

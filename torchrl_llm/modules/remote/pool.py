@@ -30,7 +30,7 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
 from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
-from torchrl_llm.modules.remote.dispatch import Dispatcher, Part
+from torchrl_llm.modules.remote.dispatch import Balancing, Dispatcher, Part
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
 from torchrl_llm.modules.remote.store import ObjectStoreSource
 from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor
@@ -65,6 +65,9 @@ class EnginePool(Backend):
             :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
         prefix_length: see there.
         overload_threshold: see there.
+        sample_size: see there; by default two are drawn where there are more than eight replicas.
+            (32 clients that compare all of a hundred replicas, by loads that are a second old, get
+            a fifth less out of them than those that draw two: ``test/benchmarks/sim_replicas.py``.)
         max_retries: how often a request is tried again on another replica.
         on_failure: what becomes of a request that no replica answered: an aborted row, or a
             :class:`~torchrl_llm.errors.WorkerError`.
@@ -96,6 +99,7 @@ class EnginePool(Backend):
         strategy: Strategy | Sequence[Strategy] = "requests",
         prefix_length: int | None = None,
         overload_threshold: float = 1.5,
+        sample_size: int | None = None,
         max_retries: int = 2,
         on_failure: Literal["abort", "error"] = "abort",
         timeout_s: float = 600.0,
@@ -115,7 +119,9 @@ class EnginePool(Backend):
         self.tokenizer = tokenizer
         self._name = name
         self._owns = False
-        self._balancing = (strategy, prefix_length, overload_threshold)
+        if sample_size is None and num_replicas > 8:
+            sample_size = 2
+        self._balancing = Balancing(strategy, prefix_length, overload_threshold, sample_size)
         self._max_retries = max_retries
         self._on_failure = on_failure
         self._timeout_s = timeout_s
