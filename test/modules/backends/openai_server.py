@@ -117,8 +117,8 @@ class FakeServer:
                 body.get("logprob_token_ids") or row.topk(count).indices.tolist() for row in rows
             ]
             choice["logprobs"]["top_logprobs"] = [
-                self.limited({f"token_id:{token}": float(row[token]) for token in top})
-                for row, top in zip(rows, tops, strict=True)
+                self.limited({f"token_id:{token}": row[token] for token in top})
+                for row, top in zip(rows.tolist(), tops, strict=True)
             ]
         if body.get("prompt_logprobs") is not None:
             rows = self.distributions(prompt)[:-1]
@@ -128,11 +128,11 @@ class FakeServer:
                 *(
                     self.limited(
                         {
-                            str(token): {"logprob": float(row[token])}
-                            for token in (range(len(row)) if asked == -1 else [int(own)])
+                            str(token): {"logprob": row[token]}
+                            for token in (range(len(row)) if asked == -1 else [own])
                         }
                     )
-                    for row, own in zip(rows, prompt[1:], strict=True)
+                    for row, own in zip(rows.tolist(), prompt[1:].tolist(), strict=True)
                 ),
             ]
         return choice

@@ -345,6 +345,7 @@ def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
             "--max-logprobs -1, and check vocab_size"
         )
     # Rows of an embedding that no token has take part in the normalisation all the same.
-    row = torch.full((max(values) + 1,), -math.inf)
-    row[torch.tensor(list(values))] = torch.tensor(list(values.values()))
-    return row
+    row = [-math.inf] * (max(values) + 1)
+    for token, value in values.items():
+        row[token] = value
+    return torch.tensor(row)
