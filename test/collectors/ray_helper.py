@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
+from pathlib import Path
 
-from collectors.collecting import QUESTIONS, Ending, make_env, make_policy
+from collectors.collecting import QUESTIONS, Ending, Failing, make_env, make_policy
 from conftest import _make_tiny_model, _make_tokenizer
 
+from torchrl_llm.envs import ChatEnv
 from torchrl_llm.modules import TransformersWrapper
 
-__all__ = ["QUESTIONS", "Ending", "HangingPolicy", "fake_policy", "make_env", "model_policy"]
-
 tokenizer = functools.cache(_make_tokenizer)
+
+
+def start_ray(ray, **options):
+    """Ray whose actors find this folder's modules."""
+    test = Path(__file__).parents[1]
+    paths = [str(test.parent), str(test), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env_vars = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": env_vars},
+        **options,
+    )
 
 
 def fake_policy():
     return make_policy(tokenizer())
 
 
-def model_policy(max_new_tokens=4):
+def model_policy():
     return TransformersWrapper(
-        _make_tiny_model(),
-        tokenizer=tokenizer(),
-        generate_kwargs={"max_new_tokens": max_new_tokens},
+        _make_tiny_model(), tokenizer=tokenizer(), generate_kwargs={"max_new_tokens": 4}
     )
 
 
-class HangingPolicy:
-    """Answers a number of calls, and then never again; or slowly."""
+def failing_policy(after):
+    return Failing(fake_policy(), after)
 
-    def __init__(self, policy, after=1, seconds=10_000.0):
+
+def no_policy():
+    raise OSError("no such checkpoint")
+
+
+class Slow:
+    """Answers a number of calls at once, and then takes its time for each."""
+
+    def __init__(self, policy, after, seconds):
         self.policy, self.after, self.seconds = policy, after, seconds
 
     def __call__(self, td):
@@ -40,5 +60,13 @@ class HangingPolicy:
         return self.policy(td)
 
 
-def hanging_policy(after=1, seconds=10_000.0):
-    return HangingPolicy(fake_policy(), after, seconds)
+def slow_policy(after=0, seconds=0.1):
+    return Slow(fake_policy(), after, seconds)
+
+
+def shared_env(primer, num_envs=2):
+    """Conversations of one turn whose prompts come from a primer that others ask, too."""
+    return ChatEnv(batch_size=(num_envs,)).append_transform(primer).append_transform(Ending(1))
+
+
+__all__ = ["QUESTIONS", "make_env"]

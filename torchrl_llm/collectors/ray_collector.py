@@ -1,79 +1,36 @@
 """The collector in a Ray actor: the same batches, from a process of its own.
 
-What runs over there is in :mod:`torchrl_llm.collectors.ray_host`; several of them side by side are
-:class:`~torchrl_llm.collectors.RayCollectorGroup`.
+What runs over there is in :mod:`torchrl_llm.collectors.ray_host`, how it is watched and built anew
+in :mod:`torchrl_llm.collectors.ray_actor`.
 """
 
 from __future__ import annotations
 
-import itertools
 import queue as queues
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl._utils import logger
 from torchrl.collectors import BaseCollector
 from torchrl.data import RayReplayBuffer as CoreRayReplayBuffer
 from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
-from torchrl_llm.collectors.background import BackgroundLoop
-from torchrl_llm.collectors.ray_host import CollectorHost
+from torchrl_llm._ray import require_ray
+from torchrl_llm.collectors.ray_actor import CollectorActor, actor_options
+from torchrl_llm.collectors.ray_host import InFlight, PackedBatch
 from torchrl_llm.collectors.transport.base import RowChannel
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
-from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError, WorkerError
+from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.weight_update import WeightUpdater, engine_weights
 
-__all__ = ["RayLLMCollector", "actor_options"]
-
-_POLL_S = 0.2
-_THREADS = 4
-# Process numbers from here on are those of actors; children of multiprocessing count from 1.
-_FIRST_NUMBER = 2**15
-_numbers = itertools.count()
-_PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
+__all__ = ["RayLLMCollector"]
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
-
-
-def actor_options(
-    remote_config: Mapping[str, Any] | None, **given: Any
-) -> tuple[ActorOptions, dict[str, Any]]:
-    """What an actor needs, from TorchRL's ``remote_config``.
-
-    Args:
-        remote_config: fields of :class:`~torchrl_llm._ray.ActorOptions`, and ``memory``,
-            ``scheduling_strategy``, ``accelerator_type``, ``runtime_env`` of Ray.
-        given: fields that override it; ``None`` for those that were not given.
-
-    Returns:
-        The options, and what is left for Ray.
-
-    Raises:
-        ConfigError: for another key.
-    """
-    config = dict(remote_config or {})
-    placement = {name: config.pop(name) for name in _PLACEMENT if name in config}
-    known = {field.name for field in fields(ActorOptions)}
-    unknown = sorted(set(config) - known)
-    if unknown:
-        raise ConfigError(
-            f"remote_config has {unknown[0]!r}; it may have {sorted(known | set(_PLACEMENT))}"
-        )
-    config |= {name: value for name, value in given.items() if value is not None}
-    options = ActorOptions(**config)
-    return replace(options, max_concurrency=max(options.max_concurrency, _THREADS)), placement
 
 
 class RayLLMCollector(BaseCollector):
@@ -115,7 +72,8 @@ class RayLLMCollector(BaseCollector):
         track_policy_version: see there.
         verbose: see there.
         ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
-        remote_config: what the actor needs, see :func:`actor_options`.
+        remote_config: what the actor needs, see
+            :func:`~torchrl_llm.collectors.ray_actor.actor_options`.
         sync_iter: ``False`` collects the next batch while the caller works on the last one.
         num_cpus: CPUs of the actor; 1 by default.
         num_gpus: GPUs of the actor; none by default.
@@ -164,7 +122,7 @@ class RayLLMCollector(BaseCollector):
         num_gpus: float | None = None,
         name: str = "collector",
         claim_rows: int | None = None,
-        in_flight: Literal["wait", "keep", "abort"] = "wait",
+        in_flight: InFlight = "wait",
         wait_for_updates: bool = True,
         max_restarts: int = 0,
         worker_timeout_s: float = 300.0,
@@ -187,23 +145,18 @@ class RayLLMCollector(BaseCollector):
             raise ConfigError("max_restarts must not be negative, worker_timeout_s be positive")
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
-        self.replay_buffer, self.queue = replay_buffer, queue
-        self.channel = queue if isinstance(queue, RowChannel) else None
-        if claim_rows is not None and self.channel is None:
+        channel = queue if isinstance(queue, RowChannel) else None
+        if claim_rows is not None and channel is None:
             raise ConfigError("claim_rows needs a channel as queue")
+        self.replay_buffer, self.queue, self.channel = replay_buffer, queue, channel
         self.total_frames = total_dialog_turns
-        self.name, self.sync_iter, self.in_flight = name, sync_iter, in_flight
-        self.wait_for_updates, self.max_restarts = wait_for_updates, max_restarts
-        self.worker_timeout_s = worker_timeout_s
-        self.options, self._placement = actor_options(
-            remote_config, num_cpus=num_cpus, num_gpus=num_gpus, timeout_s=timeout_s
-        )
+        self.sync_iter, self.wait_for_updates = sync_iter, wait_for_updates
         # A buffer of this process stays here; one in Ray is written to from over there.
         self._local_buffer = isinstance(replay_buffer, CoreReplayBuffer) and not isinstance(
             replay_buffer, CoreRayReplayBuffer
         )
         beside = replay_buffer is not None or queue is not None
-        self._collector_options = {
+        collector_options = {
             "policy": policy,
             "policy_factory": policy_factory,
             "dialog_turns_per_batch": dialog_turns_per_batch,
@@ -215,108 +168,48 @@ class RayLLMCollector(BaseCollector):
             "replay_buffer": None if self._local_buffer else replay_buffer,
             "reset_at_each_iter": reset_at_each_iter,
             "flatten_data": beside if flatten_data is None else flatten_data,
-            "queue": None if self.channel is not None else queue,
+            "queue": None if channel is not None else queue,
             "track_policy_version": track_policy_version,
             "verbose": verbose,
         }
-        self._env, self._claim_rows = env, claim_rows
-        self._lock = threading.RLock()
-        self._latest: tuple[WeightSource | None, int] = (None, 0)
-        self._pending: Any = None
+        options, placement = actor_options(
+            remote_config, num_cpus=num_cpus, num_gpus=num_gpus, timeout_s=timeout_s
+        )
         self._ahead: Any = None
-        self._run: Any = None
-        self._watch: BackgroundLoop | None = None
-        self._failure: BaseException | None = None
-        self._closed = False
-        self.restarts = 0
         self.receipts: list[WeightReceipt] = []
         self.weight_updater = weight_updater
-        self._remote: RemoteObject | None = self._build()
-        self.requested_frames_per_batch = self._remote.read("collector.dialog_turns_per_batch")
-        version = self._remote.read("collector.policy_version")
-        self._latest = (None, version if isinstance(version, int) else 0)
-
-    # -- the actor --------------------------------------------------------------------------------
-
-    def _build(self) -> RemoteObject:
-        number = next(_numbers)
-        self.worker_name = f"{self.name}-{number}"
-        factory = partial(
-            CollectorHost,
-            self._env,
-            self._collector_options,
-            number=(_FIRST_NUMBER + number) % 2**16,
-            channel=self.channel,
-            name=self.worker_name,
-            claim_rows=self._claim_rows,
+        self._actor = CollectorActor(
+            env,
+            collector_options,
+            options=options,
+            placement=placement,
+            name=name,
+            channel=channel,
+            claim_rows=claim_rows,
+            in_flight=in_flight,
+            max_restarts=max_restarts,
+            worker_timeout_s=worker_timeout_s,
         )
-        what = f"RayLLMCollector {self.worker_name!r}"
-        check_resources(what, [self.options.bundle])
-        return RemoteObject(factory, self.options, what=what, placement=self._placement or None)
+        turns = self._actor.remote.read("collector.dialog_turns_per_batch")
+        self.requested_frames_per_batch = turns
 
-    def _alive(self) -> RemoteObject:
-        self._raise_failure()
-        if self._closed:
-            raise ConfigError("this collector was shut down")
-        remote = self._remote
-        if remote is None:
-            raise WorkerError(f"RayLLMCollector {self.name!r} is being built anew")
-        return remote
+    @property
+    def worker_name(self) -> str:
+        """Its name in the channel, another one after each restart."""
+        return self._actor.worker_name
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    @property
+    def restarts(self) -> int:
+        """How often it was built anew."""
+        return self._actor.restarts
 
     def pid(self) -> int:
         """Process of the actor.
 
         Raises:
-            WorkerError: it died or does not answer.
+            WorkerError: it died, does not answer, or is being built anew.
         """
-        return self._alive().pid()
-
-    def _lose(self) -> None:
-        """End the actor, and give back what it had claimed."""
-        with self._lock:
-            remote, self._remote, self._ahead, self._pending = self._remote, None, None, None
-        if remote is not None:
-            remote.shutdown()
-        if self.channel is not None:
-            counts = self.channel.forget(self.worker_name)
-            if counts.claimed or counts.in_flight:
-                logger.warning(
-                    f"{self.worker_name}: {counts.claimed} claimed rows go to others, "
-                    f"{counts.in_flight} tokens are lost"
-                )
-
-    def _revive(self, error: BaseException) -> None:
-        """Build the actor anew after it died, with the latest weights, or fail with its error."""
-        logger.warning(f"{self.worker_name}: {type(error).__name__}: {error}")
-        self._lose()
-        if self._closed:
-            return
-        if self.restarts >= self.max_restarts:
-            self._failure = error
-            return
-        self.restarts += 1
-        remote = self._build()
-        brought = None
-        while True:
-            with self._lock:
-                latest = self._latest
-                if latest is brought or self._closed:
-                    self._remote = remote
-                    break
-            self._bring(remote, latest)
-            brought = latest
-        logger.warning(f"built anew as {self.worker_name}, at version {latest[1]} of the weights")
-
-    def _bring(self, remote: RemoteObject, latest: tuple[WeightSource | None, int]) -> None:
-        source, version = latest
-        if source is None:
-            remote.call("collector.set_policy_version", version)
-        else:
-            remote.call("load_weights", source, version, "wait")
+        return self._actor.remote.pid()
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -328,31 +221,33 @@ class RayLLMCollector(BaseCollector):
             WorkerError: the actor died, hung or did not answer in time, and may not be built anew.
             Exception: what policy or environment raised.
         """
+        if self._actor.started:
+            raise ConfigError("this collector was started and collects by itself")
+        if self.channel is not None:
+            raise ConfigError("a collector with a channel is started: call start()")
         while True:
             try:
                 there, packed = self._next_packed()
+                break
             except WorkerError as error:
-                if self._remote is None:
-                    raise
-                self._revive(error)
-                self._raise_failure()
-                continue
-            break
+                self._ahead = None
+                self._actor.check()
+                self._actor.revive(error)
+                self._actor.check()
         if not there:
             raise StopIteration
         if packed is None:
             return None
         if self._local_buffer:
-            self.replay_buffer.extend(packed.rows)
+            self._write(packed)
             return None
         return packed.unpack()
 
-    def _next_packed(self) -> Any:
-        if self._watch is not None:
-            raise ConfigError("this collector was started and collects by itself")
-        if self.channel is not None:
-            raise ConfigError("a collector with a channel is started: call start()")
-        remote = self._alive()
+    def _write(self, packed: PackedBatch) -> None:
+        self.replay_buffer.extend(packed.rows)
+
+    def _next_packed(self) -> tuple[bool, PackedBatch | None]:
+        remote = self._actor.remote
         ref = remote.submit("next") if self._ahead is None else self._ahead
         self._ahead = None
         found = remote.result(ref, call="next")
@@ -385,83 +280,23 @@ class RayLLMCollector(BaseCollector):
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer, a queue or a channel to collect into")
-        self._alive()
-        if self._watch is not None:
+        if self._actor.started:
             raise ConfigError("this collector was started before")
-        self._set_off()
-        self._watch = BackgroundLoop(self._look_after, name=f"watch of {self.name}")
-        self._watch.start()
-
-    def _set_off(self) -> None:
-        self._started_s = time.time()
-        self._run = self._remote.submit("next" if self._local_buffer else "run")
-
-    def _look_after(self) -> bool:
-        """One look at the run: whether to go on looking."""
-        ray = require_ray("RayLLMCollector")
-        remote = self._remote
-        ready, _ = ray.wait([self._run], timeout=_POLL_S)
-        try:
-            if not ready:
-                self._check_signs_of_life()
-                return True
-            result = remote.result(self._run, call="collecting")
-            if self._local_buffer:
-                there, packed = result
-                if there:
-                    self._run = remote.submit("next")
-                    self.replay_buffer.extend(packed.rows)
-                return there
-            logger.info(f"{self.worker_name} ended: {result}")
-            if self.channel is not None:
-                self.channel.forget(self.worker_name)
-            return False
-        except WorkerError as error:
-            if self._closed:
-                return False
-            self._revive(error)
-        except TorchRLLLMError as error:
-            self._give_up(error)
-        except Exception as error:
-            # Whatever policy or environment raised ends this collector, and reaches the learner.
-            self._give_up(error)
-        if self._failure is not None or self._closed:
-            return False
-        self._set_off()
-        return True
-
-    def _give_up(self, error: BaseException) -> None:
-        logger.error(f"{self.worker_name} stopped: {type(error).__name__}: {error}")
-        self._lose()
-        self._failure = error
-
-    def _check_signs_of_life(self) -> None:
-        if self.channel is None:
-            return
-        counts = self.channel.workers().get(self.worker_name)
-        seen_s = self._started_s if counts is None else max(counts.seen_s, self._started_s)
-        if time.time() - seen_s > self.worker_timeout_s:
-            raise WorkerError(
-                f"{self.worker_name!r} gave no sign of life for {self.worker_timeout_s:g} s (no "
-                "policy call ended, no claim was made); its environment or policy hangs, or "
-                "worker_timeout_s is less than one call takes"
-            )
+        self._actor.start(self._write if self._local_buffer else None)
 
     @property
     def is_running(self) -> bool:
         """Whether it was started and still collects, or is being built anew."""
-        return self._watch is not None and self._watch.is_running
+        return self._actor.is_running
 
     def check(self) -> None:
-        """Raise what ended a collector that was started; nothing while it runs.
+        """Raise what ended the collector for good; nothing while it lives.
 
         Raises:
             WorkerError: its process died or hung too often.
             Exception: what policy, environment or buffer raised.
         """
-        if self._watch is not None and self._watch.failure is not None:
-            self._failure = self._watch.failure
-        self._raise_failure()
+        self._actor.check()
 
     # -- weights and versions ---------------------------------------------------------------------
 
@@ -521,43 +356,11 @@ class RayLLMCollector(BaseCollector):
             WeightUpdateError: they did not arrive, or not as they were sent.
             WorkerError: the collector is dead and may not be built anew.
         """
-        self._settle()
-        with self._lock:
-            self._latest = (source, version)
-            remote = self._remote
-            if remote is None:
-                self._raise_failure()
-                return []
-            if source is None:
-                self._pending = remote.submit("collector.set_policy_version", version)
-            else:
-                self._pending = remote.submit("load_weights", source, version, self.in_flight)
+        self._actor.send(source, version)
         if self.wait_for_updates:
-            return self._settle()
+            self.receipts = self._actor.settle()
+            return self.receipts
         return []
-
-    def _settle(self) -> list[WeightReceipt]:
-        """Wait for the update under way, and check what arrived."""
-        with self._lock:
-            remote, pending, self._pending = self._remote, self._pending, None
-            source, version = self._latest
-        if pending is None or remote is None:
-            return []
-        try:
-            receipts = remote.result(pending, call="the update of weights") or []
-        except WorkerError:
-            # Whoever watches it finds the same, and brings the weights to its successor.
-            if self._watch is None and self.restarts >= self.max_restarts:
-                raise
-            return []
-        for receipt in receipts:
-            if receipt.version != version or (source.digest or receipt.digest) != receipt.digest:
-                raise WeightUpdateError(
-                    f"version {version} with digest {source.digest} was sent to "
-                    f"{self.worker_name!r}, and it got {receipt}"
-                )
-        self.receipts = receipts
-        return receipts
 
     def increment_version(self) -> None:
         """Count a new version of weights that have their place already."""
@@ -566,11 +369,11 @@ class RayLLMCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         """Number of the last weights that were sent."""
-        return self._latest[1]
+        return self._actor.weights.version
 
     def get_policy_version(self) -> int:
         """The same as :attr:`policy_version`, for callers that can only call methods."""
-        return self._latest[1]
+        return self._actor.weights.version
 
     # -- state and end ----------------------------------------------------------------------------
 
@@ -587,16 +390,16 @@ class RayLLMCollector(BaseCollector):
     @property
     def dialog_turns(self) -> int:
         """Turns collected so far, since the last restart."""
-        return self._alive().read("collector.dialog_turns")
+        return self._actor.remote.read("collector.dialog_turns")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment over there; returns the next seed."""
-        return self._alive().call("collector.set_seed", seed, static_seed)
+        return self._actor.remote.call("collector.set_seed", seed, static_seed)
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the post-processing of batches over there; see the arguments of the class."""
-        self._alive().call("collector.set_postproc", postproc)
-        self._collector_options["postproc"] = postproc
+        self._actor.remote.call("collector.set_postproc", postproc)
+        self._actor.collector_options["postproc"] = postproc
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """What the next batch depends on, as :meth:`LLMCollector.state_dict` has it.
@@ -605,7 +408,7 @@ class RayLLMCollector(BaseCollector):
             WorkerError: the actor died or did not answer in time.
             CheckpointError: for an ``AsyncEnvPool``.
         """
-        state = self._alive().call("collector.state_dict")
+        state = self._actor.remote.call("collector.state_dict")
         return OrderedDict(collector=state, version=self.policy_version)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -614,8 +417,8 @@ class RayLLMCollector(BaseCollector):
         Args:
             state_dict: of a collector that was built alike.
         """
-        self._alive().call("collector.load_state_dict", state_dict["collector"])
-        self._latest = (None, state_dict["version"])
+        self._actor.remote.call("collector.load_state_dict", state_dict["collector"])
+        self._actor.send(None, state_dict["version"])
 
     def shutdown(
         self,
@@ -631,29 +434,9 @@ class RayLLMCollector(BaseCollector):
             close_env: close the environment first.
             raise_on_error: raise what ended the collector, if something did.
         """
-        if not self._closed:
-            self._closed = True
-            limit_s = 10.0 if timeout is None else timeout
-            remote = self._remote
-            if remote is not None:
-                self._stop(remote, limit_s, close_env=close_env)
-            if self._watch is not None:
-                with suppress(TimeoutError):
-                    self._watch.stop(limit_s)
-            with suppress(WorkerError):  # the channel may be gone before its workers
-                self._lose()
+        self._actor.stop(10.0 if timeout is None else timeout, close_env=close_env)
         if raise_on_error:
-            self.check()
-
-    def _stop(self, remote: RemoteObject, limit_s: float, *, close_env: bool) -> None:
-        ray = require_ray("RayLLMCollector")
-        # A process that is dead or hangs cannot be asked, and need not be.
-        with suppress(WorkerError):
-            remote.result(remote.submit("stop", control=True), timeout_s=limit_s)
-            if self._run is not None:
-                ray.wait([self._run], timeout=limit_s)
-            if close_env:
-                remote.result(remote.submit("close", control=True), timeout_s=limit_s)
+            self._actor.check()
 
     def __enter__(self) -> RayLLMCollector:
         return self
@@ -664,5 +447,5 @@ class RayLLMCollector(BaseCollector):
     def __repr__(self) -> str:
         return (
             f"RayLLMCollector({self.worker_name!r}, version={self.policy_version}, "
-            f"restarts={self.restarts}/{self.max_restarts})"
+            f"restarts={self.restarts})"
         )

@@ -18,7 +18,7 @@ from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 
-__all__ = ["CollectorHost", "PackedBatch"]
+__all__ = ["CollectorHost", "InFlight", "PackedBatch"]
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -114,3 +114,7 @@ class CollectorHost:
         if self.worker is not None:
             return self.worker.load_weights(source, version, in_flight)
         return self.collector.load_weights(source, version=version, in_flight=in_flight)
+
+    def set_policy_version(self, version: int) -> None:
+        """Name the version of weights that another process has changed."""
+        self.collector.set_policy_version(version)

@@ -26,6 +26,7 @@ from torchrl_llm.objectives.credit import (
     MCAdvantageSelector,
     MonteCarloReturn,
     PerStepReward,
+    RayMCAdvantage,
     SPOAdvantage,
     TeacherKL,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "PolicyGradientLoss",
     "PolicyLossOutput",
     "PolicyLossSettings",
+    "RayMCAdvantage",
     "ReinforceLoss",
     "ReinforcePlusPlusLoss",
     "SAPOLoss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchrl_llm.data.replay_buffers.buffer import ReplayBuffer
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.join import JoinTurns
+from torchrl_llm.data.replay_buffers.ray import RayReplayBuffer
 from torchrl_llm.data.replay_buffers.sampler import PromptGroupSampler
 from torchrl_llm.data.replay_buffers.selection import Selector, drop_incomplete, drop_truncated
 from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory, TrajectoryQueue
@@ -14,6 +15,7 @@ __all__ = [
     "GroupTransform",
     "JoinTurns",
     "PromptGroupSampler",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "Selector",
     "Trajectory",

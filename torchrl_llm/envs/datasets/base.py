@@ -7,6 +7,7 @@ a row is the ``query`` and what the ``answer``, and which reward compares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torchrl_llm.envs.chat import ChatEnv, Mode
 from torchrl_llm.envs.datasets.loading import MappedRows, RowLoader, load_rows
 from torchrl_llm.envs.reward.base import RewardParser
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
+from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
 from torchrl_llm.envs.transforms.step_counter import StepCounter
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -59,6 +61,10 @@ class DatasetChatEnv(TransformedEnv):
         primers: specs of the columns, taken from the first row if not given.
         system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
         worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        ray_backend: draw the rows from an actor that all environments with the same
+            ``dataloader_actor_name`` ask, see
+            :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.
+        dataloader_actor_name: name of that actor.
 
     ``state_dict()`` holds the position in the data and all counters, for an exact resume.
 
@@ -97,7 +103,11 @@ class DatasetChatEnv(TransformedEnv):
         primers: Composite | None = None,
         system_prompt: str | None = None,
         worker_id: int | None = None,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
     ) -> None:
+        if dataloader_actor_name is not None and not ray_backend:
+            raise ConfigError("dataloader_actor_name has no effect without ray_backend=True")
         data_key = "query" if data_key is None else data_key
         if isinstance(dataset, _Loader):
             loader = dataset.loader
@@ -110,7 +120,10 @@ class DatasetChatEnv(TransformedEnv):
                 batch_size=batch_size_dl,
                 collate_fn=collate_fn,
             )
-        primer = DataLoadingPrimer(
+        make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer
+        if ray_backend:
+            make_primer = partial(RayDataLoadingPrimer, actor_name=dataloader_actor_name)
+        primer = make_primer(
             loader,
             primers=primers,
             repeats=repeats,

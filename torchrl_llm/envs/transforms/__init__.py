@@ -8,6 +8,7 @@ from torchrl_llm.envs.transforms.dataloading import (
 from torchrl_llm.envs.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
 from torchrl_llm.envs.transforms.overlong import OverlongPenalty
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
+from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
 from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.envs.transforms.retrieve_teacher import RetrieveTeacherLogProb
 from torchrl_llm.envs.transforms.retrieve_values import RetrieveValues
@@ -21,6 +22,7 @@ __all__ = [
     "KLRewardTransform",
     "OverlongPenalty",
     "PolicyVersion",
+    "RayDataLoadingPrimer",
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveTeacherLogProb",

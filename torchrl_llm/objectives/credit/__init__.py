@@ -12,6 +12,7 @@ from torchrl_llm.objectives.credit.group import (
     MCAdvantage,
 )
 from torchrl_llm.objectives.credit.normalized import BatchNormalizedReturn
+from torchrl_llm.objectives.credit.ray import RayMCAdvantage
 from torchrl_llm.objectives.credit.returns import (
     ConstantCredit,
     EpisodicReturn,
@@ -36,6 +37,7 @@ __all__ = [
     "MCAdvantageSelector",
     "MonteCarloReturn",
     "PerStepReward",
+    "RayMCAdvantage",
     "SPOAdvantage",
     "TeacherKL",
 ]

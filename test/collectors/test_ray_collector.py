@@ -1,0 +1,305 @@
+"""RayLLMCollector in real actors: same batches, weights, and what becomes of the killed."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from collectors.ray_helper import (
+    failing_policy,
+    make_env,
+    model_policy,
+    no_policy,
+    slow_policy,
+    start_ray,
+)
+
+from torchrl_llm.collectors import ChannelCollector, LLMCollector, RayLLMCollector
+from torchrl_llm.collectors.staleness import Pacer, StalenessRule
+from torchrl_llm.collectors.transport import RayChannel
+from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
+from torchrl_llm.modules.backends.weights import TensorSource
+from torchrl_llm.weight_update import engine_weights
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+CPUS = 0.25
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    start_ray(ray, num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+def _until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _in_steps(**options):
+    return RayLLMCollector(
+        partial(make_env, 2),
+        policy_factory=model_policy,
+        dialog_turns_per_batch=6,
+        num_cpus=CPUS,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def collector(cluster):
+    """One for the tests that only iterate: to start an actor takes seconds."""
+    with _in_steps(total_dialog_turns=10_000) as collector:
+        yield collector
+
+
+@pytest.fixture
+def model():
+    return model_policy().model
+
+
+def _alike(batch, other):
+    """Same conversations, step by step (sampled tokens differ: each process draws its own)."""
+    assert batch.batch_size == other.batch_size
+    for row, twin in zip(
+        split_rollout(batch).unbind(0), split_rollout(other).unbind(0), strict=True
+    ):
+        assert set(row.keys(True)) == set(twin.keys(True))
+        assert row["query"] == twin["query"]
+        for key in ("turn", ("next", "done"), ("next", "reward")):
+            assert torch.equal(row[key], twin[key])
+        assert torch.equal(row["log_probs", "full"] != 0, row["trace", "source"] == 3)
+
+
+def test_batches_are_those_of_a_collector_here(collector):
+    local = LLMCollector(make_env(2), policy=model_policy(), dialog_turns_per_batch=6)
+    theirs, ours = iter(collector), iter(local)
+    for _ in range(2):
+        batch, other = next(theirs), next(ours)
+        assert batch.batch_size == (2, 3)
+        _alike(batch, other)
+    assert collector.dialog_turns == 12
+    assert (collector.dialog_turns_per_batch, collector.total_dialog_turns) == (6, 10_000)
+
+
+def test_ids_are_those_of_no_other_process(collector):
+    local = LLMCollector(make_env(2), policy=model_policy(), dialog_turns_per_batch=6)
+    for key in ("group_id", "traj_id"):
+        ours = set(next(iter(local))[key].flatten().tolist())
+        assert not ours & set(collector.next()[key].flatten().tolist())
+
+
+def test_weights_arrive_under_their_version_and_act(collector, model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    before = collector.policy_version
+    collector.update_policy_weights_(model)
+    (receipt,) = collector.receipts
+    assert receipt.version == collector.policy_version == before + 1
+    assert receipt.digest == weights_digest(engine_weights(model))
+    batch = split_rollout(collector.next())
+    scorer = model_policy()
+    scorer.model.load_state_dict(model.state_dict())
+    for row in batch.unbind(0):
+        sampled = row["trace", "source"] == 3
+        # Turns before this one were sampled by the version before.
+        own = sampled & (row["trace", "policy_version"] == before + 1)
+        assert own.any()
+        ids = row["tokens", "full"]
+        scores = scorer.backend.token_scores([ids], [own])[0].log_probs
+        torch.testing.assert_close(scores, row["log_probs", "full"][own], atol=1e-5, rtol=0)
+    collector.update_policy_weights_(state_dict=model.state_dict(), version=50)
+    assert collector.get_policy_version() == 50
+    collector.increment_version()
+    assert split_rollout(collector.next())[-1]["trace", "policy_version"].max() == 51
+
+
+def test_weights_that_do_not_arrive_as_sent_are_an_error(collector, model):
+    wrong = TensorSource(engine_weights(model), digest="0" * 32)
+    before = collector.policy_version
+    with pytest.raises(WeightUpdateError, match="was sent as"):
+        collector.load_weights(wrong, version=before + 1)
+    with pytest.raises(WeightUpdateError, match="not sent"):
+        collector.load_weights(TensorSource({}), version=before + 1)
+    collector.load_weights(None, version=before)
+
+
+def test_it_continues_where_its_state_was_taken(collector):
+    state = collector.state_dict()
+    first = collector.next()
+    collector.load_state_dict(state)
+    again = collector.next()
+    _alike(first, again)
+    assert torch.equal(first["traj_id"], again["traj_id"])
+    assert collector.policy_version == state["version"]
+
+
+def test_the_next_batch_is_collected_while_the_last_is_worked_on(collector):
+    collector.sync_iter = False
+    collector.next()
+    ahead = collector.dialog_turns
+    _until(lambda: collector.dialog_turns == ahead + 6 or ahead % 6 == 0)
+    collector.next()
+    collector.sync_iter = True
+    collector.next()
+
+
+def test_a_local_buffer_is_filled_from_over_there():
+    buffer = ReplayBuffer()
+    with _in_steps(replay_buffer=buffer, total_dialog_turns=12) as collector:
+        assert collector.next() is None
+        assert len(buffer) == 6
+        collector.start()
+        _until(lambda: not collector.is_running)
+        assert len(buffer) == 12
+        with pytest.raises(ConfigError, match="by itself"):
+            collector.next()
+
+
+# -- a channel, and the killed --------------------------------------------------------------------
+
+
+def _worker(channel, name, **options):
+    options.setdefault("policy_factory", partial(slow_policy, 0, 0.05))
+    return RayLLMCollector(
+        partial(make_env, 2),
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=2,
+        queue=channel,
+        name=name,
+        num_cpus=CPUS,
+        **options,
+    )
+
+
+def test_the_learner_goes_on_when_a_collector_is_killed_and_the_count_closes():
+    channel = RayChannel(4)
+    members = [
+        _worker(channel, "kept"),
+        _worker(channel, "killed", max_restarts=1, policy_factory=model_policy),
+    ]
+    learner = ChannelCollector(
+        channel,
+        batch_rows=4,
+        pacer=Pacer(StalenessRule(max_policy_age=4), batch_rows=4),
+        timeout_s=PATIENCE_S,
+    )
+    weights = engine_weights(model_policy().model)
+    members[1].load_weights(TensorSource(weights, digest=weights_digest(weights)), version=3)
+    for member in members:
+        member.start()
+    first = members[1].worker_name
+    _until(lambda: first in channel.workers() and channel.workers()[first].delivered)
+    tokens = sum(map(sampled_tokens, learner.collect().tensordicts))
+    os.kill(members[1].pid(), signal.SIGKILL)
+    names = set()
+    deadline = time.monotonic() + PATIENCE_S
+    # It comes back under another name, with the weights that it had.
+    while members[1].worker_name == first or members[1].worker_name not in names:
+        assert time.monotonic() < deadline
+        learner.update_policy_weights_()
+        tokens += sum(map(sampled_tokens, learner.collect().tensordicts))
+        names = {n for n, c in channel.workers().items() if c.delivered}
+    assert members[1].restarts == 1
+    assert members[1].policy_version == 3
+    dead = channel.forgotten()[first]
+    # The end: nobody is granted more, and all that was sampled has come or is lost.
+    for member in members:
+        member.shutdown()
+    while len(channel):
+        tokens += sum(map(sampled_tokens, learner.receive(timeout_s=PATIENCE_S)))
+    forgotten = channel.forgotten()
+    assert set(forgotten) >= {first, *(m.worker_name for m in members)}
+    held = sum(sampled_tokens(row) for h in learner._held for row in h.rows)
+    lost = learner.take_lost()
+    assert sum(c.generated for c in forgotten.values()) == tokens + held + lost
+    assert lost >= dead.in_flight
+    channel.shutdown()
+
+
+def test_a_collector_that_hangs_or_fails_gives_its_claims_back_and_says_why():
+    channel = RayChannel(4)
+    hangs = _worker(
+        channel, "hangs", policy_factory=partial(slow_policy, 3, 10_000.0), worker_timeout_s=8.0
+    )
+    fails = _worker(channel, "fails", policy_factory=partial(failing_policy, 1))
+    channel.grant(4)
+    for member in (hangs, fails):
+        member.start()
+    _until(lambda: not fails.is_running)
+    with pytest.raises(ValueError, match="the policy is broken"):
+        fails.check()
+    with pytest.raises(ValueError, match="the policy is broken"):
+        fails.update_policy_weights_()
+    channel.grant(6)
+    _until(lambda: not hangs.is_running)
+    with pytest.raises(WorkerError, match="no sign of life for 8 s"):
+        hangs.check()
+    assert channel.forgotten()[hangs.worker_name].claimed == 2
+    assert channel.workers() == {}
+    for member in (hangs, fails):
+        member.shutdown(raise_on_error=False)
+    # What they had claimed is there for others.
+    assert channel.claim("another", 2, timeout_s=0)
+    channel.shutdown()
+
+
+def test_a_full_channel_holds_its_collector_back_and_ends_with_it():
+    channel = RayChannel(1)
+    member = _worker(channel, "eager", worker_timeout_s=20.0)
+    channel.grant(100)
+    member.start()
+    _until(lambda: len(channel) == 1)
+    time.sleep(1.0)
+    assert len(channel) == 1
+    assert member.is_running
+    got = [channel.get(timeout_s=PATIENCE_S).sequence for _ in range(3)]
+    assert got == [0, 1, 2]
+    channel.close()
+    _until(lambda: not member.is_running)
+    member.check()  # to be told that no more is wanted is no error
+    member.shutdown()
+    channel.shutdown()
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_cpus": 64}, ResourceError, "64 CPU"),
+        ({"num_gpus": 1}, ResourceError, "1 GPU"),
+        ({"queue": queue.Queue()}, ConfigError, "belongs to this process"),
+        ({"remote_config": {"cpus": 1}}, ConfigError, "remote_config has 'cpus'"),
+        ({"in_flight": "drop"}, ConfigError, "in_flight"),
+        ({"claim_rows": 2}, ConfigError, "claim_rows"),
+        ({"max_restarts": -1}, ConfigError, "max_restarts"),
+        ({"policy": print}, ConfigError, "exactly one"),
+        ({"policy_factory": no_policy}, OSError, "no such checkpoint"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_hangs(options, error, match):
+    arguments = {"policy_factory": model_policy, "num_cpus": CPUS, "dialog_turns_per_batch": 2}
+    with pytest.raises(error, match=match):
+        RayLLMCollector(partial(make_env, 2), **{**arguments, **options})
+
+
+def test_starting_needs_somewhere_to_write(collector):
+    with pytest.raises(ConfigError, match="replay_buffer, a queue or a channel"):
+        collector.start()

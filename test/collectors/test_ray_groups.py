@@ -1,0 +1,237 @@
+"""Groups that complete across processes: one primer, one buffer or one credit rule for all."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from functools import partial
+
+import pytest
+import torch
+from collectors.ray_helper import QUESTIONS, fake_policy, shared_env, start_ray
+from tensordict import TensorDict
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
+from torchrl_llm.collectors import RayLLMCollector
+from torchrl_llm.data.replay_buffers import JoinTurns, RayReplayBuffer, ReplayBuffer
+from torchrl_llm.envs import DatasetChatEnv
+from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
+from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.objectives import MCAdvantage, RayMCAdvantage
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    start_ray(ray, num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+# -- prompts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def primer(cluster):
+    made = RayDataLoadingPrimer(QUESTIONS, repeats=3)
+    yield made
+    made.shutdown()
+
+
+def _copies(primer, number):
+    return [pickle.loads(pickle.dumps(primer)) for _ in range(number)]
+
+
+def test_all_environments_draw_from_one_loader_and_share_its_groups(primer):
+    primer.reset_dataloader()
+    first, second = (shared_env(copy, 2) for copy in _copies(primer, 2))
+    drawn = [first.reset(), second.reset(), first.reset()]
+    queries = [query for td in drawn for query in td["query"]]
+    groups = [group for td in drawn for group in td["group_id"].tolist()]
+    # Three repeats of a prompt, over whichever environment asks next.
+    assert queries == ["question 0"] * 3 + ["question 1"] * 3
+    assert groups[:3] == [groups[0]] * 3
+    assert groups[3:] == [groups[0] + 1] * 3
+    # No other process hands out such ids.
+    local = DataLoadingPrimer(QUESTIONS)
+    assert shared_env(local, 1).reset()["group_id"].item() < groups[0]
+
+
+def test_it_continues_at_the_latest_of_the_saved_positions(primer):
+    primer.reset_dataloader()
+    first, second = (shared_env(copy, 2) for copy in _copies(primer, 2))
+    first.reset()
+    earlier = first.transform.state_dict()
+    second.reset()
+    later = second.transform.state_dict()
+    ahead = first.reset()
+    primer.reset_dataloader()
+    for state in (later, earlier):
+        first.transform.load_state_dict(state)
+    again = second.reset()
+    assert list(again["query"]) == list(ahead["query"])
+    assert torch.equal(again["group_id"], ahead["group_id"])
+
+
+def test_environments_with_one_actor_name_share_its_rows():
+    make = partial(
+        DatasetChatEnv,
+        dataset=QUESTIONS,
+        shuffle=False,
+        ray_backend=True,
+        dataloader_actor_name="questions",
+    )
+    first, second = make(), make()
+    queries = [env.reset()["query"][0] for env in (first, second, first)]
+    assert queries == ["question 0", "question 1", "question 2"]
+    first.primer.shutdown()
+    with pytest.raises(WorkerError, match="questions"):
+        second.reset()
+    with pytest.raises(ConfigError, match="ray_backend"):
+        DatasetChatEnv(dataset=QUESTIONS, dataloader_actor_name="questions")
+
+
+def test_a_primer_needs_one_loader():
+    with pytest.raises(ConfigError, match="exactly one"):
+        RayDataLoadingPrimer()
+
+
+# -- credit -------------------------------------------------------------------------------------
+
+
+def _row(group, reward, trajectory):
+    next_ = {"reward": torch.full((1, 1), reward), "done": torch.ones(1, dtype=torch.bool)}
+    tokens = {"response": torch.arange(3)}
+    return TensorDict(
+        next=next_,
+        tokens=tokens,
+        group_id=torch.tensor(group),
+        traj_id=torch.tensor(trajectory),
+    )
+
+
+@pytest.fixture(scope="module")
+def credit(cluster):
+    made = RayMCAdvantage(2)
+    yield made
+    made.shutdown()
+
+
+def test_a_group_whose_rows_are_written_by_two_processes_completes(credit):
+    first, second = (ReplayBuffer(transform=copy) for copy in _copies(credit, 2))
+    assert len(first.extend([_row(7, 0.0, 0), _row(8, 1.0, 1)])) == 0
+    # Whoever completes a group gets it: with plain buffers neither of them ever would.
+    assert second.extend([_row(7, 1.0, 2)]).tolist() == [0, 1]
+    assert len(first) == 0
+    advantages = [row["advantage"].item() for row in second[:].unbind(0)]
+    expected = MCAdvantage(2)
+    plain = ReplayBuffer(transform=expected)
+    plain.extend([_row(7, 0.0, 0), _row(7, 1.0, 2)])
+    assert advantages == [row["advantage"].item() for row in plain[:].unbind(0)]
+    stats = credit.get_stats()
+    assert (stats["completed_groups"], stats["queued_groups"]) == (1, 1)
+    assert stats["queued_tokens"] == 3
+    state = credit.get_extra_state()
+    assert credit.clear_queues() == 1
+    assert credit.get_stats()["queued_groups"] == 0
+    credit.set_extra_state(state)
+    assert first.extend([_row(8, 0.0, 3)]).tolist() == [0, 1]
+    credit.reset_stats()
+    assert credit.get_stats()["completed_groups"] == 0
+
+
+def test_a_rule_of_another_size_under_one_name_is_refused():
+    first = RayMCAdvantage(2, actor_name="rule")
+    with pytest.raises(ConfigError, match="groups of 2"):
+        RayMCAdvantage(3, actor_name="rule")
+    first.shutdown()
+    with pytest.raises(ConfigError, match="grpo_size"):
+        RayMCAdvantage(1)
+    with pytest.raises(WorkerError, match="rule"):
+        first.get_stats()
+
+
+# -- buffers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def buffer(cluster):
+    made = RayReplayBuffer(
+        storage=partial(LazyStackStorage, 100),
+        sampler=SamplerWithoutReplacement(),
+        transform_factory=[partial(MCAdvantage, 2), JoinTurns],
+        batch_size=2,
+        remote_config={"num_cpus": 0.25},
+    )
+    yield made
+    made.shutdown()
+
+
+def test_a_buffer_over_there_does_what_one_here_does(buffer):
+    local = ReplayBuffer(
+        storage=LazyStackStorage(100), sampler=SamplerWithoutReplacement(), batch_size=2
+    )
+    local.append_transform(MCAdvantage(2))
+    local.append_transform(JoinTurns())
+    for target in (buffer, local):
+        assert target.extend([_row(1, 0.0, 0), _row(2, 1.0, 1)]).tolist() == []
+        assert target.add(_row(1, 1.0, 2)).tolist() == [0, 1]
+        assert len(target) == 2
+        rewards = [row["next", "reward"].item() for row in target[:].unbind(0)]
+        assert rewards == [0.0, 1.0]
+        assert target[1]["num_turns"].item() == 1
+        drawn = [row["advantage"].item() for row in target.sample().unbind(0)]
+        assert sorted(round(a, 4) for a in drawn) == [-0.7071, 0.7071]
+    assert buffer.transform_stats()["MCAdvantage"]["queued_groups"] == 1
+    state = buffer.state_dict()
+    buffer.empty()
+    assert len(buffer) == 0
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+    buffer.load_state_dict(state)
+    assert len(next(iter(buffer))) == 2
+    buffer.empty()
+
+
+def test_transforms_are_made_where_the_buffer_is():
+    with pytest.raises(ConfigError, match="transform_factory"):
+        RayReplayBuffer(transform=MCAdvantage(2))
+
+
+def test_collectors_fill_one_buffer_and_groups_complete_across_them(buffer):
+    """Two environments of one row each: no group of two can ever complete in one of them alone."""
+    buffer.empty()
+    prompts = RayDataLoadingPrimer(QUESTIONS, repeats=2)
+    collectors = [
+        RayLLMCollector(
+            partial(shared_env, prompts, 1),
+            policy_factory=fake_policy,
+            dialog_turns_per_batch=1,
+            replay_buffer=buffer,
+            name=name,
+            num_cpus=0.25,
+        )
+        for name in ("a", "b")
+    ]
+    for collector in collectors:
+        collector.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(buffer) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for collector in collectors:
+        collector.check()
+        collector.shutdown()
+    rows = buffer[:].unbind(0)
+    groups = {}
+    for row in rows:
+        # The high bits of an id say which process gave it out.
+        groups.setdefault(row["group_id"].item(), []).append(row["traj_id"].item() >> 47)
+    assert all(len(members) == 2 for members in groups.values())
+    assert any(len(set(members)) == 2 for members in groups.values())
+    assert all("advantage" in row for row in rows)
+    prompts.shutdown()

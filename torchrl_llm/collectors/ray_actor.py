@@ -1,0 +1,372 @@
+"""The actor of a :class:`~torchrl_llm.collectors.RayLLMCollector`, from its side here.
+
+It is built, watched, built anew when it dies, and told of weights. What runs over there is in
+:mod:`torchrl_llm.collectors.ray_host`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchrl._utils import logger
+
+from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
+from torchrl_llm.collectors.background import BackgroundLoop
+from torchrl_llm.collectors.ray_host import CollectorHost, InFlight, PackedBatch
+from torchrl_llm.collectors.transport.base import RowChannel
+from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+
+__all__ = ["CollectorActor", "actor_options"]
+
+_POLL_S = 0.2
+_THREADS = 4
+# Process numbers from here on are those of actors; children of multiprocessing count from 1.
+_FIRST_NUMBER = 2**15
+_numbers = itertools.count()
+_PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
+
+
+def actor_options(
+    remote_config: Mapping[str, Any] | None, **given: Any
+) -> tuple[ActorOptions, dict[str, Any]]:
+    """What an actor needs, from TorchRL's ``remote_config``.
+
+    Args:
+        remote_config: fields of :class:`~torchrl_llm._ray.ActorOptions`, and ``memory``,
+            ``scheduling_strategy``, ``accelerator_type``, ``runtime_env`` of Ray.
+        given: fields that override it; ``None`` for those that were not given.
+
+    Returns:
+        The options, and what is left for Ray.
+
+    Raises:
+        ConfigError: for another key.
+
+    Example:
+        >>> actor_options({"num_cpus": 2, "memory": 2**30}, num_cpus=0.5)[0].num_cpus
+        0.5
+    """
+    config = dict(remote_config or {})
+    placement = {name: config.pop(name) for name in _PLACEMENT if name in config}
+    known = {field.name for field in fields(ActorOptions)}
+    unknown = sorted(set(config) - known)
+    if unknown:
+        raise ConfigError(
+            f"remote_config has {unknown[0]!r}; it may have {sorted(known | set(_PLACEMENT))}"
+        )
+    config |= {name: value for name, value in given.items() if value is not None}
+    options = ActorOptions(**config)
+    return replace(options, max_concurrency=max(options.max_concurrency, _THREADS)), placement
+
+
+class _Weights(NamedTuple):
+    """What a collector should sample with: where it is, or ``None`` for where it was."""
+
+    source: WeightSource | None
+    version: int
+
+
+class CollectorActor:
+    """A collector in an actor that is built anew when it dies.
+
+    Args:
+        env: see :class:`~torchrl_llm.collectors.RayLLMCollector`, as all others.
+        collector_options: arguments of the collector over there.
+        options: what the actor needs.
+        placement: options of Ray that say where it goes.
+        name: begins the names of its workers.
+        channel: gets what it collects.
+        claim_rows: rows that it claims at once.
+        in_flight: what becomes of conversations that have begun when weights come.
+        max_restarts: how often it may be built anew.
+        worker_timeout_s: seconds without a sign of life after which it is taken for hung.
+
+    Attributes:
+        worker_name: its name in the channel, another one after each restart.
+        restarts: how often it was built anew.
+        failure: what ended it for good.
+        weights: the latest that it was told of.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        collector_options: dict[str, Any],
+        *,
+        options: ActorOptions,
+        placement: Mapping[str, Any],
+        name: str,
+        channel: RowChannel | None,
+        claim_rows: int | None,
+        in_flight: InFlight,
+        max_restarts: int,
+        worker_timeout_s: float,
+    ) -> None:
+        self.collector_options = collector_options
+        self.restarts = 0
+        self.failure: BaseException | None = None
+        self._env, self._options, self._placement = env, options, placement
+        self._name, self._channel, self._claim_rows = name, channel, claim_rows
+        self._in_flight: InFlight = in_flight
+        self._max_restarts, self._worker_timeout_s = max_restarts, worker_timeout_s
+        self._lock = threading.RLock()
+        self._pending: Any = None
+        self._run: Any = None
+        self._watch: BackgroundLoop | None = None
+        self._on_batch: Callable[[PackedBatch], None] | None = None
+        self.closed = False
+        self._remote: RemoteObject | None = self._build()
+        version = self._remote.read("collector.policy_version")
+        self.weights = _Weights(None, version if isinstance(version, int) else 0)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def _build(self) -> RemoteObject:
+        number = next(_numbers)
+        self.worker_name = f"{self._name}-{number}"
+        factory = partial(
+            CollectorHost,
+            self._env,
+            self.collector_options,
+            number=(_FIRST_NUMBER + number) % 2**16,
+            channel=self._channel,
+            name=self.worker_name,
+            claim_rows=self._claim_rows,
+        )
+        what = f"RayLLMCollector {self.worker_name!r}"
+        check_resources(what, [self._options.bundle])
+        return RemoteObject(factory, self._options, what=what, placement=self._placement or None)
+
+    @property
+    def remote(self) -> RemoteObject:
+        """The actor.
+
+        Raises:
+            ConfigError: it was shut down.
+            WorkerError: it is being built anew.
+            Exception: what ended it for good.
+        """
+        self.check()
+        if self.closed:
+            raise ConfigError("this collector was shut down")
+        if self._remote is None:
+            raise WorkerError(f"RayLLMCollector {self._name!r} is being built anew")
+        return self._remote
+
+    @property
+    def started(self) -> bool:
+        """Whether :meth:`start` was called."""
+        return self._watch is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and still collects, or is being built anew."""
+        return self._watch is not None and self._watch.is_running
+
+    def check(self) -> None:
+        """Raise what ended it for good; nothing while it lives."""
+        if self._watch is not None and self._watch.failure is not None:
+            self.failure = self._watch.failure
+        if self.failure is not None:
+            raise self.failure
+
+    def _lose(self) -> None:
+        """End the actor, and give back what it had claimed."""
+        with self._lock:
+            remote, self._remote, self._pending = self._remote, None, None
+        if remote is not None:
+            remote.shutdown()
+        if self._channel is not None:
+            counts = self._channel.forget(self.worker_name)
+            if counts.claimed or counts.in_flight:
+                logger.warning(
+                    f"{self.worker_name}: {counts.claimed} claimed rows go to others, "
+                    f"{counts.in_flight} tokens are lost"
+                )
+
+    def revive(self, error: WorkerError) -> None:
+        """Build the actor anew after it died, with the latest weights, or fail for good.
+
+        Args:
+            error: what it died of.
+        """
+        first_line = str(error).partition("\n")[0]
+        logger.warning(f"{self.worker_name}: {first_line}")
+        self._lose()
+        if self.restarts >= self._max_restarts:
+            self.failure = error
+        if self.failure is not None or self.closed:
+            return
+        self.restarts += 1
+        remote, brought = self._build(), None
+        while True:
+            with self._lock:
+                latest = self.weights
+                if self.closed:
+                    remote.shutdown()
+                    return
+                if latest is brought:
+                    # Whatever is sent from now on goes to the new one.
+                    self._remote = remote
+                    break
+            if latest.source is None:
+                remote.call("set_policy_version", latest.version)
+            else:
+                remote.call("load_weights", *latest, "wait")
+            brought = latest
+        logger.warning(f"built anew as {self.worker_name}, with weights {latest.version}")
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def start(self, on_batch: Callable[[PackedBatch], None] | None) -> None:
+        """Let it collect, and watch it, in a thread of this process.
+
+        Args:
+            on_batch: gets each batch here; ``None`` where they are written over there.
+        """
+        self._on_batch = on_batch
+        self._set_off()
+        self._watch = BackgroundLoop(self._look_after, name=f"watch of {self._name}")
+        self._watch.start()
+
+    def _set_off(self) -> None:
+        self._begun_s = self._looked_s = time.time()
+        self._run = self.remote.submit("run" if self._on_batch is None else "next")
+
+    def _look_after(self) -> bool:
+        """One look at the run: whether to go on looking."""
+        ray = require_ray("RayLLMCollector")
+        ready, _ = ray.wait([self._run], timeout=_POLL_S)
+        try:
+            if not ready:
+                self._check_signs_of_life()
+                return True
+            result = self.remote.result(self._run, call="collecting")
+        except WorkerError as error:
+            if self.closed:
+                return False
+            self.revive(error)
+            if self.failure is not None or self.closed:
+                return False
+            self._set_off()
+            return True
+        except Exception as error:
+            # Whatever policy or environment raised ends this collector, and reaches the learner.
+            logger.error(f"{self.worker_name} stopped: {type(error).__name__}: {error}")
+            self._lose()
+            self.failure = error
+            return False
+        return self._handle(result)
+
+    def _handle(self, result: Any) -> bool:
+        if self._on_batch is None:
+            logger.info(f"{self.worker_name} ended: {result}")
+            if self._channel is not None:
+                self._channel.forget(self.worker_name)
+            return False
+        there, batch = result
+        if there:
+            self._run = self.remote.submit("next")
+            self._on_batch(batch)
+        return there
+
+    def _check_signs_of_life(self) -> None:
+        now, limit_s = time.time(), self._worker_timeout_s
+        # With a thousand collectors each of them cannot ask five times a second.
+        if self._channel is None or now - self._looked_s < limit_s / 10:
+            return
+        self._looked_s = now
+        counts = self._channel.workers().get(self.worker_name)
+        seen_s = self._begun_s if counts is None else max(counts.seen_s, self._begun_s)
+        if now - seen_s > limit_s:
+            raise WorkerError(
+                f"{self.worker_name!r} gave no sign of life for {limit_s:g} s (no policy call "
+                "ended, no claim was made); its environment or policy hangs, or worker_timeout_s "
+                "is less than one call takes"
+            )
+
+    def stop(self, limit_s: float, *, close_env: bool) -> None:
+        """End the run after the batch under way, and then the actor, in any case.
+
+        Args:
+            limit_s: seconds to wait for that batch.
+            close_env: close the environment first.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        ray = require_ray("RayLLMCollector", running=False)
+        remote = self._remote
+        if remote is not None and ray.is_initialized():
+            # A process that is dead or hangs cannot be asked, and need not be.
+            with suppress(WorkerError):
+                remote.result(remote.submit("stop", control=True), timeout_s=limit_s)
+                if self._run is not None:
+                    ray.wait([self._run], timeout=limit_s)
+                if close_env:
+                    remote.result(remote.submit("close", control=True), timeout_s=limit_s)
+        if self._watch is not None:
+            with suppress(TimeoutError):
+                self._watch.stop(limit_s)
+        if ray.is_initialized():
+            with suppress(WorkerError):  # the channel may be gone before its workers
+                self._lose()
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def send(self, source: WeightSource | None, version: int) -> None:
+        """Tell it of weights, without waiting for them to arrive.
+
+        Args:
+            source: where they are; ``None`` where only their number is told.
+            version: their number.
+
+        Raises:
+            WeightUpdateError: those before did not arrive.
+            Exception: what ended it for good.
+        """
+        self.settle()
+        with self._lock:
+            self.weights = _Weights(source, version)
+            remote = self._remote
+            if remote is None:
+                self.check()  # being built anew, it gets them before it samples
+            elif source is None:
+                self._pending = remote.submit("set_policy_version", version)
+            else:
+                self._pending = remote.submit("load_weights", source, version, self._in_flight)
+
+    def settle(self) -> list[WeightReceipt]:
+        """Wait for the weights under way, and compare what arrived with what was sent.
+
+        Raises:
+            WeightUpdateError: they did not arrive, or not as they were sent.
+            WorkerError: it died, and will not be built anew.
+        """
+        with self._lock:
+            remote, pending, self._pending = self._remote, self._pending, None
+            source, version = self.weights
+        if pending is None or remote is None:
+            return []
+        try:
+            receipts = remote.result(pending, call="the update of weights") or []
+        except WorkerError:
+            # Whoever watches it finds the same, and brings the weights to its successor.
+            if not self.is_running and self.restarts >= self._max_restarts:
+                raise
+            return []
+        for receipt in receipts:
+            if receipt.version != version or (source.digest or receipt.digest) != receipt.digest:
+                raise WeightUpdateError(
+                    f"version {version} with digest {source.digest} was sent to "
+                    f"{self.worker_name!r}, and it got {receipt}"
+                )
+        return receipts

@@ -1,0 +1,171 @@
+"""One data loader for many environments: the rows come from an actor that all of them ask.
+
+With a loader in each collector, each would go through the data by itself, and the repeats of a
+prompt would all have to be sampled by one of them. Here every prompt is drawn once for all, and its
+repeats go to whoever starts a conversation next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
+from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["RayDataLoadingPrimer"]
+
+# Ids of groups that actors give out begin where those of ordinary processes end.
+_worker_ids = itertools.count(2**28 - 1, -1)
+
+
+class _Source:
+    """What runs in the actor: a primer without an environment."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._primer = DataLoadingPrimer(**options)
+        self._num_drawn = 0
+
+    def first_row(self) -> Mapping[str, Any]:
+        return self._primer._first_row()
+
+    def draw(self, num: int) -> tuple[list[Mapping[str, Any]], Tensor]:
+        drawn = self._primer._draw(num)
+        self._num_drawn += num
+        return drawn
+
+    def restart(self, seed: int | None) -> None:
+        self._primer.reset_dataloader(seed)
+        self._num_drawn = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"num_drawn": self._num_drawn, "primer": self._primer.get_extra_state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        # Each environment saved the state of its own moment; the latest is that of all.
+        if state["num_drawn"] >= self._num_drawn:
+            self._primer.set_extra_state(state["primer"])
+            self._num_drawn = state["num_drawn"]
+
+
+def _elsewhere() -> Iterable[Any]:
+    raise ConfigError("the rows of a RayDataLoadingPrimer come from its actor")
+
+
+class RayDataLoadingPrimer(DataLoadingPrimer):
+    """A :class:`DataLoadingPrimer` whose rows come from one Ray actor, for many environments.
+
+    Make it in the process that starts the collectors, and send copies: they are picklable and ask
+    the same actor. Or make it anew in each of them with one ``actor_name``: the first one starts
+    the actor, which ends with that process.
+
+    Group ids are unique over all of them, and the conversations of a group may be sampled by
+    different collectors: write their rows into one buffer, or into buffers that share a
+    :class:`~torchrl_llm.objectives.RayMCAdvantage`.
+
+    Args:
+        dataloader: see :class:`DataLoadingPrimer`; sent to the actor.
+        dataloader_factory: see there; called in the actor.
+        primers: see there.
+        stack_method: see there.
+        batch_size: see there.
+        repeats: see there.
+        device: see there.
+        group_repeats: see there; every reset draws whole groups then.
+        actor_name: name of the actor in the cluster; without one only copies share it.
+        num_cpus: CPUs that the actor holds.
+        timeout_s: most seconds that a draw may take.
+        worker_id: begins the group ids, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+        MissingExtraError: Ray is not installed.
+        ResourceError: Ray is not running, or has no CPU for the actor.
+        WorkerError: the actor did not start or answer in time, or died.
+
+    Environments save the position of the shared loader with their own state. When several are
+    restored, the latest of their positions holds.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
+        primers: Composite | None = None,
+        stack_method: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
+        batch_size: int | torch.Size | None = None,
+        repeats: int | None = None,
+        device: torch.device | None = None,
+        group_repeats: bool = False,
+        actor_name: str | None = None,
+        num_cpus: float = 0.0,
+        timeout_s: float = 60.0,
+        worker_id: int | None = None,
+    ) -> None:
+        require_ray("RayDataLoadingPrimer")
+        if (dataloader is None) == (dataloader_factory is None):
+            raise ConfigError("pass exactly one of dataloader and dataloader_factory")
+        super().__init__(
+            dataloader_factory=_elsewhere,
+            primers=primers,
+            stack_method=stack_method,
+            repeats=repeats,
+            device=device,
+            group_repeats=group_repeats,
+        )
+        options = {
+            "dataloader": dataloader,
+            "dataloader_factory": dataloader_factory,
+            "batch_size": batch_size,
+            "repeats": repeats,
+            "worker_id": next(_worker_ids) if worker_id is None else worker_id,
+        }
+        self._source = RemoteObject(
+            partial(_Source, options),
+            ActorOptions(num_cpus=num_cpus, name=actor_name, timeout_s=timeout_s),
+            what=f"RayDataLoadingPrimer {actor_name or ''}".strip(),
+        )
+
+    def _first_row(self) -> Mapping[str, Any]:
+        if self._example is None:
+            self._example = self._source.call("first_row")
+        return self._example
+
+    def _draw(self, num: int) -> tuple[list[Mapping[str, Any]], Tensor]:
+        self._first_row()
+        rows, ids = self._source.call("draw", num)
+        return rows, ids.to(self.data_device)
+
+    def reset_dataloader(self, seed: int | None = None) -> RayDataLoadingPrimer:
+        """Start the data over for all environments, and drop repeats that are still due.
+
+        Args:
+            seed: a new seed, for loaders whose ``reset`` takes one.
+        """
+        self._source.call("restart", seed)
+        return self
+
+    def shutdown(self) -> None:
+        """End the actor; no copy can draw any more."""
+        self._source.shutdown()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Position of the shared loader, repeats still due, and the group counter."""
+        return self._source.call("state")
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken, unless the loader is further already.
+
+        Args:
+            state: the latest of several holds.
+        """
+        self._source.call("load", dict(state))
