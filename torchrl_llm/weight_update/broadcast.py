@@ -298,9 +298,10 @@ class BroadcastSender:
         Raises:
             WeightUpdateError: a receiver did not get them, or others than were sent.
         """
-        size = sum(backend.num_copies for backend in backends)
 
         def attempt(deadline: _Deadline) -> list[WeightReceipt]:
+            # Asked anew for a second attempt: a pool has lost or rebuilt replicas by then.
+            size = sum(backend.num_copies for backend in backends)
             update = self._announce(weights, version, kind, size, bucket_tensors)
             source = BroadcastSource(
                 self.address, self.port, self._name, update, timeout_s=deadline.left_s

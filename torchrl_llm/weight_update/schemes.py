@@ -87,18 +87,43 @@ class WeightSender(ABC):
             ConfigError: there is nothing to send.
             WeightUpdateError: they did not arrive, or not as they were sent.
         """
-        source = self._model if weights is None else weights
-        if source is None:
-            raise ConfigError("register_model(model) first, or pass the weights")
-        receipts = self._send(engine_weights(source), self.version + 1)
+        receipts, _ = self._send(self._weights(weights), self.version + 1)
         self.version += 1
         for collector in self._collectors:
             collector.increment_version()
         return receipts
 
+    def publish(self, weights: Weights | None, version: int) -> str:
+        """Send weights under a version that the caller counts.
+
+        What :class:`~torchrl_llm.collectors.ChannelCollector` takes as ``publish``.
+
+        Args:
+            weights: as in :meth:`update_weights`.
+            version: their number.
+
+        Returns:
+            The digest of what was sent.
+
+        Raises:
+            ConfigError: there is nothing to send.
+            WeightUpdateError: they did not arrive, or not as they were sent.
+        """
+        _, digest = self._send(self._weights(weights), version)
+        self.version = version
+        return digest
+
+    def _weights(self, weights: Weights | None) -> dict[str, Tensor]:
+        source = self._model if weights is None else weights
+        if source is None:
+            raise ConfigError("register_model(model) first, or pass the weights")
+        return engine_weights(source)
+
     @abstractmethod
-    def _send(self, weights: dict[str, Tensor], version: int) -> list[WeightReceipt]:
-        """Bring one version over."""
+    def _send(
+        self, weights: dict[str, Tensor], version: int
+    ) -> tuple[list[WeightReceipt], str]:
+        """Bring one version over; the receipts that are known, and the digest."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -210,13 +235,17 @@ class VLLMWeightSender(WeightSender):
         self._engine = None if vllm_engine is None else backend_of(vllm_engine)
         _ = self._broadcast.port
 
-    def _send(self, weights: dict[str, Tensor], version: int) -> list[WeightReceipt]:
+    def _send(
+        self, weights: dict[str, Tensor], version: int
+    ) -> tuple[list[WeightReceipt], str]:
         weights = fitted(weights, self._metadata)
         if self._engine is not None:
-            return self._broadcast.push(weights, [self._engine], version=version)
-        return self._broadcast.publish(
-            weights, version=version, num_receivers=self._scheme.num_receivers
-        )
+            receipts = self._broadcast.push(weights, [self._engine], version=version)
+        else:
+            receipts = self._broadcast.publish(
+                weights, version=version, num_receivers=self._scheme.num_receivers
+            )
+        return receipts, receipts[0].digest
 
     def shutdown(self) -> None:
         """See :meth:`WeightSender.shutdown`."""
@@ -315,9 +344,11 @@ class VLLMDoubleBufferWeightSender(WeightSender):
         self._writer = DoubleBufferWriter(scheme.remote_addr, num_threads=scheme.num_threads)
         self.version = self._writer.last_version
 
-    def _send(self, weights: dict[str, Tensor], version: int) -> list[WeightReceipt]:
-        self._writer.write(weights, version=version)
-        return list(self._writer.receipts().values())
+    def _send(
+        self, weights: dict[str, Tensor], version: int
+    ) -> tuple[list[WeightReceipt], str]:
+        header = self._writer.write(weights, version=version)
+        return list(self._writer.receipts().values()), header.digest
 
     def receipts(self) -> dict[str, WeightReceipt]:
         """What receivers said that they loaded last, by their names."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.vllm.sharing import SharedStorage
 from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt
@@ -26,7 +29,8 @@ class SharedEngineWeights(EngineWeights):
 
     The engine has new weights as soon as the optimizer stepped: push before anything is sampled
     again, and let nothing be sampled while the optimizer steps (a loop that collects and trains in
-    turns; not one that does both at once).
+    turns; not one that does both at once). A collector with this updater checks before each rollout
+    that nothing left the shared memory, and that nothing was trained since the last push.
 
     Args:
         model: the trained Hugging Face model; see
@@ -69,6 +73,34 @@ class SharedEngineWeights(EngineWeights):
         with backend.exclusive():
             self.storage = SharedStorage(model, engine)
             backend.weights_changed(backend.version)
+        self._pushed = self.storage.changes()
+
+    def register_collector(self, collector: Any) -> None:
+        """Bind to a collector, whose rollouts then begin with :meth:`check_rollout`.
+
+        Args:
+            collector: see :meth:`~torchrl_llm.weight_update.WeightUpdater.register_collector`.
+        """
+        fresh = self.collector is None
+        super().register_collector(collector)
+        if fresh and hasattr(collector, "pre_collect_hook"):
+            hook = collector.pre_collect_hook
+            collector.pre_collect_hook = self.check_rollout if hook is None else _both(hook, self)
+
+    def check_rollout(self) -> None:
+        """Refuse to sample with weights that no push has counted as a version.
+
+        Raises:
+            WeightUpdateError: a parameter has left the engine's memory, or the weights were trained
+                since the last push.
+        """
+        self.storage.check()
+        if self.storage.changes() != self._pushed:
+            raise WeightUpdateError(
+                "the shared weights were changed since they were last pushed: the engine would "
+                "sample with them under an old version's number, and with an old cache; push after "
+                "every optimizer step (train.weight_update_frequency=1)"
+            )
 
     def check(self) -> None:
         """Raise when a parameter has left the engine's memory, or share it again with ``rebind``.
@@ -98,6 +130,7 @@ class SharedEngineWeights(EngineWeights):
         def send(backend: Backend) -> list[WeightReceipt]:
             with backend.exclusive():
                 self.check()
+                self._pushed = self.storage.changes()
                 if self._fingerprint:
                     # The loader finds each weight where it belongs, and copies none.
                     source = TensorSource(engine_weights(self._model))
@@ -107,6 +140,14 @@ class SharedEngineWeights(EngineWeights):
             return [WeightReceipt(version, f"shared-{version}", tensors, 0, 0.0)]
 
         return send
+
+
+def _both(hook: Callable[[], None], updater: SharedEngineWeights) -> Callable[[], None]:
+    def run() -> None:
+        hook()
+        updater.check_rollout()
+
+    return run
 
 
 def _address(weights: dict[str, Tensor], name: str) -> int:

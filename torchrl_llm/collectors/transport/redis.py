@@ -156,6 +156,7 @@ class RedisChannel(RowChannel):
         self._link = RedisLink(url, feature="RedisChannel", reconnect_s=reconnect_s)
         # The braces keep all keys of a channel on one node of a cluster.
         self._keys = [f"{{{name}}}:{key}" for key in KEYS]
+        self.place = self._link.place
         self._own: dict[str, _Own] = {}
         self._lead: _Lead | None = None
         self._prepare()
@@ -265,6 +266,11 @@ class RedisChannel(RowChannel):
     def version(self) -> int:
         """See :meth:`RowChannel.version`."""
         return int(self._call(lambda again: self._link.client.hget(self._keys[0], "version")) or 0)
+
+    def learner_silence_s(self) -> float | None:
+        """Seconds since the learner called last; ``None`` where the server knows of none."""
+        time_, led = self._read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
+        return None if led is None else max(time_[0] + time_[1] / 1e6 - float(led), 0.0)
 
     # -- the learner's end ------------------------------------------------------------------------
 

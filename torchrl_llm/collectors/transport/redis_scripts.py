@@ -4,7 +4,8 @@ Each of these scripts of Lua runs as a whole or not at all, and may be run again
 never got its answer. The state is in these keys:
 
 - ``state``: hash of ``run``, ``version``, ``max_size``, ``granted`` (rows that may be claimed),
-  ``closed``, and ``taken`` (how many deliveries were handed out);
+  ``closed``, ``taken`` (how many deliveries were handed out), and ``led`` (when the learner called
+  last);
 - ``queue`` and ``queued``: lists of the deliveries that wait, and of the claims that each uses up;
 - ``taken``: the delivery that was handed out last, until the learner asks for the next;
 - ``claimed``, ``generated``, ``delivered``, ``sent``, ``seen``: hashes over the workers;
@@ -90,7 +91,9 @@ if redis.call('HGET', state, 'run') ~= run then
   lost = 1
   redis.call('HSET', state, 'run', run)
 end
-redis.call('HSET', state, 'version', version, 'max_size', size)
+local time = redis.call('TIME')
+redis.call('HSET', state, 'version', version, 'max_size', size, 'led',
+  string.format('%d.%06d', time[1], time[2]))
 if closed == '1' then redis.call('HSET', state, 'closed', 1) end
 local handed = redis.call('HGET', taken, 'number')
 local open = handed and handed ~= got

@@ -39,6 +39,8 @@ from torchrl_llm.modules.loading import load_tokenizer
 
 __all__ = ["VLLMBackend"]
 
+_SCORING_TRIES = 5
+
 
 class VLLMBackend(Backend):
     """Samples and scores with a ``vllm.LLM``.
@@ -241,9 +243,13 @@ class VLLMBackend(Backend):
 
     def _request(self, ids: list[int], arguments: dict[str, Any]) -> EngineRequest:
         from vllm import SamplingParams as NativeParams
+        from vllm.sampling_params import RequestOutputKind
 
         try:
-            native = NativeParams(**_with_grammar(arguments))
+            # What is there after each step is of no use to anybody, and costs as much as the step.
+            native = NativeParams(
+                output_kind=RequestOutputKind.FINAL_ONLY, **_with_grammar(arguments)
+            )
         except ConfigError:
             raise
         except Exception as error:  # of the constructor: its own kinds, and pydantic's
@@ -297,8 +303,8 @@ class VLLMBackend(Backend):
         scored = [row for row, ids in enumerate(rows) if len(ids) > 1]
         requests = [self._request(rows[row].tolist(), scoring_arguments()) for row in scored]
         parts = [torch.zeros(0)]
-        for row, output in zip(scored, self._run(requests), strict=True):
-            found = prompt_log_probs(self._answered(output))
+        for row, output in zip(scored, self._scored(requests), strict=True):
+            found = prompt_log_probs(output)
             parts.append(found[select[row][: len(found)]])
         return torch.cat(parts)
 
@@ -332,13 +338,23 @@ class VLLMBackend(Backend):
                 "max_logprobs=-1, or score with the trainer's model"
             )
         arguments = scoring_arguments(vocab_size=self.vocab_size)
-        [output] = self._run([self._request(ids.tolist(), arguments)])
-        return full_log_probs(self._answered(output), self.vocab_size)
+        [output] = self._scored([self._request(ids.tolist(), arguments)])
+        return full_log_probs(output, self.vocab_size)
 
-    def _answered(self, output: Any) -> Any:
-        if output.prompt_logprobs is None:
-            raise BackendError("scoring was aborted by an update of the weights; score again")
-        return output
+    def _scored(self, requests: list[EngineRequest]) -> list[Any]:
+        """Outputs of scoring; what an update of the weights aborted is scored by the new ones."""
+        outputs: dict[int, Any] = {}
+        for _ in range(_SCORING_TRIES):
+            left = [at for at in range(len(requests)) if at not in outputs]
+            found = self._run([requests[at] for at in left])
+            whole = zip(left, found, strict=True)
+            outputs |= {at: o for at, o in whole if o.outputs[0].finish_reason != "abort"}
+            if len(outputs) == len(requests):
+                return [outputs[at] for at in range(len(requests))]
+        raise BackendError(
+            f"updates of the weights aborted {len(requests) - len(outputs)} rows that were being "
+            f"scored {_SCORING_TRIES} times; use in_flight='wait' or 'keep'"
+        )
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; they are normalised (log-probs at temperature 1)."""

@@ -118,6 +118,11 @@ class SharedStorage:
             if name not in slots or parameter.data_ptr() != slots[name].data_ptr()
         ]
 
+    def changes(self) -> tuple[int, ...]:
+        """How often each parameter was written to in place; equal tuples mean equal weights."""
+        # torch counts these for autograd, which has to notice the same thing.
+        return tuple(parameter._version for parameter in self._parameters().values())
+
     def check(self) -> None:
         """Raise when a parameter has left the engine's memory; a look at each address, no more.
 
