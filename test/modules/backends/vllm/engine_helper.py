@@ -35,6 +35,8 @@ def saved_tiny_model(folder, make_tiny_model, tokenizer, **overrides):
         The model.
     """
     model = make_tiny_model(num_attention_heads=2, num_key_value_heads=1, **overrides)
+    # As models with several ends of a turn have it.
+    model.generation_config.eos_token_id = [2, 9]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,10 @@ def test_a_float32_head_does_not_round_logits_to_bfloat16():
     assert (found - exact).abs().mean() < 0.1
 
 
+def test_what_ends_a_response_is_what_ends_it_for_transformers(backend, transformers):
+    assert backend.eos_token_ids == transformers.eos_token_ids == (2, 9)
+
+
 # -- random numbers -------------------------------------------------------------------------------
 
 
@@ -200,8 +205,9 @@ def test_structured_outputs_are_passed_through(backend, tokenizer):
         params = SamplingParams(max_new_tokens=8, native={"structured_outputs": constraint})
         assert params.truncates_support
         [group] = backend.generate([prompt], params)
-        text = tokenizer.decode(group[0].token_ids, skip_special_tokens=True)
-        assert text in allowed
+        *ids, end = group[0].token_ids.tolist()
+        assert end in backend.eos_token_ids
+        assert tokenizer.decode(ids) in allowed
 
 
 def test_native_arguments_reach_the_engine(backend):
@@ -342,7 +348,7 @@ def wait_until(condition, seconds=30.0):
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}], ids=str)
 def test_an_update_in_flight_shows_in_the_versions_of_one_response(engine, options):
     backend = VLLMBackend(engine, in_flight="keep")
-    out, params = [], SamplingParams(max_new_tokens=250, ignore_eos=True, **options)
+    out, params = [], SamplingParams(max_new_tokens=120, ignore_eos=True, **options)
     alone = flatten(backend.generate(prompts(), params))
     start = backend.status().steps
     thread = sampling_thread(backend, params, out)
@@ -361,7 +367,7 @@ def test_an_update_in_flight_shows_in_the_versions_of_one_response(engine, optio
 
 def test_an_update_may_abort_what_runs_and_its_callers_get_what_there_is(engine):
     backend = VLLMBackend(engine, in_flight="abort")
-    out, params = [], SamplingParams(max_new_tokens=250, temperature=0, ignore_eos=True)
+    out, params = [], SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
     start = backend.status().steps
     thread = sampling_thread(backend, params, out)
     wait_until(lambda: backend.status().steps > start + 20)
@@ -370,14 +376,42 @@ def test_an_update_may_abort_what_runs_and_its_callers_get_what_there_is(engine)
     thread.join(60)
     for done in flatten(out):
         assert done.finish_reason == FinishReason.ABORT
-        assert 10 < len(done.token_ids) < 250
+        assert 10 < len(done.token_ids) < 120
         assert len(done.log_probs) == len(done.versions) == len(done.token_ids)
         assert (done.versions < backend.version).all()
 
 
+def test_rows_whose_scoring_an_update_aborted_are_scored_again(engine, monkeypatch):
+    backend = VLLMBackend(engine, in_flight="abort")
+    rows, select = many_prompts(12), [torch.arange(len(row)) >= 1 for row in many_prompts(12)]
+    wanted = backend.token_scores(rows, select).log_probs
+    run, aborted = backend._run, []
+
+    def first_runs_are_aborted(requests):
+        outputs = run(requests)
+        if len(aborted) < 3:
+            aborted.append(len(requests))
+            for output in outputs[::2]:
+                output.outputs[0].finish_reason = "abort"
+                output.prompt_logprobs = None
+        return outputs
+
+    monkeypatch.setattr(backend, "_run", first_runs_are_aborted)
+    again = backend.token_scores(rows, select).log_probs
+    torch.testing.assert_close(again, wanted, atol=1e-5, rtol=0)
+    assert aborted == [12, 6, 3]
+    monkeypatch.setattr(backend, "_run", lambda requests: [aborted_output() for _ in requests])
+    with pytest.raises(BackendError, match="aborted 12 rows that were being scored 5 times"):
+        backend.token_scores(rows, select)
+
+
+def aborted_output():
+    return SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+
+
 def test_an_update_may_wait_for_what_runs(engine):
     backend = VLLMBackend(engine)
-    out, params = [], SamplingParams(max_new_tokens=200, temperature=0, ignore_eos=True)
+    out, params = [], SamplingParams(max_new_tokens=120, temperature=0, ignore_eos=True)
     start = backend.status().steps
     thread = sampling_thread(backend, params, out)
     wait_until(lambda: backend.status().steps > start + 20)
@@ -386,7 +420,7 @@ def test_an_update_may_wait_for_what_runs(engine):
         backend.weights_changed(backend.version + 1)
     thread.join(60)
     for done in flatten(out):
-        assert len(done.token_ids) == 200
+        assert len(done.token_ids) == 120
         assert (done.versions == backend.version - 1).all()
 
 
