@@ -11,16 +11,19 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
 
+from collectors.collecting import make_env
 from modules.backends.vllm.engine_helper import saved_tiny_model, small_backend
 from peft import LoraConfig, get_peft_model
 from weight_update.learner import FAULTS, Faulty, Learner, assert_same_model, scores
 
+from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm.loading import engine_model, load_weights
 from torchrl_llm.modules.backends.vllm.slots import weight_slots
 from torchrl_llm.modules.backends.weights import TensorSource
-from torchrl_llm.modules.loading import load_model
+from torchrl_llm.modules.loading import load_model, load_tokenizer
 from torchrl_llm.weight_update import (
     AdapterWeights,
     CanaryCheck,
@@ -112,6 +115,41 @@ def test_shared_weights_follow_ten_optimizer_steps_and_nothing_is_copied(pair, m
         assert_same_model(backend, learner.reference)
     assert addresses == {name: p.data_ptr() for name, p in parameters.items()}
     assert all(slots[name].data_ptr() == address for name, address in addresses.items())
+
+
+def test_a_collector_samples_shared_weights_only_by_the_version_that_was_pushed(llama):
+    model = load_model(dtype="float32").eval()
+    learner, tokenizer = Learner(model), load_tokenizer()
+    updater = SharedEngineWeights(model, llama, canary=CanaryCheck(learner.reference))
+    settings = {"max_new_tokens": 6, "ignore_eos": True}
+    policy = vLLMWrapper(llama, tokenizer=tokenizer, generate_kwargs=settings)
+    collector = LLMCollector(
+        make_env(num_envs=3, turns=1),
+        policy=policy,
+        dialog_turns_per_batch=3,
+        flatten_data=True,
+        weight_updater=updater,
+    )
+    start = collector.policy_version
+    for step in range(3):
+        batch = collector.rollout()
+        trace, log_probs = batch["trace"], batch["log_probs", "full"]
+        for row in range(3):
+            sampled = trace[row]["source"] == 3
+            assert int(sampled.sum()) == 6
+            assert set(trace[row]["policy_version"][sampled].tolist()) == {start + step}
+            ids = batch["tokens", "full"][row]
+            with torch.no_grad():
+                wanted = learner.reference.token_scores([ids], [sampled]).log_probs
+            assert torch.allclose(log_probs[row][sampled], wanted, atol=1e-5, rtol=0)
+        learner.step()
+        with pytest.raises(WeightUpdateError, match="changed since they were last pushed"):
+            collector.rollout()
+        collector.update_policy_weights_(model)
+    model.model.norm.weight.data = model.model.norm.weight.clone()
+    with pytest.raises(WeightUpdateError, match=r"\['model.norm.weight'\]"):
+        collector.rollout()
+    collector.shutdown()
 
 
 def test_shared_storage_that_was_left_is_named_or_bound_again(pair):
