@@ -1,0 +1,120 @@
+"""The asynchronous GRPO recipe as a user runs it: the real script on a real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from recipes.grpo_helper import SMALL, column, rows, weights
+from recipes.script import run_main
+
+from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
+from torchrl_llm.trainers import AsyncGRPOConfig, BatchSource, load_config
+from torchrl_llm.trainers.ray_collection import RayCollection, ray_collection
+
+pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-async.py"
+FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def go(folder, *overrides):
+        run_main(monkeypatch, SCRIPT, folder, *SMALL, *overrides)
+        return rows(folder)
+
+    return go
+
+
+def check_accounts(table):
+    """Every token of every step is accounted for, with what the step before left."""
+    carried = 0
+    for step in table:
+        if not step.get("train/tokens_generated"):
+            continue
+        spent = [int(step[f"train/tokens_{fate}"]) for fate in FATES]
+        assert carried + int(step["train/tokens_generated"]) == sum(spent)
+        carried = spent[-1]
+
+
+def test_it_trains_beside_its_collectors_stops_and_goes_on(tmp_path, run):
+    table = run(tmp_path, "train.max_steps=4")
+    assert [step["train/step"] for step in table] == ["0", "1", "2", "3", "4"]
+    assert column(table, "train/tokens_generated") == column(table, "train/tokens_trained")
+    # The first batch is of the first weights; later ones were begun before the update.
+    assert column(table, "train/policy_age_max") == [0, 1, 1, 1]
+    assert max(column(table, "train/kl_to_inference")) < 0.1
+    first = weights(tmp_path, 4)
+
+    table = run(tmp_path, "train.max_steps=6", "checkpoint.resume=auto")
+    assert [step["train/step"] for step in table] == ["0", "1", "2", "3", "4", "5", "6"]
+    assert max(column(table, "train/policy_age_max")) == 1
+    check_accounts(table)
+    last = weights(tmp_path, 6)
+    assert any((first[name] != last[name]).any() for name in first)
+
+
+def test_a_collector_that_is_killed_costs_its_tokens_and_nothing_else(tmp_path, run, monkeypatch):
+    started, killed = [], []
+    start, fill = RayCollection.start, BatchSource.fill
+
+    def remembered(self, weights):
+        started.append(self)
+        start(self, weights)
+
+    def struck(self):
+        found = fill(self)
+        if len(killed) < 1 and self.policy_age["train/policy_age_max"] >= 1:
+            killed.append(started[0].members[1].worker_name)
+            os.kill(started[0].members[1].pid(), signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(RayCollection, "start", remembered)
+    monkeypatch.setattr(BatchSource, "fill", struck)
+    table = run(tmp_path, "train.max_steps=8", "ray.timeout_s=60")
+    assert killed, "the run must have been asynchronous"
+    assert [step["train/step"] for step in table][-1] == "8"
+    assert max(column(table, "train/policy_age_max")) == 1
+    check_accounts(table)
+
+
+def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):
+    start = RayCollection.start
+
+    def dead(self, weights):
+        start(self, weights)
+        for member in self.members:
+            os.kill(member.pid(), signal.SIGKILL)
+
+    monkeypatch.setattr(RayCollection, "start", dead)
+    with pytest.raises(WorkerError, match="collector-"):
+        run(tmp_path, "train.max_steps=2", "ray.max_restarts=0", "ray.timeout_s=60")
+
+
+def test_too_few_cpus_are_said_before_anything_starts():
+    config = load_config({"ray": {"num_collectors": 4}}, AsyncGRPOConfig)
+    with (
+        pytest.raises(ResourceError, match=r"grpo-async.py needs 4 CPU \(2 of 2 free\)"),
+        ray_collection(config),
+    ):
+        pass
+
+
+def test_what_a_collector_cannot_build_is_said_here():
+    config = load_config({"model": {"name": "/nowhere"}}, AsyncGRPOConfig)
+    with pytest.raises(ConfigError, match="there is no"), ray_collection(config):
+        pass
