@@ -375,3 +375,13 @@ def test_a_thousand_workers_claim_at_once_and_nothing_is_granted_twice(server):
         thread.join(PATIENCE_S)
     assert (len(won), sum(won)) == (1000, 500)
     assert sum(counts.claimed for counts in channel.workers().values()) == 500
+
+
+def test_workers_see_how_long_the_learner_has_been_silent(server):
+    worker = RedisChannel(server.url, "silence")
+    assert worker.learner_silence_s() is None
+    learner = RedisChannel(server.url, "silence", begin=True)
+    time.sleep(SHORT_S)
+    assert SHORT_S <= worker.learner_silence_s() < PATIENCE_S
+    learner.grant(1)
+    assert worker.learner_silence_s() < SHORT_S

@@ -134,6 +134,9 @@ class RedisChannel(RowChannel):
         on_return: called at the learner's end after the server was away, to bring back what else
             it may have lost.
 
+    Attributes:
+        place: the URL without user and password.
+
     Raises:
         MissingExtraError: redis-py is not installed.
         ConfigError: a size below 1, or a URL that is none.

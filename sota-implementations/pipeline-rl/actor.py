@@ -1,0 +1,29 @@
+"""An actor of pipeline RL: samples responses for a learner elsewhere, with its newest weights.
+
+    python sota-implementations/pipeline-rl/actor.py
+    python sota-implementations/pipeline-rl/actor.py redis.url=redis://learner:6379/0
+
+Start as many as there are machines or cores, before the learner or after it, and give them the
+learner's arguments. One that dies is missed by nobody: its rows go to the others. They end with the
+run; every key is in config/pipeline-rl.yaml and config/common.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+from pipeline_utils import check_arguments, load_config, run_actor
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="pipeline-rl")
+def main(cfg: DictConfig) -> None:
+    run_actor(load_config(cfg))
+
+
+if __name__ == "__main__":
+    check_arguments(sys.argv[1:])
+    # An actor leaves nothing behind.
+    sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=.", "hydra/job_logging=stdout"]
+    main()

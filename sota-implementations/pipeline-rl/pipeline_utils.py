@@ -1,0 +1,295 @@
+"""What is of pipeline RL alone: its configuration, and both ends of what goes through the Redis.
+
+Policy, environments, evaluation and algorithm are those of ``grpo``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torchrl_llm.collectors import ChannelCollector, LLMCollector
+from torchrl_llm.collectors.follower import WeightFollower
+from torchrl_llm.collectors.staleness import Pacer, StalenessRule
+from torchrl_llm.collectors.transport.redis import RedisChannel
+from torchrl_llm.collectors.worker import CollectorWorker
+from torchrl_llm.errors import WorkerError
+from torchrl_llm.modules.backends.weights import WeightSource
+from torchrl_llm.trainers.collection import (
+    CollectionConfig,
+    make_collecting_env,
+    make_collecting_policy,
+)
+from torchrl_llm.trainers.config import check_override_keys, ensure, from_mapping
+from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
+from torchrl_llm.weight_update import DoubleBufferWriter, engine_weights
+from torchrl_llm.weight_update.double_buffer import newest_update
+from torchrl_llm.weight_update.redis import RedisWeightReader, RedisWeightWriter
+
+_WATCH_S = 1.0
+
+
+@dataclass(kw_only=True)
+class PipelineTrainConfig(TrainConfig):
+    """The loop of the learner.
+
+    Attributes:
+        max_lag: updates that the weights may have moved since a token was sampled.
+        on_stale: what happens where that would be exceeded: actors ``wait``; or they run on, and
+            older rows are dropped (``drop``) or their older tokens not trained (``mask``).
+        weight_update_frequency: training steps between two versions that actors get.
+    """
+
+    max_lag: int = 2
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
+    weight_update_frequency: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(self.max_lag >= 0, f"train.max_lag must not be negative, got {self.max_lag}")
+        ensure(
+            self.weight_update_frequency >= 1,
+            f"train.weight_update_frequency must be at least 1, got {self.weight_update_frequency}",
+        )
+
+    @property
+    def staleness(self) -> StalenessRule:
+        """The rule that the keys say."""
+        return StalenessRule(max_policy_age=self.max_lag, on_stale=self.on_stale)
+
+
+@dataclass(kw_only=True)
+class PipelineWeightSyncConfig:
+    """How weights get to the actors.
+
+    Attributes:
+        type: ``redis`` for models that are small beside what it and the network carry;
+            ``double_buffer`` through files that learner and actors share.
+        folder: of those files.
+        in_flight: what new weights do with responses that are being collected: ``wait`` until the
+            batch of an actor is whole, ``keep`` what is there and go on with the new weights, or
+            ``abort``: drop it and begin anew.
+    """
+
+    type: Literal["redis", "double_buffer"] = "redis"
+    folder: str | None = None
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+
+    def __post_init__(self) -> None:
+        ensure(
+            (self.type == "double_buffer") == (self.folder is not None),
+            "weight_sync.folder goes with weight_sync.type=double_buffer, and that with a folder",
+        )
+
+
+@dataclass(kw_only=True)
+class RedisConfig:
+    """The Redis between learner and actors.
+
+    Attributes:
+        url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, ``unix://path``.
+        name: of the run; runs of different names may share a Redis.
+        prompts_per_claim: prompts that an actor answers at a time.
+        max_waiting: deliveries that may wait for the learner.
+        reconnect_s: seconds that the Redis may stay away.
+        timeout_s: seconds without rows, or for an actor without a learner, after which it stops.
+        worker_timeout_s: seconds without a sign of life of an actor, after which others get its
+            claims.
+    """
+
+    url: str = "redis://127.0.0.1:6379/0"
+    name: str = "pipeline-rl"
+    prompts_per_claim: int = 8
+    max_waiting: int = 8
+    reconnect_s: float = 60.0
+    timeout_s: float = 600.0
+    worker_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_claim", "max_waiting"):
+            value = getattr(self, name)
+            ensure(value >= 1, f"redis.{name} must be at least 1, got {value}")
+        for name in ("timeout_s", "worker_timeout_s"):
+            value = getattr(self, name)
+            ensure(value > 0, f"redis.{name} must be above 0, got {value}")
+        ensure(
+            self.reconnect_s >= 0, f"redis.reconnect_s must not be negative, got {self.reconnect_s}"
+        )
+        ensure(bool(self.name), "redis.name must not be empty")
+
+
+@dataclass(kw_only=True)
+class PipelineConfig(GRPOGroups):
+    """Everything that ``actor.py`` and ``learner.py`` can be told."""
+
+    train: PipelineTrainConfig = field(default_factory=PipelineTrainConfig)
+    weight_sync: PipelineWeightSyncConfig = field(default_factory=PipelineWeightSyncConfig)
+    redis: RedisConfig = field(default_factory=RedisConfig)
+
+    @property
+    def rows_per_claim(self) -> int:
+        """Responses that an actor samples at a time, in whole groups."""
+        return self.redis.prompts_per_claim * self.env.repeats
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.train.prompts_per_batch % self.redis.prompts_per_claim == 0,
+            f"train.prompts_per_batch={self.train.prompts_per_batch} is not a multiple of "
+            f"redis.prompts_per_claim={self.redis.prompts_per_claim}: a step would get more rows, "
+            "or fewer, than it has room for",
+        )
+        ensure(
+            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
+            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
+            "inference_model.backend=vllm",
+        )
+        ensure(
+            self.advantage.type != "spo",
+            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
+        )
+
+
+def load_config(values: Mapping[str, Any]) -> PipelineConfig:
+    """Validate a composed configuration."""
+    return from_mapping(PipelineConfig, values, renamed=RENAMED)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuse unknown and renamed keys on the command line."""
+    check_override_keys(arguments, PipelineConfig, renamed=RENAMED)
+
+
+# -- the learner's end ----------------------------------------------------------------------------
+
+
+@contextmanager
+def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
+    """What the learner iterates: the rows that actors collect, wherever they run."""
+    redis, sync = config.redis, config.weight_sync
+    on_return: Callable[[], None] | None = None
+    if sync.type == "redis":
+        writer = RedisWeightWriter(redis.url, redis.name, reconnect_s=redis.reconnect_s)
+        publish, on_return = writer.publish, writer.refresh
+    else:
+        writer = DoubleBufferWriter(sync.folder)
+        publish = partial(_write, writer)
+    channel = RedisChannel(
+        redis.url,
+        redis.name,
+        redis.max_waiting,
+        begin=True,
+        reconnect_s=redis.reconnect_s,
+        on_return=on_return,
+    )
+    rows = config.rows_per_batch
+    collector = ChannelCollector(
+        channel,
+        batch_rows=rows,
+        pacer=Pacer(config.train.staleness, rows * config.train.weight_update_frequency),
+        publish=publish,
+        timeout_s=redis.timeout_s,
+        worker_timeout_s=redis.worker_timeout_s,
+    )
+    try:
+        yield collector
+    finally:
+        collector.shutdown(raise_on_error=False)
+        writer.close()
+
+
+def _write(writer: DoubleBufferWriter, weights: Any, version: int) -> str | None:
+    return writer.write(engine_weights(weights), version=version).digest
+
+
+# -- the actors' end ------------------------------------------------------------------------------
+
+
+def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = print) -> str:
+    """Collect rows for the learner until it closes the channel.
+
+    Args:
+        config: the recipe's; the same as the learner's.
+        say: gets lines for the person at the terminal.
+
+    Returns:
+        Why it ended.
+
+    Raises:
+        WorkerError: no learner, or no Redis, for longer than the limits.
+    """
+    redis = config.redis
+    channel = RedisChannel(redis.url, redis.name, reconnect_s=redis.reconnect_s)
+    what = CollectionConfig.of(config)
+    collector = LLMCollector(
+        make_collecting_env(what),
+        policy=make_collecting_policy(what),
+        dialog_turns_per_batch=config.rows_per_claim,
+        yield_completed_trajectories=True,
+    )
+    # Unique over restarts: the learner refuses who was given up and comes back.
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    worker = CollectorWorker(collector, channel, name=name)
+    follower = WeightFollower(worker, _newest(config), in_flight=config.weight_sync.in_flight)
+    watch = _Watch(channel, worker, redis.timeout_s)
+    with collector:
+        say(f"{name} waits for a learner at {channel.place}")
+        follower.wait(timeout_s=redis.timeout_s)
+        follower.start()
+        watch.start()
+        say(f"{name} collects, from version {follower.version} of the weights")
+        try:
+            end = worker.run()
+        finally:
+            watch.stop()
+            follower.shutdown()
+    watch.check()
+    say(f"{name} ends: {end}")
+    return end
+
+
+def _newest(config: PipelineConfig) -> Callable[[], tuple[int, WeightSource] | None]:
+    redis, sync = config.redis, config.weight_sync
+    if sync.type == "redis":
+        return RedisWeightReader(redis.url, redis.name, reconnect_s=redis.reconnect_s).newest
+    return partial(newest_update, sync.folder)
+
+
+class _Watch(threading.Thread):
+    """Ends a worker whose learner is gone, and would never claim a row again."""
+
+    def __init__(self, channel: RedisChannel, worker: CollectorWorker, limit_s: float) -> None:
+        super().__init__(daemon=True, name="watch")
+        self._channel, self._worker, self._limit_s = channel, worker, limit_s
+        self._end = threading.Event()
+        self._gone = False
+
+    def run(self) -> None:
+        while not self._end.wait(_WATCH_S):
+            try:
+                silence_s = self._channel.learner_silence_s()
+            except WorkerError:
+                return  # the worker's own calls say what is wrong with the Redis
+            if silence_s is not None and silence_s > self._limit_s:
+                self._gone = True
+                self._worker.stop()
+                return
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
+
+    def check(self) -> None:
+        """Raise if the learner was gone."""
+        if self._gone:
+            raise WorkerError(
+                f"the learner has not been heard of for {self._limit_s:g} s; start it again with "
+                "checkpoint.resume=auto, and this actor with it"
+            )
