@@ -17,16 +17,20 @@ tokenizer = functools.cache(_make_tokenizer)
 
 
 def start_ray(ray, **options):
-    """Ray whose actors find this folder's modules."""
+    """Ray whose actors find this folder's modules; waits longer than Ray does on a busy machine."""
     test = Path(__file__).parents[1]
     paths = [str(test.parent), str(test), *filter(None, [os.environ.get("PYTHONPATH")])]
     env_vars = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": env_vars},
-        **options,
-    )
+    options |= {"include_dashboard": False, "log_to_driver": False}
+    options["runtime_env"] = {"env_vars": env_vars}
+    for attempts_left in (3, 2, 1, 0):
+        try:
+            return ray.init(**options)
+        except Exception as error:
+            # Ray gives its node 30 seconds, and cannot be told to give it more.
+            ray.shutdown()
+            if not attempts_left or "timed out during startup" not in str(error):
+                raise
 
 
 def fake_policy():

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from collectors.channel_helper import ResettableServer, write
+from collectors.ray_helper import start_ray
 from conformance.channels import PATIENCE_S, ChannelConformance, delivery, ids_of
 
 from torchrl_llm.collectors.transport import ray as ray_transport
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2)
     yield
     ray.shutdown()
 
