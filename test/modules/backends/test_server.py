@@ -7,13 +7,20 @@ import json
 
 import pytest
 import torch
-from modules.backends.openai_server import VOCAB, ask, connect, hang_up, refuse
+from modules.backends.openai_server import VOCAB, ask, connect, hang_up, refuse, sleep
 
 from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import VLLMServer
-from torchrl_llm.modules.backends import BigramModel
+from torchrl_llm.modules.backends import BigramModel, FakeBackend
 from torchrl_llm.modules.backends.weights import AdapterSource, DeltaSource, TensorSource
+from torchrl_llm.weight_update import (
+    BroadcastWeights,
+    CanaryCheck,
+    DeltaWeights,
+    DoubleBufferWeights,
+    EngineWeights,
+)
 
 PLAN = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 
@@ -190,6 +197,51 @@ def test_a_folder_that_is_not_there_is_an_error_before_anything_is_paused(serve,
     with pytest.raises(WeightUpdateError, match="could not write"):
         server.update_weights(TensorSource(weights_of(1)), version=1)
     assert control_calls(fake) == []
+
+
+def test_a_pause_that_takes_too_long_is_taken_back(serve, tmp_path):
+    fake, url = serve()
+    before = held(fake)
+    fake.faults.append(sleep(5))
+    server = VLLMServer(url, timeout_s=0.3, exchange_dir=tmp_path)
+    with pytest.raises(WorkerError, match=r"/pause.*no answer within 0.3 s"):
+        server.update_weights(TensorSource(weights_of(1)), version=1)
+    assert fake.requests[-1][0] == "/resume"
+    assert not fake.paused
+    assert all(torch.equal(value, before[name]) for name, value in held(fake).items())
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "double_buffer", "delta", "all"])
+def test_every_updater_of_engines_reaches_a_server(serve, tmp_path, kind):
+    fake, url = serve()
+    backend = connect(url)
+    trained = FakeBackend(vocab_size=VOCAB, eos_token_ids=(2,), seed=9)
+    options = {"model": trained.module, "canary": CanaryCheck(trained, tolerance=1e-5)}
+    if kind == "broadcast":
+        updater = BroadcastWeights(backend, device="cpu", timeout_s=20, **options)
+    elif kind == "double_buffer":
+        updater = DoubleBufferWeights(tmp_path, backend, **options)
+    else:
+        updater = {"delta": DeltaWeights, "all": EngineWeights}[kind](backend, **options)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            trained.module.head.mul_(1.5)
+        updater.push_weights()
+        assert backend.server.weight_version() == version
+        wanted = dict(trained.module.named_parameters())
+        assert all(torch.equal(value, wanted[name]) for name, value in held(fake).items())
+    if kind in ("broadcast", "double_buffer"):
+        updater.close()
+
+
+def test_a_canary_finds_a_server_that_did_nothing_with_the_weights(serve, monkeypatch):
+    fake, url = serve()
+    engine = fake.worker.model_runner.get_model()
+    monkeypatch.setattr(engine, "load_weights", lambda weights: {name for name, _ in weights})
+    trained = FakeBackend(vocab_size=VOCAB, eos_token_ids=(2,), seed=9)
+    updater = EngineWeights(connect(url), model=trained.module, canary=CanaryCheck(trained))
+    with pytest.raises(WeightUpdateError, match="the engine does not compute with version 1"):
+        updater.push_weights()
 
 
 def test_adapters_are_refused(serve):

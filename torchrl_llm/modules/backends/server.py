@@ -184,7 +184,13 @@ class VLLMServer:
         if isinstance(source, DeltaSource):
             order |= {"base": source.base, "result": source.result}
         with self._brought(weights) as place:
-            self.pause()
+            try:
+                self.pause()
+            except TorchRLLLMError:
+                # The server may go on waiting for requests that run, and pause after that.
+                with contextlib.suppress(TorchRLLLMError):
+                    self.resume()
+                raise
             try:
                 receipts = self._load({**order, **place}, sent.digest)
                 self.reset_prefix_cache()
