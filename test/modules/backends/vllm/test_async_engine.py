@@ -1,0 +1,239 @@
+"""Two real vLLM replicas on Ray: as transformers, through new weights and a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_llm.collectors.weight_update import vLLMUpdater
+from torchrl_llm.data import FinishReason
+from torchrl_llm.data.containers import Text
+from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
+from torchrl_llm.modules import (
+    AsyncVLLM,
+    SamplingParams,
+    TransformersBackend,
+    load_model,
+    load_tokenizer,
+    make_vllm_worker,
+    vLLMWrapper,
+)
+from torchrl_llm.modules.backends.vllm.async_engine import ServedEngine
+from torchrl_llm.weight_update import EngineWeights
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+PROMPTS = ["user: 12 + 34 =", "user: 5", "assistant: the sum of 3 and 4 is", "1 + 1"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(cluster):
+    with AsyncVLLM.from_pretrained(
+        num_replicas=2,
+        num_cpus=0.5,
+        compile=False,
+        interval_s=0.5,
+        env_vars={"OMP_NUM_THREADS": "1"},
+        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker.vLLMWorker",
+        **ENGINE,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+def prompts(tokenizer):
+    return [torch.tensor(tokenizer(text)["input_ids"]) for text in PROMPTS]
+
+
+def assert_equal_to(engine, model, tokenizer, **options):
+    """The same greedy ids, and log-probs within 1e-5 in float32."""
+    params = SamplingParams(max_new_tokens=12, temperature=0)
+    reference = TransformersBackend(model, tokenizer=tokenizer)
+    wanted = reference.generate(prompts(tokenizer), params)
+    found = engine.generate(prompts(tokenizer), params, **options)
+    for [a], [b] in zip(found, wanted, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
+        assert a.finish_reason == b.finish_reason
+    rows = [torch.cat([p, c.token_ids]) for p, [c] in zip(prompts(tokenizer), wanted, strict=True)]
+    select = [torch.arange(len(row)) > 0 for row in rows]
+    with torch.no_grad():
+        scores = reference.token_scores(rows, select).log_probs
+    torch.testing.assert_close(
+        engine.token_scores(rows, select).log_probs, scores, atol=1e-5, rtol=0
+    )
+
+
+def wait_for(condition, seconds=150.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_every_replica_answers_as_transformers_does(engine, model, tokenizer):
+    for replica in (None, 0, 1):
+        assert_equal_to(engine, model, tokenizer, replica=replica)
+
+
+def test_requests_in_vllms_own_words(engine, tokenizer):
+    from vllm import SamplingParams as NativeParams
+
+    params = NativeParams(temperature=0.0, max_tokens=5)
+    one = engine.generate(PROMPTS[0], params)
+    assert one.outputs[0].text == tokenizer.decode(one.outputs[0].token_ids)
+    several = engine.generate(PROMPTS, params, timeout_seconds=60)
+    assert several[0].outputs[0].token_ids == one.outputs[0].token_ids
+    ids = tokenizer(PROMPTS[0])["input_ids"]
+    pinned = engine.generate(prompt_token_ids=[ids, ids], sampling_params=params, actor_index=1)
+    assert [o.outputs[0].token_ids for o in pinned] == [one.outputs[0].token_ids] * 2
+    with pytest.raises(ConfigError, match="either prompts or prompt_token_ids"):
+        engine.generate(PROMPTS, params, prompt_token_ids=ids)
+
+
+def test_a_wrapper_and_many_threads_share_it(engine, tokenizer):
+    policy = vLLMWrapper(engine, input_mode="text", generate_kwargs={"max_new_tokens": 4})
+    row = TensorDict(text=Text(prompt=[PROMPTS[0], PROMPTS[1]]), batch_size=[2])
+    out = policy(row)
+    assert len(out["text", "response"]) == 2
+    assert len(engine.get_num_unfinished_requests()) == 2
+    assert engine.get_cache_usage(0) <= 1.0
+
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    wanted = [g[0].token_ids.tolist() for g in engine.generate(prompts(tokenizer), params)]
+
+    def ask(k):
+        [[found]] = engine.generate([prompts(tokenizer)[k % 4]], params)
+        return found.token_ids.tolist() == wanted[k % 4]
+
+    with ThreadPoolExecutor(32) as threads:
+        assert all(threads.map(ask, range(128)))
+
+
+def test_weights_reach_both_through_the_object_store_and_by_broadcast(engine, model, tokenizer):
+    version = engine.version
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for path in (EngineWeights(engine), vLLMUpdater(device="cpu")):
+        path.register_collector(Collector(engine))
+        ids = prompts(tokenizer)[0][None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        path.push_weights(model)
+        assert engine.version > version
+        version = engine.version
+        for replica in (0, 1):
+            assert_equal_to(engine, model, tokenizer, replica=replica)
+        params = SamplingParams(max_new_tokens=2)
+        [[done]] = engine.generate(prompts(tokenizer)[:1], params)
+        assert set(done.versions.tolist()) == {version}
+
+
+class Collector:
+    def __init__(self, engine):
+        self.policy = vLLMWrapper(engine, input_mode="tokens")
+
+
+def test_a_killed_replica_comes_back_with_the_weights_that_were_sent(engine, model, tokenizer):
+    engine.update_weights(model.state_dict())
+    pids = engine.replica_pids()
+    params = SamplingParams(max_new_tokens=64, temperature=0, ignore_eos=True)
+    [[wanted]] = engine.generate(prompts(tokenizer)[:1], params)
+    threading.Timer(0.3, os.kill, (pids[0], signal.SIGKILL)).start()
+    started = time.monotonic()
+
+    def ask(_):
+        [[found]] = engine.generate(prompts(tokenizer)[:1], params)
+        return found.token_ids.tolist()
+
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(ask, range(256)))
+    assert time.monotonic() - started < 60
+    assert answers == [wanted.token_ids.tolist()] * 256
+    wait_for(lambda: engine.stats()["serving"] == 2)
+    assert engine.stats()["rebuilt"] == 1
+    assert engine.replica_pids()[0] != pids[0]
+    assert_equal_to(engine, model, tokenizer, replica=0)
+
+
+def test_workers_can_be_called_and_extended(engine):
+    assert engine.collective_rpc("check_weights_changed") == [False, False]
+    engine.reset_prefix_cache()
+    with pytest.raises(WorkerError):
+        engine.init_weight_update_group("127.0.0.1", 9, timeout_s=0.5)
+
+
+def test_while_they_sleep_requests_raise_and_nobody_is_built_again(engine, tokenizer):
+    pids = engine.replica_pids()
+    params = SamplingParams(max_new_tokens=2)
+    engine.sleep()
+    with pytest.raises(BackendError, match=r"sleep|asleep"):
+        engine.generate(prompts(tokenizer), params)
+    engine.wake()
+    [done] = engine.generate(prompts(tokenizer)[:1], params)
+    assert done[0].finish_reason != FinishReason.ABORT
+    assert engine.replica_pids() == pids
+
+
+def test_too_few_devices_are_named_before_anything_starts(cluster):
+    with pytest.raises(ResourceError, match=r"needs 4 GPU \(0 of 0 free\)"):
+        AsyncVLLM.from_pretrained(num_devices=2, num_replicas=2, num_cpus=0.1)
+    with pytest.raises(ResourceError, match=r"needs 3 CPU"):
+        make_vllm_worker(model_name=None, num_cpus=3)
+
+
+def test_what_no_engine_knows_is_refused():
+    with pytest.raises(ConfigError, match="in_flight"):
+        AsyncVLLM(in_flight="hope")
+    with pytest.raises(ConfigError, match="actor_class"):
+        AsyncVLLM(actor_class=TransformersBackend)
+    with pytest.raises(ConfigError, match="engine_args"):
+        AsyncVLLM(7)
+    with pytest.raises(ConfigError, match="contradicts"):
+        make_vllm_worker(model_name="m", devices=[0, 1], num_devices=1)
+    with pytest.raises(ConfigError, match="Ray chooses"):
+        make_vllm_worker(model_name="m", devices=[0])
+
+
+def test_engine_args_are_read_in_every_form():
+    from vllm import EngineArgs
+
+    for given in (
+        EngineArgs(model="a/b", max_model_len=64),
+        {"model": "a/b", "max_model_len": 64},
+    ):
+        made = AsyncVLLM(given, tokenizer=load_tokenizer())
+        assert made.model_name == "a/b"
+        assert made.spec.factory.func is ServedEngine
+        assert made.spec.factory.keywords["max_model_len"] == 64
