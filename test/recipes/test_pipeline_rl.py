@@ -1,0 +1,118 @@
+"""pipeline-rl: it learns over a real Redis, and whatever is killed, the run goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+
+pytest.importorskip("redis")
+
+from recipes.pipeline_helper import SMALL, Processes, metrics
+from redis_server import RedisServer
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server"),
+]
+
+LIMIT_S = 240.0
+FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")
+
+
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+def number(row, name):
+    return int(float(row[f"train/tokens_{name}"]))
+
+
+def assert_the_ledger_closes(rows):
+    for before, row in zip([None, *rows], rows, strict=False):
+        carried = 0 if before is None else number(before, "pending")
+        spent = sum(number(row, fate) for fate in FATES) + number(row, "pending")
+        assert carried + number(row, "generated") == spent, row
+
+
+@pytest.mark.timeout(600)
+def test_it_learns_with_two_actors(tmp_path, server):
+    folder = tmp_path / "run"
+    given = [f"redis.url={server.url}", "train.max_steps=30", "eval.num_prompts=64"]
+    given += ["optimizer.scheduler=constant", "optimizer.warmup_steps=0", "eval.interval=30"]
+    with Processes(tmp_path) as processes:
+        actors = [processes.start("actor.py", f"actor{i}.log", *given) for i in range(2)]
+        learner = processes.start("learner.py", "learner.log", f"hydra.run.dir={folder}", *given)
+        learner.join(2 * LIMIT_S)
+        assert learner.exitcode == 0, processes.output("learner.log")
+        for i, actor in enumerate(actors):
+            actor.join(60)
+            assert actor.exitcode == 0
+            assert "ends: the channel was closed" in processes.output(f"actor{i}.log")
+    rows = metrics(folder)
+    assert [int(row["train/step"]) for row in rows] == list(range(1, 31))
+    assert_the_ledger_closes(rows)
+    assert max(float(row["train/policy_age_max"]) for row in rows) <= 2
+    rewards = [float(row["train/reward"]) for row in rows]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.08, rewards
+
+
+@pytest.mark.timeout(900)
+def test_actor_redis_and_learner_are_killed_and_the_run_is_finished(tmp_path, server):
+    folder = tmp_path / "run"
+    given = [*SMALL, f"redis.url={server.url}", "redis.worker_timeout_s=5"]
+    run = [f"hydra.run.dir={folder}", "checkpoint.interval=2", "checkpoint.keep_last=null"]
+    with Processes(tmp_path) as processes:
+        actors = [processes.start("actor.py", f"actor{i}.log", *given) for i in range(2)]
+        start = ("learner.py", "learner.log", *given, *run)
+        learner = processes.start(*start, "train.max_steps=100000")
+        done = processes.wait_for_steps(learner, folder, 3, limit_s=LIMIT_S)
+
+        actors[0].kill()
+        done = processes.wait_for_steps(learner, folder, done + 6, limit_s=LIMIT_S)
+
+        server.restart(away_s=1.0)
+        done = processes.wait_for_steps(learner, folder, done + 6, limit_s=LIMIT_S)
+
+        actors.append(processes.start("actor.py", "actor2.log", *given))
+        learner.kill()
+        learner.join()
+        time.sleep(0.5)
+        saved = sorted(int(p.name.split("_")[1]) for p in (folder / "checkpoints").glob("step_*"))
+        last = saved[-1] + 6
+        learner = processes.start(*start, f"train.max_steps={last}", "checkpoint.resume=auto")
+        learner.join(LIMIT_S)
+        assert learner.exitcode == 0, processes.output("learner.log")
+        for actor in actors[1:]:
+            actor.join(60)
+            assert actor.exitcode == 0
+    rows = metrics(folder)
+    assert [int(row["train/step"]) for row in rows] == list(range(1, last + 1))
+    # The step that was resumed from carries what was pending then; nothing is pending here.
+    assert_the_ledger_closes(rows)
+    assert max(float(row["train/policy_age_max"]) for row in rows) <= 2
+    assert f"resumed from {folder}" in processes.output("learner.log")
+    # What the dead learner had taken since its last checkpoint trains nobody.
+    assert number(rows[saved[-1]], "lost") > 0
+
+
+def test_an_actor_without_a_learner_ends_in_time(tmp_path, server):
+    given = [*SMALL, f"redis.url={server.url}", "redis.timeout_s=1"]
+    with Processes(tmp_path) as processes:
+        actor = processes.start("actor.py", "actor.log", *given)
+        actor.join(LIMIT_S)
+        assert actor.exitcode == 1
+        assert "no learner has published weights for 1 s" in processes.output("actor.log")
+
+
+def test_a_learner_without_actors_ends_in_time(tmp_path, server):
+    given = [*SMALL, f"redis.url={server.url}", "redis.timeout_s=1", f"hydra.run.dir={tmp_path}/r"]
+    with Processes(tmp_path) as processes:
+        learner = processes.start("learner.py", "learner.log", *given)
+        learner.join(LIMIT_S)
+        assert learner.exitcode == 1
+        assert "no rows came within 1 s; workers: none" in processes.output("learner.log")
