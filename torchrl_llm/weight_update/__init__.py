@@ -27,6 +27,11 @@ from torchrl_llm.weight_update.names import (
     normalized_name,
 )
 from torchrl_llm.weight_update.receive import WeightReceiver
+from torchrl_llm.weight_update.redis import (
+    RedisWeightReader,
+    RedisWeightSource,
+    RedisWeightWriter,
+)
 from torchrl_llm.weight_update.schemes import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
@@ -54,6 +59,9 @@ __all__ = [
     "EngineWeights",
     "InProcessWeights",
     "RankZeroWeights",
+    "RedisWeightReader",
+    "RedisWeightSource",
+    "RedisWeightWriter",
     "SharedEngineWeights",
     "SharedWeights",
     "VLLMDoubleBufferSyncScheme",

@@ -11,6 +11,7 @@ from torchrl_llm.collectors.transport.base import (
     WorkerCounts,
 )
 from torchrl_llm.collectors.transport.ray import RayChannel
+from torchrl_llm.collectors.transport.redis import RedisChannel
 
 __all__ = [
     "ChannelClosedError",
@@ -18,6 +19,7 @@ __all__ = [
     "Delivery",
     "LocalChannel",
     "RayChannel",
+    "RedisChannel",
     "RowChannel",
     "WorkerCounts",
 ]
