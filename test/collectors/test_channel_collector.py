@@ -270,9 +270,9 @@ def test_a_weight_updater_pushes_for_it(channel):
 @pytest.mark.parametrize(
     ("version", "digests", "message"),
     [
-        (0, {0: "other"}, "knows it as good0"),
-        (2, {2: "x"}, "version 2 with digest x; this learner is at version 1"),
-        (1, {0: "good0"}, r"name the versions \[1\], and it proves \[0\]"),
+        (0, {0: "other"}, "'other'; that version is 'good0'"),
+        (2, {2: "x"}, "sampled by version 2 of the weights, and this learner is at version 1"),
+        (1, {0: "good0"}, r"tokens of version 1, .* it gave \[0\]"),
     ],
 )
 def test_a_delivery_of_other_weights_than_it_claims_is_refused(channel, version, digests, message):
@@ -404,5 +404,5 @@ def test_a_learner_that_comes_back_goes_on_and_counts_what_was_given_to_the_one_
     second.update_policy_weights_()
     worker.put([8, 9], version=2, digests={2: "d2"})
     second.timeout_s = 0.2
-    with pytest.raises(WorkerError, match="knows it as e2"):
+    with pytest.raises(WorkerError, match="that version is 'e2'"):
         second.collect()

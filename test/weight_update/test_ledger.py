@@ -25,6 +25,14 @@ def test_rows_are_checked_against_what_was_proven():
         ledger.check({1: "aa"}, versions=[1, 2])
 
 
+def test_versions_that_nobody_proved_may_pass():
+    ledger = WeightLedger()
+    ledger.record(1, "aa")
+    ledger.check({0: "anything", 1: "aa"}, proven=False)
+    with pytest.raises(WeightUpdateError, match="that version is 'aa'"):
+        ledger.check({0: "anything", 1: "bb"}, proven=False)
+
+
 def test_a_version_has_one_value():
     ledger = WeightLedger()
     ledger.record(1, "aa")

@@ -27,7 +27,7 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.weight_update import WeightUpdater
+from torchrl_llm.weight_update import WeightLedger, WeightUpdater
 
 __all__ = ["ChannelCollector"]
 
@@ -78,6 +78,7 @@ class ChannelCollector(BaseCollector):
 
     Attributes:
         accounts: tokens that were received and lost.
+        ledger: digests of the weights that were published.
 
     Raises:
         ConfigError: for arguments that contradict each other.
@@ -125,7 +126,7 @@ class ChannelCollector(BaseCollector):
         self.requested_frames_per_batch, self.total_frames = batch_rows, -1
         self._publish, self._check = publish, check
         self._version = version
-        self._digests: dict[int, str] = {}
+        self.ledger = WeightLedger()
         self._held: list[_Held] = []
         self._unused = 0
         self.accounts = TokenAccounts()
@@ -229,20 +230,16 @@ class ChannelCollector(BaseCollector):
 
     def _verify(self, delivery: Delivery, rows: list[TensorDict]) -> None:
         """Refuse rows that were not sampled by the weights that they name."""
-        for version, digest in delivery.digests.items():
-            known = self._digests.get(version)
-            if version > self._version or (known is not None and known != digest):
-                raise WeightUpdateError(
-                    f"it was sampled by version {version} with digest {digest}; this learner is at "
-                    f"version {self._version} and knows it as {known}"
-                )
+        newest = max(delivery.digests, default=self._version)
+        if newest > self._version:
+            raise WeightUpdateError(
+                f"it was sampled by version {newest} of the weights, and this learner is at "
+                f"version {self._version}"
+            )
         if delivery.digests:
             used = {v for row in rows for v in sampled_versions(row).unique().tolist()}
-            if not used <= set(delivery.digests):
-                raise WeightUpdateError(
-                    f"its tokens name the versions {sorted(used)}, and it proves "
-                    f"{sorted(delivery.digests)} only"
-                )
+            # Weights that came before this learner, or whose sender knows no digest, have none.
+            self.ledger.check(delivery.digests, used, proven=False)
         if self._check is not None:
             self._check(delivery)
 
@@ -389,7 +386,7 @@ class ChannelCollector(BaseCollector):
             self.weight_updater.push_weights(weights)
         self._version = version
         if digest is not None:
-            self._digests[version] = digest
+            self.ledger.record(version, digest)
         self.channel.set_version(version)
 
     @property
@@ -423,7 +420,7 @@ class ChannelCollector(BaseCollector):
         """
         return OrderedDict(
             version=self._version,
-            digests=dict(self._digests),
+            weights=self.ledger.state_dict(),
             held=[(pack_rows(held.rows), held.claims, held.version) for held in self._held],
             accounts=self.accounts.state_dict(),
             iterations=self._iter,
@@ -437,7 +434,7 @@ class ChannelCollector(BaseCollector):
             state_dict: of a collector that was built alike.
         """
         self._version = state_dict["version"]
-        self._digests = dict(state_dict["digests"])
+        self.ledger.load_state_dict(state_dict["weights"])
         self._held = [
             _Held(unpack_row_list(rows), claims, version)
             for rows, claims, version in state_dict["held"]

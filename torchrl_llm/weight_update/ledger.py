@@ -61,13 +61,21 @@ class WeightLedger:
         """That of a version; ``None`` when it was not proven, or is forgotten."""
         return self._digests.get(version)
 
-    def check(self, digests: Mapping[int, str], versions: Iterable[int] = ()) -> None:
+    def check(
+        self,
+        digests: Mapping[int, str],
+        versions: Iterable[int] = (),
+        *,
+        proven: bool = True,
+    ) -> None:
         """Refuse rows that do not hold what they claim.
 
         Args:
             digests: version to digest, as the sampler had them
                 (:attr:`~torchrl_llm.collectors.transport.base.Delivery.digests`).
             versions: of the sampled tokens; each needs a digest.
+            proven: refuse versions that are not in the book; without it they pass, as where nobody
+                hashed the first weights.
 
         Raises:
             WeightUpdateError: names the first version that is wrong, and why.
@@ -80,6 +88,8 @@ class WeightLedger:
             )
         for version, claimed in sorted(digests.items()):
             known = self.digest(version)
+            if known is None and not proven:
+                continue
             if known is None:
                 raise WeightUpdateError(
                     f"rows claim version {version} of the weights, which was never proven to have "
