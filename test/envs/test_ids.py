@@ -8,7 +8,8 @@ import pickle
 
 import pytest
 
-from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs import ids as ids_module
+from torchrl_llm.envs.ids import IdCounter, set_process_number
 from torchrl_llm.errors import ConfigError
 
 
@@ -65,3 +66,23 @@ def test_a_saved_counter_continues():
 def test_a_worker_id_out_of_range_is_refused(worker_id):
     with pytest.raises(ConfigError, match="worker_id"):
         IdCounter("t", worker_id=worker_id)
+
+
+def test_processes_that_look_alike_are_told_apart_by_their_number(monkeypatch):
+    monkeypatch.setattr(ids_module, "_numbers", [])
+    plain = IdCounter("told").next_id()
+    set_process_number(5)
+    numbered = IdCounter("told")
+    own = numbered.next_id()
+    assert own >> 47 == 5 != plain >> 47
+    set_process_number(2**16 - 1)
+    assert numbered.next_id() == own + 1
+    assert IdCounter("told").next_id() < 2**63
+    set_process_number(6, first=100)
+    assert IdCounter("told").next_id() % 2**35 == 100
+    assert IdCounter("told", worker_id=3).next_id() == 3 * 2**35
+    with pytest.raises(ConfigError, match="first"):
+        set_process_number(6, first=2**34)
+    for number in (-1, 2**16):
+        with pytest.raises(ConfigError, match="process number"):
+            set_process_number(number)

@@ -7,6 +7,7 @@ It is built, watched, built anew when it dies, and told of weights. What runs ov
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,9 +29,11 @@ __all__ = ["CollectorActor", "actor_options"]
 
 _POLL_S = 0.2
 _THREADS = 4
-# Process numbers from here on are those of actors; children of multiprocessing count from 1.
-_FIRST_NUMBER = 2**15
 _numbers = itertools.count()
+# Process numbers from 2**15 on are those of actors; children of multiprocessing count from 1.
+# Drawn, because rows of the run that this one continues may still wait for their group.
+_NUMBERS = 2**15
+_first_number = secrets.randbelow(_NUMBERS)
 _PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
 
 
@@ -136,7 +139,7 @@ class CollectorActor:
             CollectorHost,
             self._env,
             self.collector_options,
-            number=(_FIRST_NUMBER + number) % 2**16,
+            number=_NUMBERS + (_first_number + number) % _NUMBERS,
             channel=self._channel,
             name=self.worker_name,
             claim_rows=self._claim_rows,

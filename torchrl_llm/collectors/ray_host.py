@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,9 @@ from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 
 __all__ = ["CollectorHost", "InFlight", "PackedBatch"]
+
+# Where the ids of a process may begin, and how many it can give out before the next such place.
+_STARTS, _APART = 2**13, 2**21
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -74,7 +78,7 @@ class CollectorHost:
         name: str = "",
         claim_rows: int | None = None,
     ) -> None:
-        set_process_number(number)
+        set_process_number(number, first=secrets.randbelow(_STARTS) * _APART)
         self.collector = LLMCollector(env, **options)
         self.worker: CollectorWorker | None = None
         if channel is not None:

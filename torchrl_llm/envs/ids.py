@@ -18,10 +18,10 @@ _INSTANCE_BITS = 12
 _MAX_WORKER = 2**28
 _PROCESS_BITS = 16
 _instances: dict[str, itertools.count] = {}
-_numbers: list[int] = []
+_numbers: list[tuple[int, int]] = []
 
 
-def set_process_number(number: int) -> None:
+def set_process_number(number: int, *, first: int = 0) -> None:
     """Tell this process apart from others, in the ids of all counters that it makes from now on.
 
     Children of ``multiprocessing`` need no number; processes that were started otherwise (actors of
@@ -29,20 +29,24 @@ def set_process_number(number: int) -> None:
 
     Args:
         number: in ``[0, 2**16)``; the main process has 0, its children count from 1.
+        first: where the counters begin, in ``[0, 2**34)``. With a random number and a random first,
+            a run that is continued does not give out ids of the run before again.
 
     Raises:
         ConfigError: for a number out of range.
     """
+    if not 0 <= first < 2 ** (_COUNTER_BITS - 1):
+        raise ConfigError(f"first must be in [0, 2**{_COUNTER_BITS - 1}), got {first}")
     if not 0 <= number < 2**_PROCESS_BITS:
         raise ConfigError(f"a process number must be in [0, {2**_PROCESS_BITS}), got {number}")
-    _numbers[:] = [number]
+    _numbers[:] = [(number, first)]
 
 
 def _own_worker_id(kind: str) -> int:
     # Children of one parent are numbered by multiprocessing; two levels are told apart.
     identity = multiprocessing.current_process()._identity[-2:]
     process = sum(number % 256 * 256**level for level, number in enumerate(identity))
-    process = _numbers[0] if _numbers else process
+    process = _numbers[0][0] if _numbers else process
     instance = next(_instances.setdefault(kind, itertools.count()))
     return process << _INSTANCE_BITS | instance % 2**_INSTANCE_BITS
 
@@ -70,7 +74,8 @@ class IdCounter:
         if worker_id is not None and not 0 <= worker_id < _MAX_WORKER:
             raise ConfigError(f"worker_id must be in [0, {_MAX_WORKER}), got {worker_id}")
         self.kind = kind
-        self.count = 0
+        # Whoever names the worker knows where it begins.
+        self.count = _numbers[0][1] if _numbers and worker_id is None else 0
         self._worker_id = worker_id
         self._derived = worker_id is None
 
