@@ -187,8 +187,8 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     if number is None:
         needed = math.ceil(config.ray.num_collectors * config.ray.cpus_per_collector)
         number = max(needed, os.cpu_count() or 1)
-    # On one machine the collectors share the cores with the trainer. Ray's workers would give way to
-    # it (niceness 15), and it would wait for them.
+    # Here the collectors share the cores with the trainer. Ray's workers would give way to it
+    # (niceness 15), and it would wait for them.
     return {**options, "num_cpus": number, "_system_config": {"worker_niceness": 0}}
 
 
