@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torchrl_llm.weight_update.adapter import AdapterWeights
 from torchrl_llm.weight_update.base import WeightUpdater, named_weights
-from torchrl_llm.weight_update.broadcast import BroadcastSender, BroadcastSource
+from torchrl_llm.weight_update.broadcast import BroadcastSender
 from torchrl_llm.weight_update.broadcast_receiver import BroadcastReceiver
+from torchrl_llm.weight_update.broadcast_source import BroadcastSource
 from torchrl_llm.weight_update.canary import CanaryCheck, CanaryReport
 from torchrl_llm.weight_update.delta import DeltaWeights
 from torchrl_llm.weight_update.double_buffer import (

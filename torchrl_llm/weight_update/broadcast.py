@@ -17,13 +17,9 @@ Written for both, run on gloo: no CUDA device was at hand when this was made.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,192 +30,25 @@ from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError, 
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.process_group import (
     WeightGroup,
-    bounded,
     collective_device,
     join_group,
     open_store,
 )
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
-from torchrl_llm.weight_update.buckets import (
-    Metadata,
-    flatten,
-    metadata_from_json,
-    metadata_to_json,
-    plan_buckets,
-    split,
+from torchrl_llm.modules.backends.weights import WeightReceipt
+from torchrl_llm.weight_update.broadcast_source import (
+    GO,
+    Announcement,
+    BroadcastSource,
+    Deadline,
+    Kind,
 )
+from torchrl_llm.weight_update.buckets import flatten, metadata_to_json, plan_buckets, split
 from torchrl_llm.weight_update.calls import CallGroup
 
-__all__ = ["Announcement", "BroadcastSender", "BroadcastSource"]
-
-Kind = Literal["full", "delta"]
+__all__ = ["BroadcastSender"]
 
 _POLL_S = 0.002
 _KEPT = 8  # announcements that stay in the store, for receivers that are late with an answer
-
-
-class Announcement(NamedTuple):
-    """What the sender says of one update before it begins.
-
-    Attributes:
-        sequence: 1, 2, 3, ... of this sender.
-        version: of the weights.
-        kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
-        group: name of the group that it goes through.
-        num_receivers: members of the group beside the sender.
-        layout: name of the metadata of what is sent.
-        bucket_bytes: see :func:`~torchrl_llm.weight_update.buckets.plan_buckets`.
-        bucket_tensors: see there.
-        device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
-    """
-
-    sequence: int
-    version: int
-    kind: Kind
-    group: str
-    num_receivers: int
-    layout: str
-    bucket_bytes: int
-    bucket_tensors: int
-    device: str
-
-
-class _Deadline:
-    """The moment at which an update has taken too long."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._at = time.monotonic() + timeout_s
-        self.timeout_s = timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._at - time.monotonic())
-
-
-class _Member:
-    """One process's connection to a sender and its place in the sender's group."""
-
-    def __init__(self, address: str, port: int, timeout_s: float) -> None:
-        self._address = address
-        self.store = open_store(address, port, host=False, timeout_s=timeout_s)
-        self._group: WeightGroup | None = None
-        self._group_name = ""
-        self._layouts: dict[str, Metadata] = {}
-        bounded(lambda: self.store.add("hello", 1), timeout_s=timeout_s, what="the sender's store")
-
-    def read(self, key: str, deadline: _Deadline) -> str:
-        """The value of a key, as soon as there is one."""
-
-        def wait() -> str:
-            self.store.wait([key], timedelta(seconds=max(deadline.left_s, 0.001)))
-            return self.store.get(key).decode()
-
-        return bounded(wait, timeout_s=deadline.left_s + 0.5, what=f"{key} in the sender's store")
-
-    def group(self, update: Announcement, deadline: _Deadline) -> WeightGroup:
-        """This process's place in the update's group, taken where it has none."""
-        if self._group is None or self._group_name != update.group:
-            self.leave()
-            name, size = update.group, update.num_receivers + 1
-            rank = bounded(
-                lambda: self.store.add(f"members/{name}", 1),
-                timeout_s=deadline.left_s,
-                what="the sender's store",
-            )
-            if rank >= size:
-                raise WorkerError(
-                    f"update {update.sequence} goes to {update.num_receivers} receivers, and as "
-                    "many have joined; this one waits for the next"
-                )
-            self._group = join_group(
-                self.store,
-                name,
-                rank=rank,
-                world_size=size,
-                device=collective_device("cpu" if update.device == "cpu" else None),
-                address=self._address,
-                timeout_s=deadline.left_s,
-            )
-            self._group_name = name
-        return self._group
-
-    def layout(self, name: str, deadline: _Deadline) -> Metadata:
-        """Names, dtypes and shapes, fetched once."""
-        if name not in self._layouts:
-            self._layouts[name] = metadata_from_json(self.read(f"layout/{name}", deadline))
-        return self._layouts[name]
-
-    def leave(self) -> None:
-        """Give the place in the group up."""
-        if self._group is not None:
-            self._group.close()
-        self._group = None
-
-
-# Places in groups that this process holds and that no receiver uses at the moment. A process may
-# hold several, one for each backend in it.
-_idle: defaultdict[tuple[str, int, str], list[_Member]] = defaultdict(list)
-_idle_lock = threading.Lock()
-
-
-class BroadcastSource(WeightSource):
-    """An update that is being broadcast; opening it joins its group.
-
-    Args:
-        address: of the sender's store.
-        port: of the sender's store.
-        sender: tells this sender from another one at the same address.
-        update: which update.
-        timeout_s: most seconds from opening it to the last byte.
-    """
-
-    reusable = False
-
-    def __init__(
-        self, address: str, port: int, sender: str, update: Announcement, *, timeout_s: float
-    ) -> None:
-        self._where = (address, port, sender)
-        self._update, self._timeout_s = update, timeout_s
-        self.kind = update.kind
-        self.digest = None
-
-    def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightSource.receive`; the digest is known at the end."""
-        deadline = _Deadline(self._timeout_s)
-        member: _Member | None = None
-        whole = False
-        try:
-            member = self._member()
-            yield from self._receive(member, deadline)
-            self.digest = member.read(f"digest/{self._update.sequence}", deadline)
-            whole = True
-        except WorkerError as error:
-            raise WeightUpdateError(
-                f"version {self._update.version} of the weights did not arrive: {error}"
-            ) from None
-        finally:
-            if whole:
-                with _idle_lock:
-                    _idle[self._where].append(member)
-            elif member is not None:
-                # Half of an update lies in this place's pipes: nobody may use it again.
-                member.leave()
-
-    def _member(self) -> _Member:
-        with _idle_lock:
-            if _idle[self._where]:
-                return _idle[self._where].pop()
-        address, port, _ = self._where
-        return _Member(address, port, self._timeout_s)
-
-    def _receive(self, member: _Member, deadline: _Deadline) -> Iterator[tuple[str, Tensor]]:
-        update = self._update
-        metadata = member.layout(update.layout, deadline)
-        group = member.group(update, deadline)
-        for bucket in plan_buckets(metadata, update.bucket_bytes, update.bucket_tensors):
-            buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=group.device)
-            group.broadcast(buffer, timeout_s=deadline.left_s)
-            yield from split(bucket, buffer)
 
 
 class BroadcastSender:
@@ -299,7 +128,7 @@ class BroadcastSender:
             WeightUpdateError: a receiver did not get them, or others than were sent.
         """
 
-        def attempt(deadline: _Deadline) -> list[WeightReceipt]:
+        def attempt(deadline: Deadline) -> list[WeightReceipt]:
             # Asked anew for a second attempt: a pool has lost or rebuilt replicas by then.
             size = sum(backend.num_copies for backend in backends)
             update = self._announce(weights, version, kind, size, bucket_tensors)
@@ -352,7 +181,7 @@ class BroadcastSender:
             WeightUpdateError: a receiver did not get them, or others than were sent.
         """
 
-        def attempt(deadline: _Deadline) -> list[WeightReceipt]:
+        def attempt(deadline: Deadline) -> list[WeightReceipt]:
             update = self._announce(weights, version, kind, num_receivers)
             try:
                 digest = self._send(weights, update, deadline, lambda: self._refused(update))
@@ -365,8 +194,8 @@ class BroadcastSender:
 
         return self._attempts(attempt)
 
-    def _attempts(self, attempt: Callable[[_Deadline], list[WeightReceipt]]) -> list[WeightReceipt]:
-        deadline = _Deadline(self.timeout_s)
+    def _attempts(self, attempt: Callable[[Deadline], list[WeightReceipt]]) -> list[WeightReceipt]:
+        deadline = Deadline(self.timeout_s)
         kept = self._group is not None
         try:
             return attempt(deadline)
@@ -428,7 +257,23 @@ class BroadcastSender:
         self,
         weights: Mapping[str, Tensor],
         update: Announcement,
-        deadline: _Deadline,
+        deadline: Deadline,
+        failed: Callable[[], bool],
+    ) -> str:
+        try:
+            digest = self._send_buckets(weights, update, deadline, failed)
+        except WorkerError:
+            # Those who have all of it wait for the digest, which says that it was whole.
+            self._open().set(f"digest/{update.sequence}", "")
+            raise
+        self._open().set(f"digest/{update.sequence}", digest)
+        return digest
+
+    def _send_buckets(
+        self,
+        weights: Mapping[str, Tensor],
+        update: Announcement,
+        deadline: Deadline,
         failed: Callable[[], bool],
     ) -> str:
         if self._group is None:
@@ -442,20 +287,21 @@ class BroadcastSender:
             for name, value in split(bucket, buffer):
                 digest.update(name, value)
             pending.wait(deadline.left_s)
-        self._open().set(f"digest/{update.sequence}", digest.value)
         return digest.value
 
     def _form(
-        self, update: Announcement, deadline: _Deadline, failed: Callable[[], bool]
+        self, update: Announcement, deadline: Deadline, failed: Callable[[], bool]
     ) -> WeightGroup:
         store = self._open()
         while (members := store.add(f"members/{update.group}", 0)) < update.num_receivers:
             if failed() or deadline.left_s == 0:
+                store.set(f"go/{update.group}", "no")
                 raise WorkerError(
                     f"{members} of {update.num_receivers} receivers joined the broadcast of version"
                     f" {update.version} within {deadline.timeout_s - deadline.left_s:.3g} s"
                 )
             time.sleep(_POLL_S)
+        store.set(f"go/{update.group}", GO)
         group = join_group(
             store,
             update.group,
@@ -478,7 +324,7 @@ class BroadcastSender:
     def _refused(self, update: Announcement) -> bool:
         return self._open().add(f"refusals/{update.sequence}", 0) > 0
 
-    def _answers(self, update: Announcement, deadline: _Deadline) -> list[WeightReceipt]:
+    def _answers(self, update: Announcement, deadline: Deadline) -> list[WeightReceipt]:
         store, answers = self._open(), f"answers/{update.sequence}"
         while (count := store.add(answers, 0)) < update.num_receivers:
             if self._refused(update) and count:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchrl_llm.errors import TorchRLLLMError, WorkerError
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.process_group import bounded, open_store
-from torchrl_llm.weight_update.broadcast import Announcement, BroadcastSource
+from torchrl_llm.weight_update.broadcast_source import Announcement, BroadcastSource
 from torchrl_llm.weight_update.receive import WeightReceiver
 
 __all__ = ["BroadcastReceiver"]

@@ -120,9 +120,7 @@ class WeightSender(ABC):
         return engine_weights(source)
 
     @abstractmethod
-    def _send(
-        self, weights: dict[str, Tensor], version: int
-    ) -> tuple[list[WeightReceipt], str]:
+    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
         """Bring one version over; the receipts that are known, and the digest."""
 
     @abstractmethod
@@ -235,9 +233,7 @@ class VLLMWeightSender(WeightSender):
         self._engine = None if vllm_engine is None else backend_of(vllm_engine)
         _ = self._broadcast.port
 
-    def _send(
-        self, weights: dict[str, Tensor], version: int
-    ) -> tuple[list[WeightReceipt], str]:
+    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
         weights = fitted(weights, self._metadata)
         if self._engine is not None:
             receipts = self._broadcast.push(weights, [self._engine], version=version)
@@ -344,9 +340,7 @@ class VLLMDoubleBufferWeightSender(WeightSender):
         self._writer = DoubleBufferWriter(scheme.remote_addr, num_threads=scheme.num_threads)
         self.version = self._writer.last_version
 
-    def _send(
-        self, weights: dict[str, Tensor], version: int
-    ) -> tuple[list[WeightReceipt], str]:
+    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
         header = self._writer.write(weights, version=version)
         return list(self._writer.receipts().values()), header.digest
 

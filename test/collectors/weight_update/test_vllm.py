@@ -105,7 +105,7 @@ def test_metadata_that_were_announced_bind():
     updater = vLLMUpdaterV2(engine)
     updater.init(vLLMUpdaterV2.get_model_metadata(trained))
     updater.push_weights(trained)
-    with pytest.raises(ConfigError, match="metadata announced.*'head'"):
+    with pytest.raises(ConfigError, match=r"metadata announced.*'head'"):
         updater.push_weights({"embedding": trained.embedding})
     updater = vLLMUpdaterV2(engine)
     with pytest.raises(WeightUpdateError, match="not sent"):

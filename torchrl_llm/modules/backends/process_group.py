@@ -130,18 +130,23 @@ class Pending:
     """
 
     def __init__(self, work: dist.Work, what: str) -> None:
-        self._work, self._what = work, what
+        self._work: dist.Work | None = work
+        self._what = what
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end.
+        """Wait for its end, once.
 
         Raises:
             WorkerError: a member died, or was late.
         """
+        # Whoever holds the work holds the group's connections open, and an error holds this frame.
+        work, self._work = self._work, None
         try:
-            self._work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+            work.wait(timedelta(seconds=max(timeout_s, 0.001)))
         except RuntimeError as error:
             raise WorkerError(f"{self._what}: {_first_line(error)}") from None
+        finally:
+            del work
 
 
 class WeightGroup:
@@ -157,18 +162,24 @@ class WeightGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
-        self._group, self._store = group, store
+        self._group: dist.ProcessGroup | None = group
+        self._store = store
         self.device = device
 
     @property
     def rank(self) -> int:
         """Number of this process; 0 sends."""
-        return self._group.rank()
+        return self._joined().rank()
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._group.size()
+        return self._joined().size()
+
+    def _joined(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise WorkerError("this group for weights was left")
+        return self._group
 
     def start(self, tensor: Tensor, src: int = 0, *, timeout_s: float = JOIN_TIMEOUT_S) -> Pending:
         """Begin to broadcast; every member calls it alike.
@@ -183,7 +194,7 @@ class WeightGroup:
         options.timeout = timedelta(seconds=max(timeout_s, 0.001))
         what = f"broadcast in a group of {self.world_size}"
         try:
-            return Pending(self._group.broadcast([tensor], options), what)
+            return Pending(self._joined().broadcast([tensor], options), what)
         except RuntimeError as error:
             raise WorkerError(f"{what}: {_first_line(error)}") from None
 
@@ -199,8 +210,11 @@ class WeightGroup:
         return tensor
 
     def close(self) -> None:
-        """Leave; members that still wait for this one get an error."""
-        self._group.abort()
+        """Leave; members that still wait for this one get an error at once."""
+        group, self._group = self._group, None
+        # Gloo closes its connections with the last reference, NCCL when it is told to.
+        if group is not None and self.device.type == "cuda":
+            group.abort()
 
 
 def join_group(
