@@ -121,7 +121,7 @@ def test_weights_arrive_under_their_version_and_act(collector, model):
         own = sampled & (row["trace", "policy_version"] == before + 1)
         assert own.any()
         ids = row["tokens", "full"]
-        scores = scorer.backend.token_scores([ids], [own])[0].log_probs
+        scores = scorer.backend.token_scores([ids], [own]).log_probs
         torch.testing.assert_close(scores, row["log_probs", "full"][own], atol=1e-5, rtol=0)
     collector.update_policy_weights_(state_dict=model.state_dict(), version=50)
     assert collector.get_policy_version() == 50
