@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
@@ -71,8 +70,9 @@ class RedisLink:
     @property
     def place(self) -> str:
         """The URL without user and password."""
-        parts = urlsplit(self._url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        scheme, separator, rest = self._url.partition("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return scheme + separator + host.rpartition("@")[2] + slash + path
 
     def call(self, command: Callable[[bool], _T]) -> _T:
         """Run a command, again while the server is away.
