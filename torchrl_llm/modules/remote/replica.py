@@ -15,7 +15,7 @@ import torch
 
 from torchrl_llm._ray import get
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
-from torchrl_llm.errors import WorkerError
+from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.base import Backend, SamplingParams
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
@@ -200,8 +200,7 @@ class Replica:
             timeout_s: most seconds to wait for the source and for requests that run.
 
         Raises:
-            WorkerError: requests ran on for too long.
-            WeightUpdateError: the weights did not arrive.
+            WeightUpdateError: the weights did not arrive, or requests ran on for too long.
         """
         if not isinstance(source, WeightSource):
             source = get(source, timeout_s=timeout_s, what="the source of weights")
@@ -268,9 +267,9 @@ class _Gate:
                 if not self._changed.wait_for(
                     lambda: not (self._alone or self._sharers), timeout_s
                 ):
-                    raise WorkerError(
+                    raise WeightUpdateError(
                         f"{self._sharers} requests ran on for {timeout_s:g} s while new weights "
-                        "waited"
+                        "waited; the old ones stay"
                     )
                 self._alone = True
             finally:

@@ -33,7 +33,7 @@ from torchrl_llm.modules.remote.store import ObjectStoreSource
 
 __all__ = ["PoolSpec", "PoolTable", "ReplicaAddress", "Supervisor"]
 
-_STARTERS = 32
+_STARTERS = 256
 _BACKOFF_S = 0.5
 _MOST_DELTAS = 8
 _STATES = ("serving", "waiting", "starting", "failed")
@@ -271,10 +271,7 @@ class Supervisor:
             return {
                 "version": self._version,
                 "rebuilt": self._rebuilt,
-                **{
-                    state: states.count(state)
-                    for state in ("serving", "waiting", "starting", "failed")
-                },
+                **{state: states.count(state) for state in _STATES},
             }
 
     # -- weights ------------------------------------------------------------------------------
@@ -284,8 +281,8 @@ class Supervisor:
     ) -> list[WeightReceipt]:
         """Send weights to all replicas.
 
-        A replica that does not get what others got is built again. When none gets them, the old
-        weights and their version stay.
+        A replica that does not get what others got, or gives no answer, is built again. When none
+        gets them, the old weights and their version stay.
 
         Args:
             source: where they are, or a reference to that in Ray's object store.
@@ -317,6 +314,11 @@ class Supervisor:
                 for _, _, remote in targets
             ]
             receipts, errors = self._gather(refs, targets, timeout_s)
+            unknown = {i for i, error in errors.items() if isinstance(error, WorkerError)}
+            for member, incarnation, _ in targets:
+                # It may hold these weights or not, or take them when nobody waits any more.
+                if member.index in unknown:
+                    self._retire(member, incarnation, str(errors[member.index]))
             if not receipts:
                 raise next(iter(errors.values()))
             self._remember(_Sent(source if reusable else None, version, kind), timeout_s)
