@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 from collectors.collecting import make_env
 from modules.backends.vllm.engine_helper import saved_tiny_model, small_backend
 from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from weight_update.learner import FAULTS, Faulty, Learner, assert_same_model, scores
 
 from torchrl_llm.collectors import LLMCollector
@@ -115,6 +116,30 @@ def test_shared_weights_follow_ten_optimizer_steps_and_nothing_is_copied(pair, m
         assert_same_model(backend, learner.reference)
     assert addresses == {name: p.data_ptr() for name, p in parameters.items()}
     assert all(slots[name].data_ptr() == address for name, address in addresses.items())
+
+
+def test_norms_of_queries_and_keys_have_their_place_too(tmp_path, tokenizer):
+    settings = {
+        "vocab_size": 292,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    backend, learner = small_backend(tmp_path), Learner(model)
+    _follow(learner, EngineWeights(backend, model=model), backend, steps=2)
+    updater = SharedEngineWeights(model, backend)
+    updater.version = backend.version
+    _follow(learner, updater, backend, steps=2)
 
 
 def test_a_collector_samples_shared_weights_only_by_the_version_that_was_pushed(llama):
