@@ -59,7 +59,7 @@ class LocalEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Share of the cache in use, where the scheduler is in this process, and steps so far."""
+        """Share of the cache in use (where the scheduler is in this process), steps, and health."""
         core = getattr(self._engine.engine_core, "engine_core", None)
         manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
         usage = None if manager is None else float(manager.usage)
