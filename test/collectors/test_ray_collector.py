@@ -136,7 +136,10 @@ def test_weights_that_do_not_arrive_as_sent_are_an_error(collector, model):
         collector.load_weights(wrong, version=before + 1)
     with pytest.raises(WeightUpdateError, match="not sent"):
         collector.load_weights(TensorSource({}), version=before + 1)
-    collector.load_weights(None, version=before)
+    # What it samples with is what it was before, and so is its name.
+    assert collector.policy_version == before
+    last = split_rollout(collector.next())[-1]
+    assert last["trace", "policy_version"].max() == before
 
 
 def test_it_continues_where_its_state_was_taken(collector):

@@ -96,7 +96,7 @@ class CollectorActor:
         worker_name: its name in the channel, another one after each restart.
         restarts: how often it was built anew.
         failure: what ended it for good.
-        weights: the latest that it was told of.
+        weights: the latest that it was told of; those before where they did not arrive.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CollectorActor:
         self.closed = False
         self._remote: RemoteObject | None = self._build()
         version = self._remote.read("collector.policy_version")
-        self.weights = _Weights(None, version if isinstance(version, int) else 0)
+        self.weights = self._arrived = _Weights(None, version if isinstance(version, int) else 0)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class CollectorActor:
                     return
                 if latest is brought:
                     # Whatever is sent from now on goes to the new one.
-                    self._remote = remote
+                    self._remote, self._arrived = remote, latest
                     break
             if latest.source is None:
                 remote.call("set_policy_version", latest.version)
@@ -356,20 +356,29 @@ class CollectorActor:
         """
         with self._lock:
             remote, pending, self._pending = self._remote, self._pending, None
-            source, version = self.weights
+            sent = self.weights
         if pending is None or remote is None:
             return []
         try:
             receipts = remote.result(pending, call="the update of weights") or []
+            self._compare(receipts, sent)
+        except WeightUpdateError:
+            # It samples with the old ones, and nobody may say otherwise.
+            self.weights = self._arrived
+            raise
         except WorkerError:
             # Whoever watches it finds the same, and brings the weights to its successor.
             if not self.is_running and self.restarts >= self._max_restarts:
                 raise
             return []
+        self._arrived = sent
+        return receipts
+
+    def _compare(self, receipts: list[WeightReceipt], sent: _Weights) -> None:
         for receipt in receipts:
-            if receipt.version != version or (source.digest or receipt.digest) != receipt.digest:
+            digest = sent.source.digest or receipt.digest
+            if (receipt.version, receipt.digest) != (sent.version, digest):
                 raise WeightUpdateError(
-                    f"version {version} with digest {source.digest} was sent to "
+                    f"version {sent.version} with digest {digest} was sent to "
                     f"{self.worker_name!r}, and it got {receipt}"
                 )
-        return receipts
