@@ -14,14 +14,22 @@ from torchrl_llm.modules.backends.openai import OpenAIBackend
 from torchrl_llm.modules.backends.scorer import CausalScorer
 from torchrl_llm.modules.backends.server import VLLMServer
 from torchrl_llm.modules.backends.transformers import TransformersBackend
-from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.modules.backends.weights import (
+    AdapterSource,
+    DeltaSource,
+    TensorSource,
+    WeightReceipt,
+    WeightSource,
+)
 
 __all__ = [
+    "AdapterSource",
     "Answer",
     "Backend",
     "BigramModel",
     "CausalScorer",
     "Completion",
+    "DeltaSource",
     "EngineStatus",
     "FakeBackend",
     "OpenAIBackend",

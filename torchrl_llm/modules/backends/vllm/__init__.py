@@ -5,7 +5,18 @@ Nothing here imports vLLM before an engine is built.
 
 from __future__ import annotations
 
+from torchrl_llm.modules.backends.vllm.adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
 from torchrl_llm.modules.backends.vllm.build import build_engine, engine_arguments
+from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model, load_weights
+from torchrl_llm.modules.backends.vllm.sharing import SharedStorage
 
-__all__ = ["VLLMBackend", "build_engine", "engine_arguments"]
+__all__ = [
+    "SharedStorage",
+    "VLLMBackend",
+    "active_adapter",
+    "build_engine",
+    "engine_arguments",
+    "load_into_vllm_model",
+    "load_weights",
+]
