@@ -28,7 +28,7 @@ FLOORS = {
     "langmarl": 4,
     "cli": 4,
 }
-ROOT_HELPERS = {"errors", "_imports", "_registry", "_ray", "assets", "__version__"}
+ROOT_HELPERS = {"errors", "_imports", "_registry", "_ray", "_redis", "assets", "__version__"}
 # What a room of floor 3 may take from its own floor; `trainers` may use all of it.
 SAME_FLOOR = {
     "collectors": {"weight_update"},
@@ -89,7 +89,7 @@ def test_a_file_imports_from_lower_floors_or_its_own_room(path):
 
 
 def test_root_helpers_import_nothing_of_ours_but_errors():
-    for name in ("errors", "_imports", "_registry", "_ray"):
+    for name in ("errors", "_imports", "_registry", "_ray", "_redis"):
         path = PACKAGE / f"{name}.py"
         if not path.exists():
             continue
