@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+from collectors.ray_helper import start_ray
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2)
     yield
     ray.shutdown()
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from collectors.ray_helper import start_ray
 from conformance.policies import WrapperConformance
 from tensordict import TensorDict
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2)
     yield
     ray.shutdown()
 

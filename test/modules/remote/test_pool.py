@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from collectors.ray_helper import start_ray
 from conformance.backends import BackendConformance
 
 from torchrl_llm.data import FinishReason
@@ -41,7 +42,7 @@ LIGHT = ActorOptions(num_cpus=0.01, max_concurrency=64, timeout_s=60.0, start_ti
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2)
     # Workers cannot import the modules of tests.
     ray.cloudpickle.register_pickle_by_value(engines)
     yield

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from collectors.ray_helper import start_ray
 from tensordict import TensorDict
 
 from torchrl_llm.collectors.weight_update import vLLMUpdater
@@ -43,7 +44,7 @@ PROMPTS = ["user: 12 + 34 =", "user: 5", "assistant: the sum of 3 and 4 is", "1 
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2)
     yield
     ray.shutdown()
 
