@@ -113,7 +113,7 @@ def test_answers_come_in_the_order_of_the_requests():
     loop = loop_over(FakeEngine())
     assert ask(loop, (5, "a"), (1, "b"), (3, "c")) == ["a", "b", "c"]
     assert loop.steps == 5
-    assert loop.broken is None
+    assert loop.dead is None
     assert ask(loop) == []
 
 
@@ -152,7 +152,7 @@ def test_when_a_step_fails_every_caller_is_told_and_later_ones_too():
     # Whoever led has the error itself; the others are told of it.
     assert sum(type(error) is RuntimeError for error in found) == 1
     assert all("out of blocks" in str(error) for error in found)
-    assert loop.broken == "RuntimeError: out of blocks"
+    assert loop.dead == "RuntimeError: out of blocks"
     with pytest.raises(BackendError, match="must be built again: RuntimeError: out of blocks"):
         ask(loop, (1, "y"))
     with pytest.raises(BackendError, match="must be built again"), loop.exclusive():

@@ -115,11 +115,6 @@ class EngineLoop:
             waiting = sum(len(ticket.requests) for ticket in self._incoming)
             return waiting + len(self._running)
 
-    @property
-    def broken(self) -> str | None:
-        """Why the engine will answer no more requests; ``None`` when it will."""
-        return self._dead
-
     def run(self, requests: Sequence[EngineRequest], *, timeout_s: float = 600.0) -> list[Any]:
         """Answer requests; other threads may ask at the same time.
 
