@@ -13,6 +13,7 @@ import time
 import traceback
 
 import torch
+import torch.distributed as dist
 
 from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import WorkerError
@@ -23,8 +24,10 @@ from torchrl_llm.modules.loading import load_model
 from torchrl_llm.weight_update import (
     BroadcastReceiver,
     BroadcastSender,
+    BroadcastWeights,
     DoubleBufferReceiver,
     DoubleBufferWriter,
+    RankZeroWeights,
     engine_weights,
 )
 
@@ -315,3 +318,42 @@ class SchemeLearner:
         WeightGroup.start = start
         self.sender._broadcast._bucket_bytes = 1 << 14
         self.update()
+
+
+class ShardedRank:
+    """One of two ranks that hold a model in shards, and an updater that sends from the first."""
+
+    def __init__(self, rank, meeting, model):
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+        self.model = model
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.sampler = TransformersBackend(fresh_like(model))
+        self.made = 0
+        self.updater = RankZeroWeights(self._make)
+
+    def _make(self):
+        self.made += 1
+        return BroadcastWeights(self.sampler, device="cpu", timeout_s=60)
+
+    def push(self):
+        self.updater.push_weights(self.model)
+        return self.made
+
+    def differs_from(self, weights):
+        """Names of the sampler's weights that are not those given."""
+        own = engine_weights(self.sampler.module)
+        return sorted(name for name, value in weights.items() if not torch.equal(own[name], value))
+
+
+def fresh_like(model):
+    """Another model of the same configuration, with zeros for weights."""
+    twin = type(model)(model.config)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    return twin
