@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers.collection import CollectionConfig
 from torchrl_llm.trainers.grpo_config import AdvantageConfig, LossConfig
+from torchrl_llm.trainers.recipe import reference_device
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
 SCHEMAS = {"grpo": GRPOConfig, "grpo-async": AsyncGRPOConfig}
@@ -128,6 +131,16 @@ def test_engines_and_weights_that_are_impossible_are_refused(overrides, message)
         (["ray.prompts_per_claim=5"], "prompts_per_batch=16 is not a multiple of ray.prompts_per_"),
         (["ray.timeout_s=0"], "above 0"),
         (["ray.address=auto", "ray.num_cpus=2"], "ray.num_cpus has no effect with ray.address"),
+        (["train_model.num_devices=2"], "must be 0 or 1"),
+        (["ref_model.num_devices=1"], "have no effect without train.kl_to_ref_coeff"),
+        (
+            [
+                "ref_model.num_devices=1",
+                "train.kl_to_ref_coeff=0.1",
+                "train_model.lora.enabled=true",
+            ],
+            "ref_model.num_devices has no effect with LoRA",
+        ),
         (["weight_sync.in_flight=keep"], "needs inference_model.backend=vllm"),
         (["advantage.type=spo"], "grpo-sync.py has it"),
     ],
@@ -135,6 +148,23 @@ def test_engines_and_weights_that_are_impossible_are_refused(overrides, message)
 def test_asynchronous_settings_that_are_impossible_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(OmegaConf.from_dotlist(overrides), AsyncGRPOConfig)
+
+
+def test_collectors_have_neither_the_trainers_gpu_nor_its_adapters():
+    values = {"train": {"device": "cuda:1"}, "train_model": {"lora": {"enabled": True}}}
+    config = load_config(values, AsyncGRPOConfig)
+    sent = CollectionConfig.of(config)
+    assert (sent.train.device, sent.train_model.lora.enabled) == ("auto", False)
+    assert (sent.rows_per_batch, config.train.device) == (64, "cuda:1")
+    config = load_config({"train": {"device": "cpu"}}, AsyncGRPOConfig)
+    assert CollectionConfig.of(config).train.device == "cpu"
+    assert pickle.loads(pickle.dumps(CollectionConfig.of(config))) == CollectionConfig.of(config)
+
+
+def test_a_reference_on_a_gpu_that_is_not_there_is_refused():
+    values = {"ref_model": {"num_devices": 1}, "train": {"device": "cpu", "kl_to_ref_coeff": 0.1}}
+    with pytest.raises(ResourceError, match="needs a GPU beside the policy's, 2 in all"):
+        reference_device(load_config(values, AsyncGRPOConfig))
 
 
 def test_collectors_take_equal_shares_of_a_step_in_whole_groups():

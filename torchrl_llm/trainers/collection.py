@@ -62,16 +62,18 @@ class CollectionConfig:
         """What the collectors of a recipe need of its configuration.
 
         Adapters and checkpointing of gradients are the trainer's alone: collectors get merged
-        weights, and have no gradients.
+        weights, and have no gradients. So is its GPU: theirs is what Ray gives them.
 
         Args:
             config: the recipe's.
         """
-        names = ("env", "model", "train", "inference_model", "ref_model", "eval", "seed")
+        names = ("env", "model", "inference_model", "ref_model", "eval", "seed")
+        device = "cpu" if config.train.device == "cpu" else "auto"
         groups = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)
         return cls(
             **groups,
+            train=replace(config.train, device=device),
             train_model=held,
             rows_per_batch=config.rows_per_claim,
             in_flight=config.weight_sync.in_flight,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl._utils import logger
@@ -148,7 +149,8 @@ def ray_collection(
     bundle = {"CPU": config.ray.cpus_per_collector, "GPU": config.gpus_per_collector}
     own = not ray.is_initialized()
     if own:
-        ray.init(**_init_options(config))
+        with _visible_gpus(config):
+            ray.init(**_init_options(config))
     try:
         check_resources("grpo-async.py", [bundle] * number)
         channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
@@ -190,6 +192,24 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     # Here the collectors share the cores with the trainer. Ray's workers would give way to it
     # (niceness 15), and it would wait for them.
     return {**options, "num_cpus": number, "_system_config": {"worker_niceness": 0}}
+
+
+@contextmanager
+def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
+    """Ray of this machine counts the GPUs that are left beside those of policy and reference."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    kept = config.train_model.num_devices + config.ref_model.num_devices
+    if config.ray.address is None and kept and config.gpus_per_collector:
+        found = torch.cuda.device_count()
+        names = given.split(",") if given else [str(index) for index in range(found)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[kept:])
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = given
+        elif config.ray.address is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
 def _build(

@@ -23,7 +23,7 @@ from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs import GSM8KEnv, TaskEnv
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.loading import load_rows
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import (
     AdapterDisabled,
@@ -58,6 +58,7 @@ __all__ = [
     "make_train_env",
     "minibatches",
     "overlong_metrics",
+    "reference_device",
     "samples_in_bfloat16",
     "seed_everything",
     "set_threads",
@@ -115,6 +116,28 @@ def device_of(config: RecipeConfig) -> torch.device:
     if config.train.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.train.device)
+
+
+def reference_device(config: RecipeConfig) -> torch.device:
+    """Where the reference is: beside the policy, or on the GPU after the policy's.
+
+    Args:
+        config: its ``ref_model.num_devices`` and ``train.device``.
+
+    Raises:
+        ResourceError: it is to have a GPU of its own, and there is none.
+    """
+    device = device_of(config)
+    if not config.ref_model.num_devices:
+        return device
+    index = (device.index or 0) + 1
+    found = torch.cuda.device_count()
+    if device.type != "cuda" or index >= found:
+        raise ResourceError(
+            f"ref_model.num_devices=1 needs a GPU beside the policy's, {index + 1} in all; there "
+            f"are {found}, and the policy is on {device}"
+        )
+    return torch.device("cuda", index)
 
 
 def autocast(config: RecipeConfig) -> AbstractContextManager[Any]:
@@ -200,7 +223,8 @@ def make_reference(config: RecipeConfig, policy: TransformersWrapper) -> TokenSc
     if config.train_model.lora.enabled and config.ref_model.name is None:
         return AdapterDisabled(policy)
     name = config.ref_model.name or config.model.name
-    model = load_model(name, dtype=config.train_model.dtype, device=device_of(config))
+    device = reference_device(config)
+    model = load_model(name, dtype=config.train_model.dtype, device=device)
     return TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchrl_llm.trainers.grpo_config.engines import (
     AsyncTrainConfig,
+    AsyncTrainModelConfig,
     AsyncWeightSyncConfig,
     EngineConfig,
     RayConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "AdvantageConfig",
     "AsyncGRPOConfig",
     "AsyncTrainConfig",
+    "AsyncTrainModelConfig",
     "AsyncWeightSyncConfig",
     "CorrectionConfig",
     "EngineConfig",

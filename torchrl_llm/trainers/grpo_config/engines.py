@@ -7,10 +7,15 @@ from typing import Any, Literal
 
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.trainers.config import ensure
-from torchrl_llm.trainers.grpo_config.groups import InferenceModelConfig, TrainConfig
+from torchrl_llm.trainers.grpo_config.groups import (
+    InferenceModelConfig,
+    TrainConfig,
+    TrainModelConfig,
+)
 
 __all__ = [
     "AsyncTrainConfig",
+    "AsyncTrainModelConfig",
     "AsyncWeightSyncConfig",
     "EngineConfig",
     "RayConfig",
@@ -144,6 +149,27 @@ class AsyncTrainConfig(TrainConfig):
     def staleness(self) -> StalenessRule:
         """The rule that the keys say."""
         return StalenessRule(max_policy_age=self.max_policy_age, on_stale=self.on_stale)
+
+
+@dataclass(kw_only=True)
+class AsyncTrainModelConfig(TrainModelConfig):
+    """How the policy is held for training, and which GPUs are its own.
+
+    Attributes:
+        num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
+            the policy, 0 where it shares its GPU with them (then give ``ray.gpus_per_collector``
+            and ``inference_model.gpu_memory_utilization``). A cluster that runs already was told
+            which GPUs it has.
+    """
+
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.num_devices in (0, 1),
+            f"train_model.num_devices must be 0 or 1, got {self.num_devices}: the layers of a "
+            "policy are not spread over GPUs",
+        )
 
 
 @dataclass(kw_only=True)

@@ -217,9 +217,17 @@ class RefModelConfig:
     Attributes:
         name: folder or hub name; ``None`` for the policy as it was before training. With LoRA that
             is the policy with its adapters off, and no second model.
+        num_devices: GPUs of its own: 0 puts it beside the policy, 1 on the GPU after the policy's.
     """
 
     name: str | None = None
+    num_devices: int = 0
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.num_devices in (0, 1),
+            f"ref_model.num_devices must be 0 or 1, got {self.num_devices}",
+        )
 
 
 @dataclass(kw_only=True)

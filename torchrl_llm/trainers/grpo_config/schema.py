@@ -20,6 +20,7 @@ from torchrl_llm.trainers.config import (
 )
 from torchrl_llm.trainers.grpo_config.engines import (
     AsyncTrainConfig,
+    AsyncTrainModelConfig,
     AsyncWeightSyncConfig,
     EngineConfig,
     RayConfig,
@@ -157,8 +158,16 @@ class GRPOGroups:
                 "be cut over two optimizer steps",
             )
         ensure(
-            self.ref_model.name is None or self.needs_reference,
-            "ref_model.name has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0",
+            self.ref_model == RefModelConfig() or self.needs_reference,
+            "ref_model.name and ref_model.num_devices have no effect without train.kl_to_ref_coeff "
+            "or reward.kl_coeff above 0",
+        )
+        ensure(
+            self.ref_model.num_devices == 0
+            or self.ref_model.name is not None
+            or not self.train_model.lora.enabled,
+            "ref_model.num_devices has no effect with LoRA: the reference is the policy itself, "
+            "with its adapters off",
         )
         ensure(
             group >= 2 or not self.advantage.compares_group,
@@ -261,6 +270,7 @@ class AsyncGRPOConfig(GRPOGroups):
     """Everything that ``grpo-async.py`` can be told."""
 
     train: AsyncTrainConfig = field(default_factory=AsyncTrainConfig)
+    train_model: AsyncTrainModelConfig = field(default_factory=AsyncTrainModelConfig)
     weight_sync: AsyncWeightSyncConfig = field(default_factory=AsyncWeightSyncConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
