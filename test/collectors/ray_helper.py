@@ -47,10 +47,6 @@ def failing_policy(after):
     return Failing(fake_policy(), after)
 
 
-def no_policy():
-    raise OSError("no such checkpoint")
-
-
 class Slow:
     """Answers a number of calls at once, and then takes its time for each."""
 

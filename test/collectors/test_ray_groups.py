@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -37,7 +38,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def primer(cluster):
-    made = RayDataLoadingPrimer(QUESTIONS, repeats=3)
+    made = RayDataLoadingPrimer(QUESTIONS, repeats=2, actor_name="questions")
     yield made
     made.shutdown()
 
@@ -48,14 +49,13 @@ def _copies(primer, number):
 
 def test_all_environments_draw_from_one_loader_and_share_its_groups(primer):
     primer.reset_dataloader()
-    first, second = (shared_env(copy, 2) for copy in _copies(primer, 2))
-    drawn = [first.reset(), second.reset(), first.reset()]
+    first, second = (shared_env(copy, 1) for copy in _copies(primer, 2))
+    drawn = [env.reset() for env in (first, second, first, first, second)]
     queries = [query for td in drawn for query in td["query"]]
     groups = [group for td in drawn for group in td["group_id"].tolist()]
-    # Three repeats of a prompt, over whichever environment asks next.
-    assert queries == ["question 0"] * 3 + ["question 1"] * 3
-    assert groups[:3] == [groups[0]] * 3
-    assert groups[3:] == [groups[0] + 1] * 3
+    # Two repeats of a prompt, over whichever environment asks next.
+    assert queries == [f"question {i}" for i in (0, 0, 1, 1, 2)]
+    assert [group - groups[0] for group in groups] == [0, 0, 1, 1, 2]
     # No other process hands out such ids.
     local = DataLoadingPrimer(QUESTIONS)
     assert shared_env(local, 1).reset()["group_id"].item() < groups[0]
@@ -77,22 +77,17 @@ def test_it_continues_at_the_latest_of_the_saved_positions(primer):
     assert torch.equal(again["group_id"], ahead["group_id"])
 
 
-def test_environments_with_one_actor_name_share_its_rows():
+def test_environments_with_one_actor_name_share_its_rows(primer):
+    primer.reset_dataloader()
     make = partial(
         DatasetChatEnv,
-        dataset=QUESTIONS,
-        shuffle=False,
+        dataset=[{"query": "never seen", "turns": 1}],
         ray_backend=True,
         dataloader_actor_name="questions",
     )
     first, second = make(), make()
     queries = [env.reset()["query"][0] for env in (first, second, first)]
-    assert queries == ["question 0", "question 1", "question 2"]
-    first.primer.shutdown()
-    with pytest.raises(WorkerError, match="questions"):
-        second.reset()
-    with pytest.raises(ConfigError, match="ray_backend"):
-        DatasetChatEnv(dataset=QUESTIONS, dataloader_actor_name="questions")
+    assert queries == ["question 0", "question 0", "question 1"]
 
 
 def test_a_primer_needs_one_loader():
@@ -116,7 +111,7 @@ def _row(group, reward, trajectory):
 
 @pytest.fixture(scope="module")
 def credit(cluster):
-    made = RayMCAdvantage(2)
+    made = RayMCAdvantage(2, actor_name="rule")
     yield made
     made.shutdown()
 
@@ -144,15 +139,14 @@ def test_a_group_whose_rows_are_written_by_two_processes_completes(credit):
     assert credit.get_stats()["completed_groups"] == 0
 
 
-def test_a_rule_of_another_size_under_one_name_is_refused():
-    first = RayMCAdvantage(2, actor_name="rule")
+def test_a_rule_of_another_size_under_one_name_is_refused(credit):
     with pytest.raises(ConfigError, match="groups of 2"):
         RayMCAdvantage(3, actor_name="rule")
-    first.shutdown()
     with pytest.raises(ConfigError, match="grpo_size"):
         RayMCAdvantage(1)
+    credit.shutdown()
     with pytest.raises(WorkerError, match="rule"):
-        first.get_stats()
+        credit.get_stats()
 
 
 # -- buffers ------------------------------------------------------------------------------------
@@ -202,21 +196,20 @@ def test_transforms_are_made_where_the_buffer_is():
         RayReplayBuffer(transform=MCAdvantage(2))
 
 
-def test_collectors_fill_one_buffer_and_groups_complete_across_them(buffer):
+def test_collectors_fill_one_buffer_and_groups_complete_across_them(buffer, primer):
     """Two environments of one row each: no group of two can ever complete in one of them alone."""
     buffer.empty()
-    prompts = RayDataLoadingPrimer(QUESTIONS, repeats=2)
-    collectors = [
-        RayLLMCollector(
-            partial(shared_env, prompts, 1),
-            policy_factory=fake_policy,
-            dialog_turns_per_batch=1,
-            replay_buffer=buffer,
-            name=name,
-            num_cpus=0.25,
-        )
-        for name in ("a", "b")
-    ]
+    primer.reset_dataloader()
+    build = partial(
+        RayLLMCollector,
+        partial(shared_env, primer, 1),
+        policy_factory=fake_policy,
+        dialog_turns_per_batch=1,
+        replay_buffer=buffer,
+        num_cpus=0.25,
+    )
+    with ThreadPoolExecutor(2) as threads:
+        collectors = list(threads.map(lambda name: build(name=name), ("a", "b")))
     for collector in collectors:
         collector.start()
     deadline = time.monotonic() + PATIENCE_S
@@ -234,4 +227,6 @@ def test_collectors_fill_one_buffer_and_groups_complete_across_them(buffer):
     assert all(len(members) == 2 for members in groups.values())
     assert any(len(set(members)) == 2 for members in groups.values())
     assert all("advantage" in row for row in rows)
-    prompts.shutdown()
+    primer.shutdown()
+    with pytest.raises(WorkerError, match="questions"):
+        primer.reset_dataloader()

@@ -247,12 +247,15 @@ class CollectorActor:
     def _look_after(self) -> bool:
         """One look at the run: whether to go on looking."""
         ray = require_ray("RayLLMCollector")
+        remote = self._remote
+        if remote is None:
+            return False
         ready, _ = ray.wait([self._run], timeout=_POLL_S)
         try:
             if not ready:
                 self._check_signs_of_life()
                 return True
-            result = self.remote.result(self._run, call="collecting")
+            result = remote.result(self._run, call="collecting")
         except WorkerError as error:
             if self.closed:
                 return False
@@ -267,9 +270,9 @@ class CollectorActor:
             self._lose()
             self.failure = error
             return False
-        return self._handle(result)
+        return self._handle(remote, result)
 
-    def _handle(self, result: Any) -> bool:
+    def _handle(self, remote: RemoteObject, result: Any) -> bool:
         if self._on_batch is None:
             logger.info(f"{self.worker_name} ended: {result}")
             if self._channel is not None:
@@ -277,9 +280,10 @@ class CollectorActor:
             return False
         there, batch = result
         if there:
-            self._run = self.remote.submit("next")
+            if not self.closed:
+                self._run = remote.submit("next")
             self._on_batch(batch)
-        return there
+        return there and not self.closed
 
     def _check_signs_of_life(self) -> None:
         now, limit_s = time.time(), self._worker_timeout_s
