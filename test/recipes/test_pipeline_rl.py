@@ -42,8 +42,8 @@ def assert_the_ledger_closes(rows):
 @pytest.mark.timeout(600)
 def test_it_learns_with_two_actors(tmp_path, server):
     folder = tmp_path / "run"
-    given = [f"redis.url={server.url}", "train.max_steps=30", "eval.num_prompts=64"]
-    given += ["optimizer.scheduler=constant", "optimizer.warmup_steps=0", "eval.interval=30"]
+    given = [f"redis.url={server.url}", "train.max_steps=16", "eval.num_prompts=64"]
+    given += ["optimizer.scheduler=constant", "optimizer.warmup_steps=0", "eval.interval=16"]
     with Processes(tmp_path) as processes:
         actors = [processes.start("actor.py", f"actor{i}.log", *given) for i in range(2)]
         learner = processes.start("learner.py", "learner.log", f"hydra.run.dir={folder}", *given)
@@ -54,17 +54,18 @@ def test_it_learns_with_two_actors(tmp_path, server):
             assert actor.exitcode == 0
             assert "ends: the channel was closed" in processes.output(f"actor{i}.log")
     rows = metrics(folder)
-    assert [int(row["train/step"]) for row in rows] == list(range(1, 31))
+    assert [int(row["train/step"]) for row in rows] == list(range(1, 17))
     assert_the_ledger_closes(rows)
     assert max(float(row["train/policy_age_max"]) for row in rows) <= 2
     rewards = [float(row["train/reward"]) for row in rows]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.08, rewards
+    # 0.21 -> 0.65 in the run that this was written by
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
 
 
 @pytest.mark.timeout(900)
 def test_actor_redis_and_learner_are_killed_and_the_run_is_finished(tmp_path, server):
     folder = tmp_path / "run"
-    given = [*SMALL, f"redis.url={server.url}", "redis.worker_timeout_s=5"]
+    given = [*SMALL, f"redis.url={server.url}", "redis.worker_timeout_s=10"]
     run = [f"hydra.run.dir={folder}", "checkpoint.interval=2", "checkpoint.keep_last=null"]
     with Processes(tmp_path) as processes:
         actors = [processes.start("actor.py", f"actor{i}.log", *given) for i in range(2)]

@@ -1,0 +1,72 @@
+"""The configuration of pipeline-rl: its file says what the code says, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from recipes.pipeline_helper import FOLDER
+
+from torchrl_llm.collectors.staleness import StalenessRule
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.trainers.config import dotted
+
+
+@pytest.fixture(scope="module")
+def utils():
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("pipeline_utils")
+    sys.path.remove(str(FOLDER))
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(FOLDER / "config"), version_base="1.3"):
+        return compose("pipeline-rl", list(overrides))
+
+
+def test_the_file_has_every_key_with_the_default_of_the_code(utils):
+    config = utils.load_config(composed())
+    code, file = dotted(vars(utils.PipelineTrainConfig())), config.flat()
+    for group, cls in (("weight_sync", "PipelineWeightSyncConfig"), ("redis", "RedisConfig")):
+        assert dotted(vars(getattr(utils, cls)())) == {
+            key.removeprefix(f"{group}."): value
+            for key, value in file.items()
+            if key.startswith(f"{group}.")
+        }
+    for key in ("max_lag", "on_stale", "weight_update_frequency"):
+        assert file[f"train.{key}"] == code[key]
+    assert config.rows_per_claim == 8 * 8
+
+
+def test_the_lag_is_the_rule_of_staleness(utils):
+    config = utils.load_config(composed("train.max_lag=3", "train.on_stale=drop"))
+    assert config.train.staleness == StalenessRule(max_policy_age=3, on_stale="drop")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.max_lag=-1", "max_lag must not be negative"),
+        ("train.weight_update_frequency=0", "weight_update_frequency must be at least 1"),
+        ("redis.prompts_per_claim=5", "not a multiple of redis.prompts_per_claim=5"),
+        ("redis.prompts_per_claim=0", "prompts_per_claim must be at least 1"),
+        ("redis.timeout_s=0", "timeout_s must be above 0"),
+        ("redis.reconnect_s=-1", "reconnect_s must not be negative"),
+        ("redis.name=''", "name must not be empty"),
+        ("weight_sync.type=double_buffer", "goes with weight_sync.type=double_buffer"),
+        ("weight_sync.folder=/tmp/x", "goes with weight_sync.type=double_buffer"),
+        ("weight_sync.in_flight=keep", "needs inference_model.backend=vllm"),
+        ("train.on_stale=later", "on_stale"),
+        ("+train.max_policy_age=1", "max_policy_age"),
+    ],
+)
+def test_what_is_impossible_is_refused(utils, override, message):
+    with pytest.raises(ConfigError, match=message):
+        utils.load_config(composed(override))
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_key(utils):
+    with pytest.raises(ConfigError, match=r"train\.max_lag"):
+        utils.check_arguments(["train.max_lagg=1"])
