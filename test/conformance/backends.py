@@ -200,6 +200,13 @@ class BackendConformance:
         with pytest.raises(TokenizerError, match="row 1"):
             backend.token_scores(bad, [torch.zeros(len(row)).bool() for row in bad])
 
+    @pytest.mark.parametrize(
+        "bad", [torch.tensor([5, 6]).int(), torch.tensor([5.0]), torch.tensor([[5, 6]]), [5, 6]]
+    )
+    def test_prompts_that_are_no_rows_of_int64_are_refused(self, backend, bad):
+        with pytest.raises(DataError, match=r"row 1 .* int64"):
+            backend.generate([torch.tensor([5]), bad], SamplingParams(max_new_tokens=1))
+
     def test_the_context_bounds_a_response_and_refuses_what_fills_it(self):
         backend = self.make_backend(max_length=6)
         params = SamplingParams(max_new_tokens=50, ignore_eos=True)

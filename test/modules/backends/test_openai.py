@@ -84,6 +84,12 @@ def test_end_ids_are_said_by_number_and_the_servers_own_are_refused(serve):
     assert fake.requests[-1][1]["stop_token_ids"] == list(range(VOCAB))
 
 
+def test_temperatures_that_a_server_would_change_are_refused(serve):
+    _, url = serve()
+    with pytest.raises(ConfigError, match=r"temperatures to 0\.01, got 0\.005"):
+        ask(connect(url), temperature=0.005)
+
+
 def test_native_arguments_reach_the_server_and_unknown_ones_do_not(serve):
     fake, url = serve()
     backend = connect(url)

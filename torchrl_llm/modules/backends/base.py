@@ -84,6 +84,7 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
             ("num_samples", self.num_samples >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a number of 64 bits"),
         ):
             if not valid:
                 raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
@@ -230,7 +231,7 @@ class Backend(TokenScorer):
             ``B`` lists of ``S`` completions.
 
         Raises:
-            DataError: for an empty prompt.
+            DataError: for an empty prompt, or one that is no row of int64.
             TokenizerError: for ids outside the vocabulary.
             OverlongError: for a prompt that leaves no room for one token.
         """
@@ -260,7 +261,16 @@ class Backend(TokenScorer):
                 )
 
     def check_ids(self, sequences: Sequence[Tensor]) -> None:
-        """Raise :class:`~torchrl_llm.errors.TokenizerError` for ids outside the vocabulary."""
+        """Raise for what are no rows of ids of the vocabulary.
+
+        Raises:
+            DataError: for another type or shape than int64 ``[T]``.
+            TokenizerError: for ids outside the vocabulary.
+        """
+        for row, ids in enumerate(sequences):
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1:
+                found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids)
+                raise DataError(f"row {row} must be a tensor of int64 ids [T], got {found}")
         flat = torch.cat(list(sequences)) if sequences else torch.empty(0, dtype=torch.int64)
         if flat.numel() == 0 or (int(flat.min()) >= 0 and int(flat.max()) < self.vocab_size):
             return
@@ -282,6 +292,7 @@ class Backend(TokenScorer):
         """
         if len(sequences) != len(select):
             raise DataError(f"{len(sequences)} sequences came with {len(select)} masks")
+        self.check_ids(sequences)
         for row, (ids, mask) in enumerate(zip(sequences, select, strict=True)):
             if ids.shape != mask.shape or mask.dtype != torch.bool:
                 raise DataError(
@@ -292,4 +303,3 @@ class Backend(TokenScorer):
                 raise DataError(f"row {row} is empty; there is nothing to score")
             if bool(mask[:1].any()):
                 raise DataError(f"row {row} selects its first token, which has no prefix to score")
-        self.check_ids(sequences)

@@ -34,6 +34,7 @@ from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 __all__ = ["OpenAIBackend"]
 
 _Result = TypeVar("_Result")
+_COOLEST = 0.01
 
 
 class OpenAIBackend(Backend):
@@ -176,6 +177,10 @@ class OpenAIBackend(Backend):
         self.check_prompts(prompts)
         if not prompts:
             return []
+        if 0 < params.temperature < _COOLEST:
+            raise ConfigError(
+                f"vLLM raises temperatures to {_COOLEST}, got {params.temperature}; 0 is greedy"
+            )
         if not params.greedy and (
             params.temperature != 1 or params.truncates_support or params.keeps_ids
         ):

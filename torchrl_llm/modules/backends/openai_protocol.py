@@ -234,7 +234,7 @@ def _reason(
     if said == "stop" and by in params.stop:
         return FinishReason.STOP
     if said == "repetition" and "repetition_detection" in params.native:
-        return FinishReason.LENGTH
+        return FinishReason.STOP
     if said == "length" and len(ids) == max_tokens:
         return FinishReason.LENGTH
     raise BackendError(

@@ -101,6 +101,28 @@ def test_log_probs_are_asked_for_as_far_as_kept_ids_may_reach(options, asked):
     assert arguments(**options)["logprobs"] == asked
 
 
+@pytest.mark.parametrize(
+    "native",
+    [
+        {"min_tokens": "3"},
+        {"repetition_detection": 5},
+        {"repetition_detection": {"no_such": 1}},
+        {"structured_outputs": "a*"},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {5: math.nan}},
+        {"extra_args": 3},
+        {"bad_words": [5]},
+        {"bad_words": "the"},
+        {"allowed_token_ids": 5},
+    ],
+    ids=str,
+)
+def test_native_arguments_of_another_type_are_refused_before_they_reach_the_engine(native):
+    [name] = native
+    with pytest.raises(ConfigError, match=name):
+        arguments(native=native)
+
+
 @pytest.mark.parametrize("temperature", [0.009, 2.1])
 def test_temperatures_that_vllm_would_change_are_refused(temperature):
     with pytest.raises(ConfigError, match=f"got {temperature}"):

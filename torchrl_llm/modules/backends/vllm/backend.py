@@ -433,7 +433,12 @@ def _last(mask: Tensor) -> int:
 
 
 def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Structured outputs may be given as a dictionary, as in a configuration file."""
+    """What vLLM has objects for may be given as a dictionary, as in a configuration file."""
+    detection = arguments.get("repetition_detection")
+    if isinstance(detection, dict):
+        from vllm.sampling_params import RepetitionDetectionParams
+
+        arguments = {**arguments, "repetition_detection": RepetitionDetectionParams(**detection)}
     given = arguments.get("structured_outputs")
     if not isinstance(given, dict):
         return arguments

@@ -42,6 +42,8 @@ NATIVE_ARGUMENTS = frozenset(
 )
 """Names that the vLLM backend takes beside the common ones, those of ``vllm.SamplingParams``."""
 
+_REPETITION = frozenset({"max_pattern_size", "min_pattern_size", "min_count"})
+
 _COOLEST, _HOTTEST = 0.01, 2.0
 _REASONS = {
     "stop": FinishReason.STOP,
@@ -87,6 +89,7 @@ def sampling_arguments(
         )
     ends = () if params.ignore_eos else tuple(eos_token_ids)
     native = dict(params.native)
+    _check_native(native)
     if params.greedy:
         top_k, top_p, min_p = 0, 1.0, 0.0
     else:
@@ -115,6 +118,59 @@ def sampling_arguments(
         "flat_logprobs": True,
         **native,
     }
+
+
+def _check_native(native: Mapping[str, Any]) -> None:
+    """Refuse values of a wrong type: vLLM meets some of them in a step only, and dies of it.
+
+    Raises:
+        ConfigError: for such a value.
+    """
+    number, rows = (int, float), (list, tuple)
+    biases = native.get("logit_bias") or {}
+    words, ids = native.get("bad_words") or (), native.get("allowed_token_ids") or ()
+    detection, grammar = native.get("repetition_detection"), native.get("structured_outputs")
+    for name, valid, wanted in (
+        ("min_tokens", isinstance(native.get("min_tokens", 0), int), "a whole number"),
+        (
+            "thinking_token_budget",
+            isinstance(native.get("thinking_token_budget", 0), int),
+            "a whole number",
+        ),
+        ("presence_penalty", isinstance(native.get("presence_penalty", 0), number), "a number"),
+        ("frequency_penalty", isinstance(native.get("frequency_penalty", 0), number), "a number"),
+        ("extra_args", isinstance(native.get("extra_args", {}), dict), "a dictionary"),
+        ("bad_words", isinstance(words, rows) and _all(words, str), "a list of strings"),
+        ("allowed_token_ids", isinstance(ids, rows) and _all(ids, int), "a list of ids"),
+        (
+            "logit_bias",
+            isinstance(biases, dict)
+            and _all(biases, int)
+            and _all(biases.values(), number)
+            and not any(math.isnan(bias) for bias in biases.values()),
+            "a dictionary of ids to numbers",
+        ),
+        (
+            "repetition_detection",
+            detection is None
+            or type(detection).__name__ == "RepetitionDetectionParams"
+            or (isinstance(detection, dict) and detection.keys() <= _REPETITION),
+            f"a dictionary of {sorted(_REPETITION)}, or vLLM's own object of them",
+        ),
+        (
+            "structured_outputs",
+            grammar is None
+            or type(grammar).__name__ == "StructuredOutputsParams"
+            or isinstance(grammar, dict),
+            "a dictionary, or vLLM's own object",
+        ),
+    ):
+        if not valid:
+            raise ConfigError(f"{name} must be {wanted}, got {native[name]!r}")
+
+
+def _all(values: Any, kind: type | tuple[type, ...]) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 def _num_log_probs(params: SamplingParams, limit: int) -> int:
