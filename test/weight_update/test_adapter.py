@@ -50,6 +50,16 @@ def test_a_sampler_follows_ten_steps_of_an_adapter(make_tiny_model, merge):
     assert torch.equal(base, before)
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_compiled_model_is_looked_into(make_tiny_model, merge):
+    learner = Learner(_with_lora(make_tiny_model()))
+    own = make_tiny_model() if merge else _with_lora(make_tiny_model(), seed=3)
+    sampler = TransformersBackend(own, eos_token_ids=(2,))
+    wrapped = torch.compile(learner.model)  # compiles when it is called, which it is not here
+    AdapterWeights(sampler, model=wrapped, merge=merge).push_weights()
+    assert_same_model(sampler, learner.reference)
+
+
 def test_a_layer_trained_as_a_whole_beside_the_adapter_is_sent_merged(make_tiny_model):
     options = {"tie_word_embeddings": False}
     learner = Learner(_with_lora(make_tiny_model(**options), modules_to_save=["lm_head"]))

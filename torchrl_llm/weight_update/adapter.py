@@ -19,7 +19,7 @@ from torchrl_llm.modules.policies.base import LLMWrapperBase
 from torchrl_llm.weight_update.canary import CanaryCheck
 from torchrl_llm.weight_update.engine import EngineWeights, Sender
 from torchrl_llm.weight_update.ledger import WeightLedger
-from torchrl_llm.weight_update.names import engine_weights, normalized_name
+from torchrl_llm.weight_update.names import engine_weights, normalized_name, whole_tensor
 
 __all__ = ["AdapterWeights"]
 
@@ -57,6 +57,7 @@ class AdapterWeights(EngineWeights):
     def _sender(self, weights: Any, version: int) -> Sender:
         if isinstance(weights, LLMWrapperBase):
             weights = weights.backend.module
+        weights = _unwrapped(weights)
         if not isinstance(weights, nn.Module) or not isinstance(
             getattr(weights, "active_adapter", None), str
         ):
@@ -74,8 +75,18 @@ def _adapter(model: nn.Module) -> WeightSource:
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name)
     config = {key: _plain(value) for key, value in model.peft_config[name].to_dict().items()}
     config["inference_mode"] = True
-    weights = {key: value.detach() for key, value in sorted(state.items())}
+    weights = {key: whole_tensor(value.detach()) for key, value in sorted(state.items())}
     return AdapterSource(weights, config=config)
+
+
+def _unwrapped(weights: Any) -> Any:
+    """The model inside DDP and ``torch.compile``, which PEFT's own functions do not look into."""
+    while isinstance(weights, nn.Module):
+        inside = weights._modules.get("_orig_mod") or weights._modules.get("module")
+        if inside is None:
+            break
+        weights = inside
+    return weights
 
 
 def _merged(model: nn.Module) -> WeightSource:

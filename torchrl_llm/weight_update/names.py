@@ -98,7 +98,7 @@ def engine_weights(source: Weights) -> dict[str, Tensor]:
         if value.numel() and place in seen:
             continue
         seen.add(place)
-        weights[name] = _whole(value)
+        weights[name] = whole_tensor(value)
     return dict(sorted(weights.items()))
 
 
@@ -124,7 +124,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
     return local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride()
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole_tensor(value: Tensor) -> Tensor:
     """A sharded tensor gathered, any other one as it is."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
