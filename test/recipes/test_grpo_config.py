@@ -132,7 +132,7 @@ def test_engines_and_weights_that_are_impossible_are_refused(overrides, message)
         (["ray.timeout_s=0"], "above 0"),
         (["ray.address=auto", "ray.num_cpus=2"], "ray.num_cpus has no effect with ray.address"),
         (["train_model.num_devices=2"], "must be 0 or 1"),
-        (["ref_model.num_devices=1"], "have no effect without train.kl_to_ref_coeff"),
+        (["ref_model.num_devices=1"], "has no effect without train.kl_to_ref_coeff"),
         (
             [
                 "ref_model.num_devices=1",

@@ -159,8 +159,7 @@ class GRPOGroups:
             )
         ensure(
             self.ref_model == RefModelConfig() or self.needs_reference,
-            "ref_model.name and ref_model.num_devices have no effect without train.kl_to_ref_coeff "
-            "or reward.kl_coeff above 0",
+            "ref_model has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0",
         )
         ensure(
             self.ref_model.num_devices == 0
