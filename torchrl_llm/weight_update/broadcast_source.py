@@ -200,10 +200,15 @@ class BroadcastSource(WeightSource):
                 member.leave()
 
     def _member(self) -> _Member:
+        address, port, sender = self._where
         with _idle_lock:
             if _idle[self._where]:
                 return _idle[self._where].pop()
-        address, port, _ = self._where
+            # Where another sender listens now, the one before it is gone.
+            gone = [at for at in _idle if at[:2] == (address, port) and at[2] != sender]
+            left = [member for at in gone for member in _idle.pop(at)]
+        for member in left:
+            member.leave()
         return _Member(address, port, self._timeout_s)
 
     def _receive(self, member: _Member, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:

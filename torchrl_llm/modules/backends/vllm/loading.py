@@ -39,7 +39,7 @@ def engine_model(llm: Any) -> nn.Module:
         raise ConfigError(
             "this engine's model is not in this process: start it with "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0 and distributed_executor_backend='uni' on one "
-            "device, or bring its weights by broadcast or double buffer"
+            "device (AsyncVLLM has one process for each such engine), or serve it by VLLMServer"
         )
     # Nothing is sent anywhere: the function is called here.
     return llm.apply_model(_itself)[0]
