@@ -224,6 +224,20 @@ def test_workers_that_claim_more_than_a_batch_holds_do_not_starve(channel, monke
     thread.join(WAIT_S)
 
 
+def test_nothing_is_granted_beyond_the_pace_while_workers_are_built_anew(channel, monkeypatch):
+    monkeypatch.setattr("torchrl_llm.collectors.channel_collector._STARVED_S", 0.0)
+    monkeypatch.setattr("torchrl_llm.collectors.channel_collector._ASKED_S", 0.05)
+    monkeypatch.setattr("torchrl_llm.collectors.channel_collector._POLL_S", 0.02)
+    collector = ChannelCollector(channel, batch_rows=2, pacer=pacer(0, 2), timeout_s=0.5)
+    dead = Worker(channel, "one")
+    assert dead.claim(2)
+    channel.forget("one")
+    with pytest.raises(WorkerError, match="no rows came"):
+        collector.collect()
+    successor = Worker(channel, "two")
+    assert (successor.claim(2), successor.claim(1)) == (True, False)
+
+
 # -- weights --------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ __all__ = ["ChannelCollector"]
 _POLL_S = 1.0
 # Nobody holds a claim and nothing comes, for so long: what is granted is too little to claim.
 _STARVED_S = 5.0
+# A worker that has not asked for so long does not wait for a claim.
+_ASKED_S = 3.0
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
@@ -200,7 +202,7 @@ class ChannelCollector(BaseCollector):
             except queue.Empty:
                 if left_s <= 0:
                     raise WorkerError(self._nothing_came(limit_s)) from None
-                if any(counts.claimed > 0 for counts in self.channel.workers().values()):
+                if not self._ask_in_vain():
                     starved = time.monotonic()
                 elif time.monotonic() - starved > _STARVED_S and self.pacer is not None:
                     self._relieve()
@@ -313,6 +315,16 @@ class ChannelCollector(BaseCollector):
         more = 0 if self.pacer is None else self.pacer.grant()
         if more:
             self.channel.grant(more)
+
+    def _ask_in_vain(self) -> bool:
+        """Whether workers are there, and none of them holds a claim.
+
+        A worker that waits for a claim asks again every second. Where none does (they start, or are
+        built anew), more claims would only be too many later.
+        """
+        workers = self.channel.workers().values()
+        asking = any(time.time() - counts.seen_s < _ASKED_S for counts in workers)
+        return asking and all(counts.claimed <= 0 for counts in workers)
 
     def _relieve(self) -> None:
         logger.warning(
