@@ -21,9 +21,9 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.objectives import MCAdvantage, RayMCAdvantage
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-PATIENCE_S = 120.0
+PATIENCE_S = 280.0
 
 
 @pytest.fixture(scope="module", autouse=True)
