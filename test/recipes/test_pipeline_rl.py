@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import time
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 pytest.importorskip("redis")
 
-from recipes.pipeline_helper import SMALL, Processes, metrics
+from conformance.channels import in_thread
+from hydra import compose, initialize_config_dir
+from recipes.pipeline_helper import FOLDER, SMALL, Processes, metrics
 from redis_server import RedisServer
+
+from torchrl_llm.collectors.staleness import sampled_versions
+from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.trainers.recipe import make_policy
+from torchrl_llm.weight_update import engine_weights
 
 pytestmark = [
     pytest.mark.redis,
@@ -99,6 +109,47 @@ def test_actor_redis_and_learner_are_killed_and_the_run_is_finished(tmp_path, se
     assert f"resumed from {folder}" in processes.output("learner.log")
     # What the dead learner had taken since its last checkpoint trains nobody.
     assert number(rows[saved[-1]], "lost") > 0
+
+
+@pytest.mark.parametrize("sync", ["redis", "double_buffer"])
+def test_an_actor_samples_with_the_weights_of_each_update_and_proves_it(
+    tmp_path, server, sync, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    utils = importlib.import_module("pipeline_utils")
+    given = [*SMALL, f"redis.url={server.url}", "train.max_lag=0", f"weight_sync.type={sync}"]
+    if sync == "double_buffer":
+        given.append(f"weight_sync.folder={tmp_path}/weights")
+    with initialize_config_dir(str(FOLDER / "config"), version_base="1.3"):
+        config = utils.load_config(compose("pipeline-rl", given))
+    policy = make_policy(config)
+    said, seen = [], []
+    with redis_collection_of(utils, config, seen) as collector:
+        actor = in_thread(utils.run_actor, config, say=said.append)
+        collector.publish(policy.model)
+        for version in range(3):
+            rows = collector.collect()
+            assert len(rows) == 16
+            assert {v for row in rows.unbind(0) for v in sampled_versions(row).tolist()} == {
+                version
+            }
+            digest = weights_digest(engine_weights(policy.model))
+            assert [dict(delivery.digests) for delivery in seen] == [{version: digest}] * 2
+            seen.clear()
+            with torch.no_grad():
+                policy.model.get_input_embeddings().weight.mul_(1.01)
+            collector.update_policy_weights_(policy.model)
+        assert collector.take_lost() == 0
+    assert actor() == "the channel was closed"
+    assert len(said) == 3
+
+
+@contextmanager
+def redis_collection_of(utils, config, seen):
+    """As the recipe makes it, writing down what comes."""
+    with utils.redis_collection(config) as collector:
+        collector._check = seen.append
+        yield collector
 
 
 def test_an_actor_without_a_learner_ends_in_time(tmp_path, server):
