@@ -224,6 +224,43 @@ def test_workers_that_claim_more_than_a_batch_holds_do_not_starve(channel, monke
     thread.join(WAIT_S)
 
 
+def test_a_step_that_takes_a_second_batch_has_its_rows_begun_at_once(channel):
+    collector = ChannelCollector(channel, batch_rows=2, pacer=pacer(0, 2), timeout_s=WAIT_S)
+    worker = Worker(channel, "one")
+    assert worker.claim(2)
+    worker.put([1, 2])
+    assert values(collector.collect()) == [1, 2]
+    assert not worker.claim(2)
+    box = []
+    thread = threading.Thread(target=lambda: box.append(collector.collect()), daemon=True)
+    thread.start()
+    assert worker.claim(2, timeout_s=WAIT_S)
+    worker.put([3, 4])
+    thread.join(WAIT_S)
+    assert values(box[0]) == [3, 4]
+    collector.update_policy_weights_()
+    # One batch, not two: the first was made up for already.
+    assert (worker.claim(2), worker.claim(1)) == (True, False)
+
+
+def test_rows_that_a_checkpoint_holds_are_part_of_the_pace(channel):
+    first = ChannelCollector(channel, batch_rows=2, pacer=pacer(1, 2), timeout_s=WAIT_S)
+    worker = Worker(channel, "one")
+    for batch in ([1, 2], [3, 4]):
+        assert worker.claim(2)
+        worker.put(batch)
+    assert values(first.collect()) == [1, 2]
+    first.update_policy_weights_()
+    fresh = LocalChannel(max_size=8)
+    second = ChannelCollector(fresh, batch_rows=2, pacer=pacer(1, 2), timeout_s=WAIT_S)
+    second.load_state_dict(first.state_dict())
+    successor = Worker(fresh, "two")
+    assert (successor.claim(2), successor.claim(1)) == (True, False)
+    assert values(second.collect()) == [3, 4]
+    second.update_policy_weights_()
+    assert (successor.claim(2), successor.claim(1)) == (True, False)
+
+
 def test_nothing_is_granted_beyond_the_pace_while_workers_are_built_anew(channel, monkeypatch):
     monkeypatch.setattr("torchrl_llm.collectors.channel_collector._STARVED_S", 0.0)
     monkeypatch.setattr("torchrl_llm.collectors.channel_collector._ASKED_S", 0.05)

@@ -155,6 +155,10 @@ class ChannelCollector(BaseCollector):
         Raises:
             WorkerError: no delivery was accepted within the limit, or the channel is gone.
         """
+        if self.pacer is not None and self._unused >= self.pacer.batch_rows:
+            # A step that takes more than its rows (some were filtered): others are begun at once.
+            self._discard(self._unused)
+            self._unused = 0
         while sum(len(h.rows) for h in self._held) < self.batch_rows or self.stragglers():
             self._held.append(self._take(self.timeout_s))
         # A slow worker's rows may be in the channel by now, behind those of others.
@@ -451,6 +455,9 @@ class ChannelCollector(BaseCollector):
             _Held(unpack_row_list(rows), claims, version)
             for rows, claims, version in state_dict["held"]
         ]
+        if self.pacer is not None and self.pacer.waits:
+            # They are under way as well; as many fewer may be begun.
+            self.channel.grant(-sum(held.claims for held in self._held))
         self.accounts.load_state_dict(state_dict["accounts"])
         self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
         self.channel.set_version(self._version)
