@@ -147,7 +147,8 @@ def test_a_collector_samples_shared_weights_only_by_the_version_that_was_pushed(
     learner, tokenizer = Learner(model), load_tokenizer()
     updater = SharedEngineWeights(model, llama, canary=CanaryCheck(learner.reference))
     settings = {"max_new_tokens": 6, "ignore_eos": True}
-    policy = vLLMWrapper(llama, tokenizer=tokenizer, generate_kwargs=settings)
+    counted = {"policy_version": llama.version}  # other tests have updated this engine before
+    policy = vLLMWrapper(llama, tokenizer=tokenizer, generate_kwargs=settings, **counted)
     collector = LLMCollector(
         make_env(num_envs=3, turns=1),
         policy=policy,
