@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,20 @@ def cluster():
     ray.shutdown()
 
 
+def wait_for_cpus():
+    """What a run that just ended was still building gives its CPU back when it is built."""
+    import ray
+
+    deadline = time.monotonic() + 240
+    while ray.available_resources().get("CPU", 0) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
 @pytest.fixture
 def run(monkeypatch):
     def go(folder, *overrides):
+        wait_for_cpus()
         run_main(monkeypatch, SCRIPT, folder, *SMALL, *overrides)
         return rows(folder)
 
@@ -105,6 +117,7 @@ def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):
 
 
 def test_too_few_cpus_are_said_before_anything_starts():
+    wait_for_cpus()
     config = load_config({"ray": {"num_collectors": 4}}, AsyncGRPOConfig)
     with (
         pytest.raises(ResourceError, match=r"grpo-async.py needs 4 CPU \(2 of 2 free\)"),
@@ -116,5 +129,6 @@ def test_too_few_cpus_are_said_before_anything_starts():
 def test_what_a_collector_cannot_build_is_said_here():
     values = {"model": {"name": "/nowhere"}, "ray": {"num_collectors": 1}}
     config = load_config(values, AsyncGRPOConfig)
+    wait_for_cpus()
     with pytest.raises(ConfigError, match="there is no"), ray_collection(config):
         pass
