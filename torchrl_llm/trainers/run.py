@@ -39,6 +39,7 @@ _FREE_ON_RESUME = (
     "train.max_steps",
     "train.micro_token_budget",
     "train.packing",
+    "ray.",
 )
 
 
