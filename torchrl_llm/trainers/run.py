@@ -36,6 +36,7 @@ _FREE_ON_RESUME = (
     "checkpoint.",
     "logging.",
     "eval.",
+    "redis.",
     "train.max_steps",
     "train.micro_token_budget",
     "train.packing",
