@@ -14,6 +14,7 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import History
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.modules.backends.weights import TensorSource
 
 
 def _pool(num=3, **options):
@@ -147,3 +148,21 @@ def test_an_error_of_a_member_reaches_the_loop(policy):
     ):
         next(iter(collector))
     assert torch.is_grad_enabled()
+
+
+def test_a_pool_that_cannot_drop_refuses_before_its_weights_change(tokenizer):
+    policy = make_policy(tokenizer)
+    collector = LLMCollector(
+        _pool(2), policy=policy, dialog_turns_per_batch=2, yield_completed_trajectories=True
+    )
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    new = {name: p.detach() + 1 for name, p in policy.model.named_parameters()}
+    try:
+        with pytest.raises(ConfigError, match="cannot be dropped"):
+            collector.load_weights(TensorSource(new), version=1, in_flight="abort")
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True)
+        )
+        assert collector.policy_version == 0
+    finally:
+        collector.shutdown()

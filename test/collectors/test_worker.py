@@ -17,7 +17,7 @@ from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.wire import unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.modules import FakeBackend, FakeWrapper, TransformersWrapper
 from torchrl_llm.modules.backends.weights import TensorSource
 from torchrl_llm.weight_update import engine_weights
 
@@ -319,3 +319,32 @@ def test_changing_weights_within_a_call_needs_a_backend_that_counts(model_policy
     assert torch.equal(
         model_policy.model.lm_head.weight, model_policy.model.get_input_embeddings().weight
     )
+
+
+class CountsFromItsFirstUpdate(FakeBackend):
+    """As an engine does that nobody has told a version yet."""
+
+    begins_to_count = True
+
+    def update_weights(self, source, *, version):
+        receipts = super().update_weights(source, version=version)
+        self.counts_versions = True
+        return receipts
+
+
+def test_an_engine_that_counts_from_its_first_update_on_takes_that_one_too(tokenizer):
+    policy = FakeWrapper(CountsFromItsFirstUpdate(tokenizer=tokenizer), tokenizer=tokenizer)
+    worker = _worker(policy)
+    for version in (1, 2):
+        trained = FakeBackend(tokenizer=tokenizer, seed=version).module
+        source = TensorSource(dict(trained.named_parameters()))
+        [receipt] = worker.load_weights(source, version, "keep")
+        assert receipt.version == worker.collector.policy_version == version
+        assert worker.digests[version] == receipt.digest
+
+
+def test_an_unknown_rule_for_what_is_in_flight_is_refused(model_policy):
+    worker = _worker(model_policy)
+    with pytest.raises(ConfigError, match="in_flight must be one of"):
+        worker.load_weights(_source(model_policy.model, 1.0), 1, "drop")
+    assert worker.collector.policy_version == 0

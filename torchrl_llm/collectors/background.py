@@ -68,9 +68,11 @@ class PauseGate:
         own = threading.get_ident()
         with self._changed:
             self._pausers.append(own)
-            while any(worker != own for worker in self._workers):
-                self._changed.wait(_POLL_S)
+        # Whoever is interrupted while it waits must not leave the gate closed.
         try:
+            with self._changed:
+                while any(worker != own for worker in self._workers):
+                    self._changed.wait(_POLL_S)
             yield
         finally:
             with self._changed:

@@ -343,13 +343,19 @@ class LLMCollector(BesideTraining, BaseCollector):
             ConfigError: the policy has no weights here, or cannot do what ``in_flight`` says.
             WeightUpdateError: they did not arrive; the old ones and their version stay.
         """
-        if in_flight == "keep":
-            if not self._policy.counts_versions:
-                raise ConfigError(
-                    "in_flight='keep' changes weights within a policy call, which needs a backend "
-                    "that counts the version of each token, such as vLLM's; use 'wait'"
-                )
+        if in_flight not in ("wait", "keep", "abort"):
+            raise ConfigError(f"in_flight must be one of wait, keep, abort, got {in_flight!r}")
+        if in_flight == "abort":
+            self._rollout.check_drop()
+        if in_flight == "keep" and self._policy.counts_versions:
             return self._policy.load(source, version)
+        # An engine that was never told a version counts from this one on, so that a call under way
+        # has to end first.
+        if in_flight == "keep" and not self._policy.begins_to_count:
+            raise ConfigError(
+                "in_flight='keep' changes weights within a policy call, which needs a backend "
+                "that counts the version of each token, such as vLLM's; use 'wait'"
+            )
         with self._calls.pause():
             receipts = self._policy.load(source, version)
             if in_flight == "abort":

@@ -98,6 +98,11 @@ class VersionedPolicy:
         return bool(getattr(getattr(self.policy, "backend", None), "counts_versions", False))
 
     @property
+    def begins_to_count(self) -> bool:
+        """Whether that becomes true with the first update."""
+        return bool(getattr(getattr(self.policy, "backend", None), "begins_to_count", False))
+
+    @property
     def module(self) -> nn.Module:
         """The module that holds the weights: the backend's, or the policy itself.
 

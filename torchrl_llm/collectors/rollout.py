@@ -108,6 +108,10 @@ class Rollout(ABC):
     def tokens_in_flight(self) -> int:
         """Sampled tokens of rows that are in no batch yet."""
 
+    def check_drop(self) -> None:
+        """Raise :class:`~torchrl_llm.errors.ConfigError` where :meth:`drop` is impossible."""
+        return
+
     @abstractmethod
     def drop(self) -> None:
         """Give up what is in flight and begin anew, before the next step.
@@ -414,6 +418,10 @@ class AsyncTrajectoryRollout(Rollout):
         return self.assembly.tokens + sum(self._stepping.values())
 
     def drop(self) -> None:
+        """Refused, see :meth:`check_drop`."""
+        self.check_drop()
+
+    def check_drop(self) -> None:
         """Refused: environments are in the middle of their steps.
 
         Raises:

@@ -18,7 +18,8 @@ from torchrl_llm.weight_update import CanaryCheck, DeltaWeights, EngineWeights
 
 pytest.importorskip("vllm")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# A server starts in 45 s on two quiet cores, and in minutes on busy ones.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 VOCAB = 292
 # Logits of moderate size: those of the shared tiny model are so large that float32 alone moves

@@ -36,7 +36,7 @@ ARGUMENTS = {
     "worker-extension-cls": EXTENSION,
 }
 FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--no-async-scheduling"]
-START_S = 240
+START_S = 500
 
 
 def free_port():

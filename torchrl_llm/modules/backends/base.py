@@ -175,6 +175,9 @@ class Backend(TokenScorer):
     counts_versions: bool = False
     """Whether its weights may change while it samples; its completions then carry the versions."""
 
+    begins_to_count: bool = False
+    """Whether ``counts_versions`` becomes true with the first update of its weights."""
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:

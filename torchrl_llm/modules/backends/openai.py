@@ -75,6 +75,7 @@ class OpenAIBackend(Backend):
 
     native_arguments = protocol.NATIVE_ARGUMENTS
     records_support = True
+    begins_to_count = True
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class VLLMBackend(Backend):
 
     native_arguments = NATIVE_ARGUMENTS
     records_support = True
+    begins_to_count = True
 
     def __init__(
         self,
