@@ -269,13 +269,11 @@ class AsyncVLLM(EnginePool):
         )
         rows = [given] if single else list(given)
         if isinstance(sampling_params, SamplingParams):
-            return super().generate(
-                [self._ids(row) for row in rows],
-                sampling_params,
-                replica=actor_index,
-                timeout_s=timeout_seconds,
-                **backend_options,
-            )
+            named = {"replica": actor_index, "timeout_s": timeout_seconds}
+            for name in [name for name, value in named.items() if value is None]:
+                del named[name]
+            ids = [self._ids(row) for row in rows]
+            return super().generate(ids, sampling_params, **backend_options, **named)
         if backend_options:
             raise ConfigError(f"{sorted(backend_options)} go with SamplingParams of torchrl_llm")
         outputs = self._native(rows, sampling_params, actor_index, timeout_seconds)
@@ -423,12 +421,10 @@ def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
     elif isinstance(engine_args, Mapping):
         options = dict(engine_args)
     elif dataclasses.is_dataclass(engine_args):
-        default = type(engine_args)()
-        names = [field.name for field in dataclasses.fields(engine_args)]
         options = {
-            name: getattr(engine_args, name)
-            for name in names
-            if name == "model" or getattr(engine_args, name) != getattr(default, name)
+            field.name: getattr(engine_args, field.name)
+            for field in dataclasses.fields(engine_args)
+            if field.name == "model" or getattr(engine_args, field.name) != _default(field)
         }
     else:
         raise ConfigError(
@@ -437,6 +433,13 @@ def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
         )
     model = options.pop("model", None)
     return (str(embedded_model_path()) if model is None else os.fspath(model)), options
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    # An instance made for its defaults would look for vLLM's default model on the hub.
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _argument_names(cls: type) -> set[str]:
