@@ -155,13 +155,16 @@ def test_it_continues_where_its_state_was_taken(collector):
 
 
 def test_the_next_batch_is_collected_while_the_last_is_worked_on(collector):
+    before = collector.dialog_turns
+    collector.next()
+    time.sleep(0.5)
+    assert collector.dialog_turns == before + 6
     collector.sync_iter = False
     collector.next()
-    ahead = collector.dialog_turns
-    _until(lambda: collector.dialog_turns == ahead + 6 or ahead % 6 == 0)
-    collector.next()
+    _until(lambda: collector.dialog_turns == before + 18)
     collector.sync_iter = True
-    collector.next()
+    collector.next()  # that very batch
+    assert collector.dialog_turns == before + 18
 
 
 def test_a_local_buffer_is_filled_from_over_there():
