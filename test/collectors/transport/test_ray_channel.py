@@ -31,9 +31,10 @@ def fresh(cluster):
     """Empty channels, one after the other in one actor."""
     patch = pytest.MonkeyPatch()
     patch.setattr(ray_transport, "_Server", ResettableServer)
-    first = pickle.dumps(RayChannel(1))
+    # Bytes do not keep an actor alive; the handle has to stay.
+    kept = RayChannel(1)
+    first = pickle.dumps(kept)
     patch.undo()
-    kept = pickle.loads(first)
 
     def factory(max_size):
         kept._call("reset", max_size)
