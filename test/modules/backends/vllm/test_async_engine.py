@@ -146,9 +146,10 @@ def test_a_wrapper_and_many_threads_share_it(engine, tokenizer):
 
 def test_weights_reach_both_through_the_object_store_and_by_broadcast(engine, model, tokenizer):
     version = engine.version
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    collector = Collector(engine)
     for path in (EngineWeights(engine), vLLMUpdater(device="cpu")):
-        path.register_collector(Collector(engine))
+        path.register_collector(collector)
         ids = prompts(tokenizer)[0][None]
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -166,6 +167,10 @@ def test_weights_reach_both_through_the_object_store_and_by_broadcast(engine, mo
 class Collector:
     def __init__(self, engine):
         self.policy = vLLMWrapper(engine, input_mode="tokens")
+        self.policy_version = engine.version
+
+    def increment_version(self):
+        self.policy_version += 1
 
 
 def test_a_killed_replica_comes_back_with_the_weights_that_were_sent(engine, model, tokenizer):
