@@ -155,8 +155,9 @@ def test_weights_reach_both_through_the_object_store_and_by_broadcast(engine, mo
         optimizer.step()
         optimizer.zero_grad()
         path.push_weights(model)
-        assert engine.version > version
-        version = engine.version
+        collector.policy_version += 1
+        version += 1
+        assert engine.version == version == collector.policy_version
         for replica in (0, 1):
             assert_equal_to(engine, model, tokenizer, replica=replica)
         params = SamplingParams(max_new_tokens=2)
@@ -168,9 +169,6 @@ class Collector:
     def __init__(self, engine):
         self.policy = vLLMWrapper(engine, input_mode="tokens")
         self.policy_version = engine.version
-
-    def increment_version(self):
-        self.policy_version += 1
 
 
 def test_a_killed_replica_comes_back_with_the_weights_that_were_sent(engine, model, tokenizer):
