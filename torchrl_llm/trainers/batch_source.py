@@ -147,13 +147,23 @@ class BatchSource:
         """Rows with what must not be trained marked, and how many were dropped for their age."""
         if self._staleness is None and self._truncated == "keep":
             return rows, 0
-        # Copies of the nodes, for metrics report the rows as they were collected.
-        rows = [row.clone(False) for row in rows]
-        left = rows if self._staleness is None else [row for row in rows if not self._aged(row)]
-        if self._truncated != "keep":
-            drop = self._truncated == "drop"
-            self._dropped["truncated"] += mark_truncated(left, drop=drop)
-        return rows, len(rows) - len(left)
+        judged: list[TensorDict] = []
+        num_stale = 0
+        for row in rows:
+            aged = False
+            if self._staleness is not None and self._too_old(row):
+                row = row.clone(False)  # metrics report the rows as they were collected
+                aged = self._aged(row)
+                num_stale += aged
+            if not aged and self._truncated != "keep" and _was_cut(row):
+                row = row.clone(False)
+                drop = self._truncated == "drop"
+                self._dropped["truncated"] += mark_truncated([row], drop=drop)
+            judged.append(row)
+        return judged, num_stale
+
+    def _too_old(self, row: TensorDict) -> bool:
+        return self._staleness.verdict(row, self._collector.policy_version) != "keep"
 
     def _aged(self, row: TensorDict) -> bool:
         """Mark what is too old; whether the row was dropped by that."""
@@ -246,7 +256,7 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
     """
     dropped = 0
     for row in rows:
-        if int(row.get(("tokens", "finish_reason"))) != FinishReason.LENGTH:
+        if not _was_cut(row):
             continue
         source, reason = row.get(("trace", "source")), row.get(("trace", "mask_reason"))
         cut = reason.masked_fill(source == Source.SAMPLED, int(MaskReason.TRUNCATED))
@@ -257,6 +267,10 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
             row.set(("next", "reward_valid"), flag)
             dropped += sampled_tokens(row)
     return dropped
+
+
+def _was_cut(row: TensorDict) -> bool:
+    return int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
