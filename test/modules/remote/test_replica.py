@@ -78,7 +78,7 @@ def test_weights_wait_for_requests_that_run_and_new_requests_for_the_weights(gat
     gated.backend.go.release(2)
     for thread in (first, update, second):
         thread.join(5)
-    assert early[0].versions.tolist() == [0] * 4
+    assert early[0].versions is None
     assert late[0].versions.tolist() == [1] * 4
 
 
@@ -89,7 +89,7 @@ def test_weights_give_up_when_requests_run_on_and_the_old_ones_stay(gated):
         gated.update_weights(weights(), 1, 0.1)
     gated.backend.go.release()
     thread.join(5)
-    assert found[0].versions.tolist() == [0] * 4
+    assert found[0].versions is None
     assert gated.status().version == 0
 
 

@@ -51,8 +51,8 @@ class EnginePool(Backend):
     - A request that found no replica in time, or none that survived it, comes back as an aborted
       row without tokens (``on_failure="abort"``), or raises. When every replica was given up, or
       the supervisor died, all requests raise.
-    - Every completion carries the version of the weights that sampled it, and no request runs on
-      older weights than the last that were sent to the pool before it.
+    - From the first update on, every completion carries the version of the weights that sampled
+      it, and no request runs on older weights than the last that were sent to the pool before it.
     - Draws come from the caller's global generator, as in one process: the same state gives the
       same answers, whichever replicas give them. A call with a seed runs on one replica.
 
@@ -87,8 +87,6 @@ class EnginePool(Backend):
         >>> pool.num_replicas
         1
     """
-
-    counts_versions = True
 
     def __init__(
         self,
@@ -224,6 +222,13 @@ class EnginePool(Backend):
         """How many processes an update of the weights goes to at the moment."""
         states = self.stats()
         return (states["serving"] + states["waiting"]) * self._started()[1].num_copies
+
+    @property
+    def counts_versions(self) -> bool:
+        """Whether weights were sent to it, so that each token carries their version."""
+        if self._dispatcher is None:
+            return False
+        return self._minimum > 0 or self._dispatcher.recent().digest is not None
 
     @property
     def vocab_size(self) -> int:
@@ -383,6 +388,14 @@ class EnginePool(Backend):
             torch.cat([score.log_probs for score in scores]),
             torch.cat([score.entropy for score in scores]) if entropy else None,
         )
+
+    def logits(self, sequences: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.logits`; all from one replica."""
+        self.check_ids(sequences)
+        rows = [ids.cpu() for ids in sequences]
+        part = Part("run", ("logits", len(rows), self._wanted(None), rows), len(rows), None)
+        self._run([part], None, must=True)
+        return part.result
 
     def _wanted(self, version: int | None) -> Versions:
         current = max(self._minimum, self._started()[0].recent().version)

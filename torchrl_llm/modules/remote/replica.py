@@ -98,6 +98,8 @@ class Replica:
         self.backend = factory()
         self._gate = _Gate(timeout_s)
         self._version = 0
+        # Until somebody says a version, whoever samples counts by itself.
+        self._told = False
         self._lock = threading.Lock()
         self._requests = 0
         self._completed = 0
@@ -140,10 +142,11 @@ class Replica:
             VersionMismatch: other weights than the request asks for sampled it, or would.
         """
         with self._serving(len(prompts.lengths), versions):
-            version = self._version
+            version = self._version if self._told else None
             groups = self.backend.generate(prompts.rows(), params)
             packed = PackedCompletions.of(groups, version=version)
-        if versions.exactly is not None and (packed.versions != versions.exactly).any():
+        exactly, found = versions.exactly, packed.versions
+        if exactly is not None and found is not None and (found != exactly).any():
             raise VersionMismatch(f"version {versions.exactly} was replaced within the request")
         return packed
 
@@ -182,7 +185,7 @@ class Replica:
         Raises:
             VersionMismatch: it has other weights than the request asks for.
         """
-        with self._serving(num_rows, versions):
+        with self._serving(num_rows, versions), torch.no_grad():
             return getattr(self.backend, method)(*args)
 
     def apply(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +209,7 @@ class Replica:
             source = get(source, timeout_s=timeout_s, what="the source of weights")
         with self._changing(timeout_s):
             receipts = self.backend.update_weights(source, version=version)
-            self._version = version
+            self._version, self._told = version, True
         return receipts
 
     @contextmanager

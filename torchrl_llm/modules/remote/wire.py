@@ -54,7 +54,7 @@ class PackedCompletions(NamedTuple):
         num_samples: completions a prompt.
         token_ids: int64, of all completions.
         log_probs: float32.
-        versions: int32.
+        versions: int32; ``None`` where nobody counts them yet.
         lengths: int64, one a completion.
         reasons: int8, one a completion.
         support_ids: int32, the kept ids of all completions; ``None`` where none were recorded.
@@ -64,28 +64,32 @@ class PackedCompletions(NamedTuple):
     num_samples: int
     token_ids: np.ndarray
     log_probs: np.ndarray
-    versions: np.ndarray
+    versions: np.ndarray | None
     lengths: np.ndarray
     reasons: np.ndarray
     support_ids: np.ndarray | None = None
     support_counts: np.ndarray | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Completion]], *, version: int) -> PackedCompletions:
+    def of(
+        cls, groups: Sequence[Sequence[Completion]], *, version: int | None
+    ) -> PackedCompletions:
         """Pack completions.
 
         Args:
             groups: as many completions for each prompt.
-            version: that of tokens whose completion does not say it.
+            version: that of tokens whose completion does not say it; ``None`` where it is unknown.
         """
         flat = [completion for group in groups for completion in group]
         lengths = np.array([len(c.token_ids) for c in flat], dtype=np.int64)
-        versions = [
-            torch.full((len(c.token_ids),), version, dtype=torch.int32)
-            if c.versions is None
-            else c.versions
-            for c in flat
-        ]
+        versions = None
+        if version is not None or (flat and all(c.versions is not None for c in flat)):
+            versions = [
+                torch.full((len(c.token_ids),), version, dtype=torch.int32)
+                if c.versions is None
+                else c.versions
+                for c in flat
+            ]
         support = None
         if flat and all(c.support is not None for c in flat):
             support = Support.join([c.support for c in flat])
@@ -93,7 +97,7 @@ class PackedCompletions(NamedTuple):
             len(groups[0]) if groups else 0,
             _join([c.token_ids for c in flat], torch.int64),
             _join([c.log_probs for c in flat], torch.float32),
-            _join(versions, torch.int32),
+            None if versions is None else _join(versions, torch.int32),
             lengths,
             np.array([int(c.finish_reason) for c in flat], dtype=np.int8),
             None if support is None else support.token_ids.to(torch.int32).numpy(),
@@ -102,10 +106,10 @@ class PackedCompletions(NamedTuple):
 
     def groups(self) -> list[list[Completion]]:
         """The completions again."""
-        ids, log_probs, versions = (
-            _split(values, self.lengths)
-            for values in (self.token_ids, self.log_probs, self.versions)
-        )
+        ids, log_probs = _split(self.token_ids, self.lengths), _split(self.log_probs, self.lengths)
+        versions: list[Tensor | None] = [None] * len(ids)
+        if self.versions is not None:
+            versions = list(_split(self.versions, self.lengths))
         reasons = [FinishReason(int(reason)) for reason in self.reasons]
         supports: list[Support | None] = [None] * len(ids)
         if self.support_counts is not None:
