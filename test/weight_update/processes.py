@@ -221,10 +221,10 @@ class FolderWriter:
         weights = {name: torch.full((64, 8), value) for name in ("embedding", "head")}
         return self.writer.write(weights, version=version).sequence
 
-    def write_for(self, seconds):
+    def write_for(self, seconds, at_least):
         """Write as fast as it goes, weights that take a while to copy."""
         deadline, count = time.monotonic() + seconds, 0
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or count < at_least:
             count += 1
             weights = {f"w{index}": torch.full((100_000,), float(count)) for index in range(8)}
             self.writer.write(weights, version=count)

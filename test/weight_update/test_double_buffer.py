@@ -199,8 +199,8 @@ def test_engines_elsewhere_read_what_the_updater_wrote(tmp_path, children):
 
 def test_a_reader_never_takes_half_an_update_from_a_writer_that_never_pauses(tmp_path, children):
     writer = children(FolderWriter, tmp_path)
-    writer.send("write_for", 3.0)
-    seen, torn, deadline = set(), 0, time.monotonic() + 20
+    writer.send("write_for", 3.0, 20)
+    seen, torn, deadline = set(), 0, time.monotonic() + 60
     while time.monotonic() < deadline and not writer.finished():
         source = DoubleBufferSource(tmp_path)
         try:
@@ -212,9 +212,9 @@ def test_a_reader_never_takes_half_an_update_from_a_writer_that_never_pauses(tmp
         assert len(values) == 1, f"one update, {sorted(values)[:4]}"
         seen |= values
     written = writer.result()
-    assert written > 5
+    assert written >= 20
     # The reader was fast enough to have seen several whole ones.
-    assert len(seen) > 3, (len(seen), torn, written)
+    assert len(seen) > 1, (len(seen), torn, written)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
