@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-# The conftest that is wanted is that of all tests, not the one beside this script.
-del sys.path[0]
-
 import torch
 import torch.distributed as dist
 from conftest import _make_tiny_model

@@ -141,7 +141,8 @@ def test_two_sharded_ranks_have_the_gradients_of_one_process():
         port = free.getsockname()[1]
     worker = Path(__file__).with_name("fsdp_worker.py")
     tests = Path(__file__).parents[2]
-    command = [sys.executable, str(worker), str(port)]
+    # -P: the conftest that it imports is that of all tests, not the one beside it.
+    command = [sys.executable, "-P", str(worker), str(port)]
     environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
