@@ -137,7 +137,7 @@ def test_it_works_whatever_list_to_stack_says(tokenizer):
 
 
 def test_the_vllm_policy_says_how_to_install_it():
-    with pytest.raises((MissingExtraError, ConfigError), match="vLLM|vllm"):
+    with pytest.raises((MissingExtraError, ConfigError), match=r"vLLM|vllm"):
         vLLMWrapper("a/model")
 
 
