@@ -2,7 +2,7 @@
 
     taskset -c 0,1 python test/benchmarks/bench_async.py [steps] [max_policy_age]
 
-The embedded model, 16 prompts x 8 responses of exactly 6 tokens a step. First a few steps without
+The embedded model, 16 prompts x 8 responses of exactly 16 tokens a step. First a few steps without
 any wait: ``G`` seconds to sample a batch, ``T`` to train on it. Then every step of the environment
 waits ``G + T`` (a tool, a judge, a compiler). Both sides make the same number of steps on the same
 number of tokens; the clock of the asynchronous side runs from the first claim to the last update.
@@ -11,6 +11,7 @@ Wall-clock time, for that is what a wait costs: run it on a machine that does no
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -41,7 +42,7 @@ from torchrl_llm.trainers.collection import make_collecting_env, make_collecting
 from torchrl_llm.trainers.ray_collection import ray_collection
 from torchrl_llm.trainers.recipe import make_policy, make_train_env, minibatches, seed_everything
 
-TOKENS = 6
+TOKENS = 16
 AIM = 1.7
 
 
@@ -152,6 +153,7 @@ def main(steps: int = 30, age: int = 2) -> None:
         AsyncGRPOConfig,
     )
     synchronous(config, 3, 0.0)
+    gc.freeze()  # as the recipes do
     _, bare = synchronous(config, 8, 0.0)
     sampling_s, training_s = bare.sampling_s / 8, bare.training_s / 8
     wait_s = sampling_s + training_s

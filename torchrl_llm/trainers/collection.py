@@ -7,6 +7,7 @@ starts such collectors.
 
 from __future__ import annotations
 
+import gc
 import secrets
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -83,6 +84,9 @@ class CollectionConfig:
 def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
     """The policy of a collector, in its own process; its first weights are the model's own.
 
+    Objects that exist by then are taken out of the search for garbage, as in the trainer: half a
+    million of the imports, at every few batches.
+
     Two collectors must not sample the same, nor one that was built anew what it sampled before:
     each seeds itself with what nobody else has.
 
@@ -91,6 +95,12 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
     """
     set_threads(config)
     seed_everything(secrets.randbits(32))
+    policy = _policy(config)
+    gc.freeze()
+    return policy
+
+
+def _policy(config: CollectionConfig) -> LLMWrapperBase:
     if config.inference_model.backend == "transformers":
         return make_policy(config)
     tokenizer = load_tokenizer(config.model.name)
