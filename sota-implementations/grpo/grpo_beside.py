@@ -1,0 +1,105 @@
+"""The loop of a trainer whose rows come from elsewhere, for grpo-async and pipeline-rl."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
+from hydra.core.hydra_config import HydraConfig
+
+from torchrl_llm.trainers import (
+    BatchSource,
+    LossMeter,
+    TrainingRun,
+    clipped_step,
+    make_optimizer,
+    make_scheduler,
+    micro_batches,
+    rollout_metrics,
+)
+from torchrl_llm.trainers.recipe import (
+    autocast,
+    make_eval_env,
+    make_evaluation,
+    make_policy,
+    minibatches,
+)
+
+
+def train_beside(
+    config: Any,
+    collection: Callable[[Any], AbstractContextManager[Any]],
+    begin: Callable[[Any, Any], None],
+) -> None:
+    """Train on what the workers deliver, until the run ends.
+
+    Args:
+        config: of the recipe.
+        collection: makes, from the configuration, the learner's end of the workers' channel.
+        begin: ``begin(collector, model)`` gives the workers their first weights; after a resume
+            those of the checkpoint.
+    """
+    policy = make_policy(config, with_values=config.loss.type == "ppo")
+    algorithm = make_algorithm(config, policy)
+    buffer = make_buffer(config, algorithm)
+    loss_module = algorithm.loss
+    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    scheduler = make_scheduler(
+        optimizer, **config.optimizer.schedule, total_steps=config.num_updates
+    )
+    with collection(config) as collector:
+        source = BatchSource(
+            collector,
+            buffer,
+            credit=algorithm.credit,
+            num_rows=config.rows_per_batch,
+            truncated=config.filter.truncated,
+            max_resamples=config.filter.resamples,
+            staleness=config.train.staleness,
+            lost=collector.take_lost,
+        )
+        run = TrainingRun(
+            HydraConfig.get().runtime.output_dir,
+            max_steps=config.train.max_steps,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            parts={
+                "optimizer": optimizer,
+                "scheduler": scheduler,
+                "collector": collector,
+                "buffer": buffer,
+                "source": source,
+                **parts_of(policy),
+            },
+            evaluate=make_evaluation(config, make_eval_env(config, policy.tokenizer), policy),
+            config=config.flat(),
+            logging=config.logging,
+            checkpoint=config.checkpoint,
+            evaluation=config.eval,
+        )
+        begin(collector, policy.model)
+        # Half a million objects of the imports need not be searched for garbage at every step.
+        gc.freeze()
+        for step in run.steps():
+            with autocast(config):
+                rows = source.fill()
+            meter = LossMeter()
+            for minibatch in minibatches(buffer, config.train.epochs):
+                normalizer = loss_module.normalizer(minibatch)
+                for micro_batch in micro_batches(
+                    minibatch, budget=config.train.micro_token_budget, layout=config.train.packing
+                ):
+                    with autocast(config):
+                        output = loss_module(micro_batch, normalizer=normalizer)
+                    output.total_loss().backward()
+                    meter.add(output)
+                norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
+                meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+            if step % config.train.weight_update_frequency == 0:
+                collector.update_policy_weights_(policy.model)
+            metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+            run.record(metrics | source.policy_age | algorithm_metrics(algorithm))
+        run.finish()
