@@ -1,0 +1,141 @@
+"""The base of the tools: a name, a schema of arguments, and :meth:`Tool.run`.
+
+A tool knows nothing of conversations, batches, time limits or threads: the executor gives it one
+:class:`~torchrl_llm.envs.transforms.tools.call.ToolCall` after another, several at once from
+different threads, and makes data of whatever comes of it.
+
+Next: :mod:`torchrl_llm.envs.transforms.tools.executor` runs them,
+:mod:`torchrl_llm.envs.transforms.tools.base` brings them into an environment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from torchrl_llm.envs.transforms.tools.call import ToolCall, ToolOutput
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["FunctionTool", "Tool", "ToolKind"]
+
+ToolKind = Literal["auxiliary", "action"]
+
+
+class Tool(ABC):
+    """Something that the model can call; a subclass writes :meth:`run`.
+
+    Attributes:
+        name: what the model calls it.
+        description: what the model reads about it.
+        parameters: JSON schema of its arguments, an object.
+        kind: ``"auxiliary"`` calls are a part of thinking: they change nothing and take no step of
+            the environment. Of an ``"action"`` the call is what the model does in this step.
+
+    Example:
+        >>> class Shout(Tool):
+        ...     name, description = "shout", "Says it louder."
+        ...     parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+        ...     def run(self, call):
+        ...         return call.args["text"].upper()
+        >>> Shout().run(ToolCall("shout", {"text": "hi"}))
+        'HI'
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+    kind: ClassVar[ToolKind] | ToolKind = "auxiliary"
+
+    @abstractmethod
+    def run(self, call: ToolCall) -> str | ToolOutput:
+        """Answer a call.
+
+        Called from several threads at once. What it raises becomes the result's error; arguments
+        have been checked against ``parameters``.
+
+        Args:
+            call: the call.
+
+        Returns:
+            What the model is to read.
+        """
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it: a function with name, description, parameters."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+    def start(self) -> None:
+        """Get ready (a server, a browser); called before the first call.
+
+        It is called again where the tool is used after :meth:`close`.
+        """
+
+    def end_session(self, session: int) -> None:
+        """Forget what was kept for a conversation that has ended.
+
+        Args:
+            session: its ``traj_id``.
+        """
+
+    def close(self) -> None:
+        """Let go of processes and connections; may be called twice."""
+
+
+class FunctionTool(Tool):
+    """A Python function as a tool; it runs in the trainer's process, so it must be one you trust.
+
+    Args:
+        function: with type hints and a Google-style docstring, of which the schema is made.
+        kind: see :class:`Tool`.
+        schema: the schema, where the function's signature does not say it.
+
+    Raises:
+        ConfigError: neither ``schema`` nor the function's signature and docstring describe it.
+
+    Example:
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: one of them.
+        ...         b: the other.
+        ...     '''
+        ...     return a + b
+        >>> FunctionTool(add).run(ToolCall("add", {"a": 1, "b": 2}))
+        '3'
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: ToolKind = "auxiliary",
+        schema: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            described = get_json_schema(function) if schema is None else dict(schema)
+        except Exception as error:
+            raise ConfigError(
+                f"{getattr(function, '__name__', function)!r} cannot be described to a model: "
+                f"{error}; write type hints and a Google-style docstring, or pass schema=..."
+            ) from error
+        described = described.get("function", described)
+        self.function = function
+        self.name = described["name"]
+        self.description = described.get("description", "")
+        self.parameters = described.get("parameters") or dict(Tool.parameters)
+        self.kind = kind
+
+    def run(self, call: ToolCall) -> str | ToolOutput:
+        """Call the function; what is no string is written as one."""
+        value = self.function(**call.args)
+        return value if isinstance(value, (str, ToolOutput)) else str(value)
