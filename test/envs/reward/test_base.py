@@ -9,6 +9,7 @@ import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy
 from tensordict import TensorDict
+from torchrl.envs import Transform
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data.column import Column
@@ -201,6 +202,45 @@ def test_rows_that_are_not_stepped_are_not_scored(answer):
     assert td["reward"].flatten().tolist() == [1.0, 0.0]
     assert td["reward_valid"].tolist() == [True, True]
     assert td["done"].flatten().tolist() == [True, False]
+
+
+class FakeTools(Transform):
+    """Says of each row whether its turn only called tools to think."""
+
+    def __init__(self, *auxiliary):
+        super().__init__()
+        self.auxiliary = torch.tensor(auxiliary).unsqueeze(-1)
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set(("tools", "auxiliary"), self.auxiliary)
+
+
+def test_turns_that_only_called_tools_to_think_are_not_scored_and_go_on(answer):
+    rows = [{"query": "q", "answer": answer} for answer in "abc"]
+    env = DatasetChatEnv(dataset=rows, shuffle=False, num_envs=3)
+    env = env.append_transform(FakeTools(False, True, True)).append_transform(Scripted())
+    td = env.step(answer(env.reset(), "a", "raise", "c"))["next"]
+    assert td["reward"].flatten().tolist() == [1.0, 0.0, 0.0]
+    assert td["success"].flatten().tolist() == [True, False, False]
+    assert td["reward_valid"].tolist() == [True, True, True]
+    assert list(td["error", "type"]) == ["", "", ""]
+    assert td["done"].flatten().tolist() == [True, False, False]
+
+
+def test_turns_that_only_called_tools_are_not_scored_outside_an_environment_either():
+    td = TensorDict(
+        text=TensorDict(response=Column.of(["a", "raise"]), batch_size=[2]),
+        answer=Column.of(["a", "b"]),
+        next=TensorDict(
+            tools=TensorDict(auxiliary=torch.tensor([[False], [True]]), batch_size=[2]),
+            batch_size=[2],
+        ),
+        batch_size=[2],
+    )
+    td = Scripted(input_mode="text")(td)
+    assert td["next", "reward"].flatten().tolist() == [1.0, 0.0]
+    assert td["next", "reward_valid"].all()
+    assert td["next", "tools", "auxiliary"].flatten().tolist() == [False, True]
 
 
 def test_scores_can_run_in_threads_in_row_order(answer):

@@ -29,6 +29,7 @@ from torchrl_llm.errors import ConfigError, DataError, RewardError
 
 __all__ = ["RewardParser", "RewardScore", "extract_block", "extract_tags"]
 
+_AUXILIARY_KEY = ("tools", "auxiliary")
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
 
 
@@ -98,6 +99,9 @@ class RewardParser(Transform):
       last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``;
     - ``("error", "type")`` and ``("error", "message")``: strings, empty where all went well.
+
+    Rows that are not stepped, and turns that only called tools to think (``("tools",
+    "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
 
     A score that raises, or returns something else than one finite number, gives that row a NaN in
     every float key, ``reward_valid=False`` and the error; the other rows are untouched.
@@ -229,16 +233,13 @@ class RewardParser(Transform):
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
         size = td.batch_size.numel()
-        mask = td.get("_step", None)
-        rows = list(range(size))
-        if mask is not None:
-            rows = mask.reshape(size, -1).any(-1).nonzero().flatten().tolist()
+        rows = _rows_to_score(td, next_td, size)
         eos, mode, answers = self._eos(), self._mode(), self._answers(td, size)
         responses = [
             text.removesuffix(eos) if isinstance(text, str) else text for text in mode.responses(td)
         ]
         scored = self._score_rows([responses[i] for i in rows], [answers[i] for i in rows])
-        # Rows that were not stepped keep a neutral score, as EnvBase gives them a zero reward.
+        # The other rows keep a neutral score, as EnvBase gives a row that is not stepped a zero.
         scores: list[RewardScore | Exception] = [RewardScore(0.0)] * size
         for row, score in zip(rows, scored, strict=True):
             scores[row] = score
@@ -287,6 +288,9 @@ class RewardParser(Transform):
             The same rows, with the reward's keys under ``"next"``.
         """
         scores = TensorDict(batch_size=tensordict.batch_size, device=tensordict.device)
+        auxiliary = tensordict.get(("next", *_AUXILIARY_KEY), None)
+        if auxiliary is not None:
+            scores.set(_AUXILIARY_KEY, auxiliary)
         self._write(tensordict, scores, ends=False)
         for key, value in scores.items():
             tensordict.set(("next", key), value)
@@ -307,6 +311,17 @@ class RewardParser(Transform):
         text = {name: ColumnSpec((*size, -1), example_data="") for name in ("type", "message")}
         reward_spec["error"] = Composite(text, shape=size, device=device)
         return reward_spec
+
+
+def _rows_to_score(td: TensorDictBase, next_td: TensorDictBase, size: int) -> list[int]:
+    """The rows that were stepped and whose turn is more than a part of thinking."""
+    mask = torch.ones(size, dtype=torch.bool)
+    stepped, auxiliary = td.get("_step", None), next_td.get(_AUXILIARY_KEY, None)
+    if stepped is not None:
+        mask &= stepped.reshape(size, -1).any(-1).cpu()
+    if auxiliary is not None:
+        mask &= ~auxiliary.reshape(size, -1).any(-1).cpu()
+    return mask.nonzero().flatten().tolist()
 
 
 def _checked(score: Any) -> RewardScore:
