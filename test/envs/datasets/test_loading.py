@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 
@@ -74,6 +75,23 @@ def test_an_empty_or_binary_file_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(DataError, match="not UTF-8"):
         read_jsonl(path)
+
+
+def test_a_gzip_file_is_unpacked_whatever_its_name(tmp_path):
+    for name in ("rows.jsonl.gz", "rows.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(b'{"query": "a"}\n{"query": "\xc3\xa4"}\n'))
+        assert load_rows(str(path)) == [{"query": "a"}, {"query": "\u00e4"}]
+    with pytest.raises(DataError, match=r"cannot read the data file missing\.jsonl\.gz"):
+        load_rows("missing.jsonl.gz")
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d[:2], lambda d: d[:20] + b"x" * 9])
+def test_a_damaged_gzip_file_is_refused(tmp_path, damage):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"query": "abcdefghijklmnopqrstuvwxyz"}\n')))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is a damaged gzip file"):
+        load_rows(path)
 
 
 def test_sequences_are_taken_as_they_are_and_checked():

@@ -10,7 +10,9 @@ Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to a
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,23 +164,25 @@ def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[st
     """Read a JSON-lines file: one object a line, empty lines skipped.
 
     Args:
-        path: the file.
+        path: the file; one that begins as gzip files do is unpacked, whatever its name.
         columns: names that every row must have.
 
     Returns:
         One dict a line.
 
     Raises:
-        DataError: when the file is missing or empty, or, naming file and line, when a line is not
-            a JSON object or lacks a column.
+        DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
+            line, when a line is not a JSON object or lacks a column.
     """
     path = Path(path).expanduser()
     columns = tuple(columns)
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = _unpacked(path.read_bytes()).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is a damaged gzip file: {error}") from error
     except OSError as error:
         raise DataError(
             f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
@@ -201,6 +205,10 @@ def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[st
     return rows
 
 
+def _unpacked(data: bytes) -> bytes:
+    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+
+
 def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
     missing = [name for name in columns if name not in row]
     if missing:
@@ -218,9 +226,9 @@ def load_rows(
 
     Args:
         source: a sequence of dicts (used as it is; the first row is checked); the path of a
-            JSON-lines file (an existing file, a ``Path``, or a string ending in ``.jsonl`` or
-            ``.json``); a sequence of such paths, whose rows follow each other; or the id of a data
-            set on the Hugging Face hub.
+            JSON-lines file (an existing file, a ``Path``, or a string ending in ``.jsonl``,
+            ``.json`` or either with ``.gz``); a sequence of such paths, whose rows follow each
+            other; or the id of a data set on the Hugging Face hub.
         columns: names that rows must have.
         name: configuration of a hub data set.
         split: split of a hub data set; ``None`` takes ``train`` where there is one.
@@ -258,7 +266,8 @@ def load_rows(
 
 
 def _is_file_name(source: str) -> bool:
-    return source.endswith((".jsonl", ".json")) or Path(source).expanduser().is_file()
+    named_so = source.removesuffix(".gz").endswith((".jsonl", ".json"))
+    return named_so or Path(source).expanduser().is_file()
 
 
 def _load_hub(
