@@ -182,7 +182,11 @@ def test_factories_are_called(policy):
         {"dialog_turns_per_batch": 0},
         {"dialog_turns_per_batch": 2, "policy_factory": lambda: None},
         {"yield_only_last_steps": True, "yield_completed_trajectories": False},
-        {"yield_completed_trajectories": True, "reset_at_each_iter": True},
+        {
+            "yield_completed_trajectories": True,
+            "reset_at_each_iter": True,
+            "dialog_turns_per_batch": 2,
+        },
         {"yield_completed_trajectories": True, "flatten_data": False},
         {"dialog_turns_per_batch": 2, "async_envs": True},
         {"dialog_turns_per_batch": 2, "replay_buffer": 1, "queue": 1},

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data import Chat, ChatHistory, MaskReason, Source
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, pad_rows, ragged_rows, read_rows
 from torchrl_llm.errors import ConfigError
@@ -46,6 +47,23 @@ class WrapperConformance:
     def make(self, tokenizer, **options):
         options.setdefault("generate_kwargs", {"max_new_tokens": 7})
         return self.make_policy(tokenizer, **options)
+
+    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    def test_rows_that_are_not_stepped_get_an_empty_answer(self, tokenizer, input_mode):
+        greedy = {"max_new_tokens": 7, "temperature": 0.0}
+        policy = self.make(tokenizer, input_mode=input_mode, generate_kwargs=greedy)
+        whole = policy(self.inputs(policy))
+        steps = torch.tensor([[True], [False], [False], [True]])
+        out = policy(self.inputs(policy).set("_step", steps))
+        answers = read_rows(out, ("tokens", "response"))
+        expected = read_rows(whole, ("tokens", "response"))
+        assert answers[0].tolist() == expected[0].tolist()
+        assert answers[3].tolist() == expected[3].tolist()
+        for row in (1, 2):
+            assert answers[row].numel() == 0
+            prompt, full = (read_rows(out, ("tokens", name))[row] for name in ("prompt", "full"))
+            assert full.tolist() == prompt.tolist()
+            assert out["tokens", "finish_reason"][row] == FinishReason.ABORT
 
     @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
     @pytest.mark.parametrize("pad_output", [False, True])

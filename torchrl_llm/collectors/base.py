@@ -15,16 +15,13 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
+from torchrl_llm.collectors.async_trajectories import AsyncTrajectoryRollout
 from torchrl_llm.collectors.background import BackgroundLoop, PauseGate
 from torchrl_llm.collectors.beside import BesideTraining
 from torchrl_llm.collectors.delivery import put_batch
 from torchrl_llm.collectors.policy import VersionedPolicy
-from torchrl_llm.collectors.rollout import (
-    AsyncTrajectoryRollout,
-    Rollout,
-    StepRollout,
-    TrajectoryRollout,
-)
+from torchrl_llm.collectors.rollout import Rollout, StepRollout
+from torchrl_llm.collectors.trajectories import TrajectoryRollout, WaveRollout
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
@@ -59,7 +56,9 @@ class LLMCollector(BesideTraining, BaseCollector):
         async_envs: the environment is an ``AsyncEnvPool`` of environments of one row each, which
             step on their own; completed trajectories only. Found out if not given.
         replay_buffer: gets the batches by ``extend``.
-        reset_at_each_iter: begin each batch with new conversations.
+        reset_at_each_iter: begin each batch with new conversations. A batch of completed
+            trajectories is then one of each row of the environment: those that have ended wait for
+            the others, and ``dialog_turns_per_batch`` is left out.
         flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
         weight_updater: brings weights to the policy, or a callable that makes it.
             :class:`~torchrl_llm.weight_update.InProcessWeights` by default: weights that are shared
@@ -123,7 +122,12 @@ class LLMCollector(BesideTraining, BaseCollector):
             last_only if yield_completed_trajectories is None else (yield_completed_trajectories)
         )
         self._check_options(
-            completed, last_only, yield_completed_trajectories, flatten_data, reset_at_each_iter
+            completed,
+            last_only,
+            yield_completed_trajectories,
+            flatten_data,
+            reset_at_each_iter,
+            dialog_turns_per_batch,
         )
         if dialog_turns_per_batch is None:
             if not completed:
@@ -169,15 +173,16 @@ class LLMCollector(BesideTraining, BaseCollector):
         asked: bool | None,
         flatten: bool | None,
         reset_at_each_iter: bool,
+        turns_per_batch: int | None,
     ) -> None:
         if last_only and asked is False:
             raise ConfigError(
                 "yield_only_last_steps=True needs yield_completed_trajectories=True (or None)"
             )
-        if completed and reset_at_each_iter:
+        if completed and reset_at_each_iter and turns_per_batch is not None:
             raise ConfigError(
-                "reset_at_each_iter=True would give up the trajectories in flight; it does not go "
-                "with completed trajectories"
+                "dialog_turns_per_batch has no effect where each batch of completed trajectories "
+                "begins anew (reset_at_each_iter=True): it is one of each row of the environment"
             )
         if completed and flatten is False:
             raise ConfigError(
@@ -193,6 +198,11 @@ class LLMCollector(BesideTraining, BaseCollector):
         }
         positional = (self.env, self.policy, self._policy.stamp)
         if self.async_envs:
+            if self.reset_at_each_iter:
+                raise ConfigError(
+                    "the environments of an AsyncEnvPool never begin together: leave "
+                    "reset_at_each_iter out"
+                )
             if not self.yield_completed_trajectories:
                 raise ConfigError(
                     "the environments of an AsyncEnvPool are never at the same step: pass "
@@ -202,7 +212,8 @@ class LLMCollector(BesideTraining, BaseCollector):
                 *positional, last_only=self.yield_only_last_steps, **common
             )
         if self.yield_completed_trajectories:
-            return TrajectoryRollout(*positional, last_only=self.yield_only_last_steps, **common)
+            whole = WaveRollout if self.reset_at_each_iter else TrajectoryRollout
+            return whole(*positional, last_only=self.yield_only_last_steps, **common)
         return StepRollout(
             *positional, reset_first=self.reset_at_each_iter, flatten=self.flatten_data, **common
         )

@@ -9,22 +9,19 @@ Shape legend: ``B`` rows of the environment, ``T`` steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl._utils import logger
-from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
+from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm.collectors.background import PauseGate
-from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import sampled_tokens, split_batch, split_rollout
-from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
-from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
+from torchrl_llm.errors import CheckpointError
 
-__all__ = ["AsyncTrajectoryRollout", "Rollout", "StepRollout", "TrajectoryRollout", "env_state"]
+__all__ = ["Lockstep", "Rollout", "StepRollout", "env_state"]
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
 
@@ -177,7 +174,7 @@ def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
     return written - read - known
 
 
-class _Lockstep(Rollout):
+class Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -206,10 +203,14 @@ class _Lockstep(Rollout):
             self.carrier = self.env.reset()
         with torch.no_grad():
             stepped, carrier = self.env.step_and_maybe_reset(self._act(self.carrier))
+        self.carrier = self.without_stale(carrier)
+        return stepped
+
+    def without_stale(self, carrier: TensorDictBase) -> TensorDictBase:
+        """The carrier without what the policy writes anew, in place."""
         for name in self._stale:
             carrier.pop(name, None)
-        self.carrier = carrier
-        return stepped
+        return carrier
 
     def state_dict(self) -> dict[str, Any]:
         """The carrier between two steps, the environment's state, and the count of turns."""
@@ -224,7 +225,7 @@ class _Lockstep(Rollout):
         self.turns = state["turns"]
 
 
-class StepRollout(_Lockstep):
+class StepRollout(Lockstep):
     """Batches of a fixed number of turns, whatever they begin or end.
 
     Args:
@@ -266,222 +267,3 @@ class StepRollout(_Lockstep):
         """Continue where :meth:`state_dict` was taken."""
         super().load_state_dict(state)
         self.steps = list(state["steps"])
-
-
-class _Assembly:
-    """Rows by place in the environment until their trajectory is done.
-
-    Args:
-        num_places: rows of the environment.
-        last_only: keep the last row of each trajectory only.
-    """
-
-    def __init__(self, num_places: int, last_only: bool) -> None:
-        self.last_only = last_only
-        self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
-        self.open_tokens = 0
-        self.finished: deque[tuple[int, list[TensorDict]]] = deque()
-
-    def add(self, place: int, row: TensorDict) -> None:
-        held = self.open[place]
-        held.append(row)
-        self.open_tokens += sampled_tokens(row)
-        if leaf(row, ("next", "done")).any():
-            self.open_tokens -= sum(map(sampled_tokens, held))
-            self.finished.append((len(held), held[-1:] if self.last_only else held))
-            self.open[place] = []
-
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens of what is here and will be given out or belongs to what will be."""
-        finished = (row for _, trajectory in self.finished for row in trajectory)
-        return self.open_tokens + sum(map(sampled_tokens, finished))
-
-    def clear_open(self) -> None:
-        """Forget the trajectories that have not ended."""
-        self.open = [[] for _ in self.open]
-        self.open_tokens = 0
-
-    def take(self, turns: int) -> tuple[int, list[TensorDict]]:
-        """Finished trajectories of at least ``turns`` turns, or all there are."""
-        taken, rows = 0, []
-        while self.finished and taken < turns:
-            number, trajectory = self.finished.popleft()
-            taken += number
-            rows += trajectory
-        return taken, rows
-
-    @property
-    def finished_turns(self) -> int:
-        return sum(number for number, _ in self.finished)
-
-    def state_dict(self) -> dict[str, Any]:
-        finished = list(self.finished)
-        rows = [row for held in self.open for row in held]
-        rows += [row for _, trajectory in finished for row in trajectory]
-        return {
-            "open": [len(held) for held in self.open],
-            "finished": [(number, len(trajectory)) for number, trajectory in finished],
-            "rows": pack_rows(rows),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = iter(unpack_row_list(state["rows"]))
-        self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
-        self.open_tokens = sum(sampled_tokens(row) for held in self.open for row in held)
-        self.finished = deque(
-            (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
-        )
-
-
-class TrajectoryRollout(_Lockstep):
-    """Whole trajectories, in the order in which they end.
-
-    Args:
-        last_only: the last turn of each trajectory only.
-        **kwargs: of :class:`Rollout`.
-    """
-
-    def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if len(self.env.batch_size) != 1:
-            raise ConfigError(
-                "yield_completed_trajectories needs an environment with one batch dimension, got "
-                f"batch size {tuple(self.env.batch_size)}"
-            )
-        self.assembly = _Assembly(self.env.batch_size[0], last_only)
-
-    def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
-        while (finished := self.assembly.finished_turns) < self.turns_per_batch:
-            self._log(finished)
-            if self._drop_now():
-                self.assembly.clear_open()
-            for place, row in enumerate(split_batch(self._step())):
-                self.assembly.add(place, row)
-        taken, rows = self.assembly.take(self.turns_per_batch)
-        self.turns += taken
-        return lazy_rows(rows)
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """See :attr:`Rollout.tokens_in_flight`."""
-        return self.assembly.tokens
-
-    def state_dict(self) -> dict[str, Any]:
-        """As above, with the trajectories in flight."""
-        return {**super().state_dict(), "assembly": self.assembly.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        super().load_state_dict(state)
-        self.assembly.load_state_dict(state["assembly"])
-
-
-class AsyncTrajectoryRollout(Rollout):
-    """Whole trajectories of a pool whose environments step on their own.
-
-    While some environments run (a tool, a slow reward), the policy answers those that are ready,
-    all of them in one call.
-
-    Args:
-        last_only: the last turn of each trajectory only.
-        **kwargs: of :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments of one row.
-    """
-
-    env: AsyncEnvPool
-
-    def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if len(self.env.batch_size) != 2 or self.env.batch_size[1] != 1:
-            # TorchRL's pool takes the rows of a larger member for members.
-            raise ConfigError(
-                "the environments of an AsyncEnvPool must have batch size (1,), got a pool of "
-                f"size {tuple(self.env.batch_size)}; put more members into the pool instead"
-            )
-        if self.env.stack == "dense":
-            raise ConfigError(
-                "AsyncEnvPool(stack='dense') cannot hold rows of different length; build it with "
-                "stack='lazy'"
-            )
-        self.assembly = _Assembly(self.env.batch_size[0], last_only)
-        self._stepping: dict[int, int] = {}
-
-    @property
-    def running(self) -> int:
-        """Environments that are in a step."""
-        return len(self._stepping)
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """See :attr:`Rollout.tokens_in_flight`."""
-        return self.assembly.tokens + sum(self._stepping.values())
-
-    def drop(self) -> None:
-        """Refused, see :meth:`check_drop`."""
-        self.check_drop()
-
-    def check_drop(self) -> None:
-        """Refused: environments are in the middle of their steps.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "what is in flight in an AsyncEnvPool cannot be dropped: its environments are never "
-            "all between two steps; let it go on under the new weights (in_flight='wait')"
-        )
-
-    def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
-        if not self.running and not self.assembly.finished:
-            self._send(list(self.env.reset().unbind(0)))
-        while (finished := self.assembly.finished_turns) < self.turns_per_batch:
-            self._log(finished)
-            stepped, carriers = self.env.async_step_and_maybe_reset_recv(min_get=1)
-            for part in stepped.unbind(0):
-                (row,) = split_batch(part.exclude("env_index"))
-                self.assembly.add(self._index(part), row)
-                del self._stepping[self._index(part)]
-            self._send(list(carriers.unbind(0)))
-        taken, rows = self.assembly.take(self.turns_per_batch)
-        self.turns += taken
-        return lazy_rows(rows)
-
-    @staticmethod
-    def _index(part: TensorDictBase) -> int:
-        value = part.get("env_index")
-        value = getattr(value, "data", value)
-        while isinstance(value, (list, tuple)):
-            value = value[0]
-        return int(value)
-
-    def _send(self, carriers: list[TensorDictBase]) -> None:
-        indices = [self._index(carrier) for carrier in carriers]
-        plain = [carrier.exclude("env_index") for carrier in carriers]
-        acted = self._act(plain[0] if len(plain) == 1 else torch.cat(plain, 0))
-        self._stepping.update(zip(indices, tokens_of_call(acted), strict=True))
-        for place, index in enumerate(indices):
-            part = acted[place : place + 1]
-            # One send for each, because the pool would lay one index on all rows of a batch.
-            part.set("env_index", NonTensorData(index, batch_size=part.batch_size))
-            self.env.async_step_and_maybe_reset_send(lazy_stack([part]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refused: environments are in the middle of their steps.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(
-            "a collector over an AsyncEnvPool cannot be saved: its environments run on their own "
-            "and are never all between two steps. Use one batched environment for exact resume"
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refused as :meth:`state_dict` is.
-
-        Raises:
-            CheckpointError: always.
-        """
-        self.state_dict()

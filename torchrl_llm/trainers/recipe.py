@@ -20,9 +20,9 @@ from tensordict import LazyStackedTensorDict
 
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.envs import GSM8KEnv, TaskEnv
-from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
+from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.envs.tasks import task_class
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import (
@@ -46,7 +46,6 @@ from torchrl_llm.trainers.grpo_config.groups import (
 from torchrl_llm.trainers.run import EvalConfig
 
 __all__ = [
-    "TASKS",
     "RecipeConfig",
     "autocast",
     "device_of",
@@ -64,10 +63,6 @@ __all__ = [
     "set_threads",
     "wrapper_options",
 ]
-
-TASKS: dict[str, type[TaskEnv]] = {"arithmetic": ArithmeticEnv, "gsm8k": GSM8KEnv}
-"""The tasks that ``env.dataset`` names."""
-
 
 class RecipeConfig(Protocol):
     """The groups that are read here."""
@@ -258,7 +253,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
     Raises:
         ConfigError: the problems do not suffice.
     """
-    task = TASKS[config.env.dataset]
+    task = task_class(config.env.dataset)
     return task(
         **_data(config, task)[0],
         num_envs=config.rows_per_batch,
@@ -281,7 +276,7 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     """
     if not config.eval.num_prompts:
         return None
-    task = TASKS[config.env.dataset]
+    task = task_class(config.env.dataset)
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
     data = _data(config, task)[1]
     return task(**data, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)

@@ -295,10 +295,11 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         tensordict_out: TensorDictBase | None = None,
         **generate_kwargs: Any,
     ) -> TensorDictBase:
-        """Answer or score the rows.
+        """Answer or score the rows; those that an environment will not step get an empty answer.
 
         Args:
-            tensordict: batch size ``[]``, ``[B]`` or more dimensions.
+            tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, where it is
+                there, says which rows are to be answered.
             tensordict_out: where to write instead of what ``inplace`` says.
             generate_kwargs: override those of the constructor, for this call and this caller only.
 
@@ -332,7 +333,14 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         params = self._with_closers(replace(params, num_samples=samples or 1))
         prompts = self.reader.read_prompts(blocks)
         limits = (self.backend.max_length, self.max_prompt_length)
-        fitted = fit_context(prompts.records, *limits, params.max_new_tokens, self.on_overlong)
+        steps = tensor_rows(blocks, "_step")
+        fitted = fit_context(
+            prompts.records,
+            *limits,
+            params.max_new_tokens,
+            self.on_overlong,
+            None if steps is None else [bool(step.any()) for step in steps],
+        )
         if any(fitted.overlong):
             kind = "dropped" if self.on_overlong == "drop" else "truncated"
             self.overlong_counts[kind] += sum(fitted.overlong)

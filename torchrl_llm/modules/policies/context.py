@@ -33,6 +33,7 @@ def fit_context(
     max_prompt_length: int | None,
     max_new_tokens: int,
     on_overlong: OnOverlong,
+    asked: Sequence[bool] | None = None,
 ) -> Fitted:
     """Deal with prompts that leave no room for one token, or are longer than wanted.
 
@@ -43,6 +44,7 @@ def fit_context(
         max_new_tokens: room that a truncated prompt leaves, where the context is that large.
         on_overlong: ``"error"`` raises; ``"drop"`` gives the row an empty, aborted response;
             ``"truncate"`` cuts the beginning of the prompt off.
+        asked: ``B`` flags of the rows that are to be answered at all; the others pass as they are.
 
     Raises:
         OverlongError: for the first such prompt under ``"error"``.
@@ -50,9 +52,13 @@ def fit_context(
     limits = [] if max_length is None else [max_length - 1]
     limits += [] if max_prompt_length is None else [max_prompt_length]
     limit = min(limits, default=None)
-    overlong = [limit is not None and record.token_ids.shape[0] > limit for record in records]
+    asked = [True] * len(records) if asked is None else list(asked)
+    overlong = [
+        wanted and limit is not None and record.token_ids.shape[0] > limit
+        for record, wanted in zip(records, asked, strict=True)
+    ]
     if not any(overlong):
-        return Fitted(list(records), overlong, [True] * len(records))
+        return Fitted(list(records), overlong, asked)
     if on_overlong == "error":
         row = overlong.index(True)
         reason = f"the model's context holds {max_length}, of which a response needs at least one"
@@ -63,13 +69,14 @@ def fit_context(
             'shorten it, or set on_overlong="drop" or "truncate"'
         )
     if on_overlong == "drop":
-        return Fitted(list(records), overlong, [not flag for flag in overlong])
+        fits = [yes and not flag for yes, flag in zip(asked, overlong, strict=True)]
+        return Fitted(list(records), overlong, fits)
     kept = limit if max_length is None else min(limit, max(1, max_length - max_new_tokens))
     fitted = [
         _last(record, kept) if flag else record
         for record, flag in zip(records, overlong, strict=True)
     ]
-    return Fitted(fitted, overlong, [True] * len(records))
+    return Fitted(fitted, overlong, asked)
 
 
 def check_on_overlong(value: str, max_prompt_length: int | None = None) -> OnOverlong:
