@@ -75,20 +75,20 @@ def test_turns_of_a_trajectory_extend_each_other_token_for_token(tokenizer):
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4])
-def test_a_wave_that_was_interrupted_goes_on_bit_for_bit(tokenizer, tmp_path, calls):
+def test_a_wave_that_was_interrupted_goes_on_bit_for_bit(policy, tmp_path, calls):
     whole = [
         [ids.tolist() for ids in read_rows(batch, ("tokens", "full"))]
-        for _, batch in zip(range(2), _seeded(_waves(make_policy(tokenizer))), strict=False)
+        for _, batch in zip(range(2), _seeded(_waves(policy)), strict=False)
     ]
+    cut, found = _waves(policy), []
     torch.manual_seed(0)
-    cut, found = _waves(make_policy(tokenizer)), []
     cut._rollout.policy = Failing(cut.policy, calls)
     with pytest.raises(ValueError, match="broken"):
         found.extend(iter(cut))
     torch.save({"state": cut.state_dict(), "rng": torch.get_rng_state()}, tmp_path / "cut.pt")
 
     torch.manual_seed(1)
-    resumed = _waves(make_policy(tokenizer))
+    resumed = _waves(policy)
     saved = torch.load(tmp_path / "cut.pt", weights_only=False)
     resumed.load_state_dict(saved["state"])
     torch.set_rng_state(saved["rng"])
