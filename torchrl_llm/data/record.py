@@ -94,6 +94,24 @@ class TokenRecord:
             fork_cause=fork_cause,
         )
 
+    @classmethod
+    def forked(cls, cause: str) -> TokenRecord:
+        """Record of no tokens, for a conversation whose messages were rewritten.
+
+        It covers no message: whoever continues it encodes the whole conversation anew, and the new
+        record keeps the cause.
+
+        Args:
+            cause: why the earlier ids were given up.
+
+        Example:
+            >>> record = TokenRecord.forked("window")
+            >>> record.num_messages, record.token_ids.tolist(), record.fork_cause
+            (0, [], 'window')
+        """
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return cls.from_prompt(nothing, nothing, 0, fork_cause=cause)
+
     @property
     def num_turns(self) -> int:
         """How many of the model's turns these ids hold."""

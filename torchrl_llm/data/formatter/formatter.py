@@ -125,6 +125,7 @@ class ChatFormatter:
             self._check_tools()
         self._composer = Composer(self._renderer, self._codec, self.probe, self.tools)
         self._continuation = Continuation(self._composer, on_rewrite, debug=debug)
+        self._appending = Continuation(self._composer, "keep", debug=debug)
         self._parser = ResponseParser(self._codec, self.probe, self.tools)
 
     @property
@@ -268,6 +269,39 @@ class ChatFormatter:
             return Extension(token_ids, token_ids.shape[0], empty, False, None)
         return self._continuation.extend(token_ids, old, finish_reason, new, response_start, tools)
 
+    def extend_turn(
+        self,
+        token_ids: Tensor,
+        turn: Mapping[str, Any],
+        finish_reason: FinishReason | None,
+        new_messages: Messages,
+        *,
+        response_start: int,
+        tools: Sequence[Any] | None = None,
+    ) -> Extension:
+        """Continue a conversation of which the ids and the last turn are known, and no more.
+
+        For rows that travel as ids: as :meth:`extend`, except that history is never rewritten,
+        whatever ``on_rewrite`` says, for there are no messages to write it from.
+
+        Args:
+            token_ids: int64 ``[T]``, prompt and sampled response.
+            turn: the message that the response stands for, see :meth:`parse_response`.
+            finish_reason: how the response ended.
+            new_messages: the messages behind it, at least one.
+            response_start: index of the response's first token.
+            tools: tools of this conversation instead of the formatter's.
+
+        Returns:
+            The ids up to the next generation prompt, never forked.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        old = [{"role": "user", "content": "Go on."}, turn]
+        new = _messages(new_messages)
+        return self._appending.extend(token_ids, old, finish_reason, new, response_start, tools)
+
     def continue_record(
         self, record: TokenRecord | None, chat: Messages, *, tools: Sequence[Any] | None = None
     ) -> TokenRecord:
@@ -291,7 +325,7 @@ class ChatFormatter:
         if covered == len(messages) and finish in (None, FinishReason.LENGTH, FinishReason.ABORT):
             return record
         if finish is None and not bool((record.source == Source.SAMPLED).any()):
-            return self._fresh(messages, tools, None)
+            return self._fresh(messages, tools, record.fork_cause)
         if finish is None:
             # A prompt that was not answered gets more messages: go on from the last response.
             record, covered = _last_response(record, messages)
@@ -314,7 +348,7 @@ class ChatFormatter:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None,
-        cause: ForkCause | None,
+        cause: str | None,
     ) -> TokenRecord:
         encoded = self.encode(messages, tools=tools)
         return TokenRecord.from_prompt(

@@ -1,5 +1,11 @@
 """Transforms of chat environments: data, versions, turns, tokens, reference log-probs."""
 
+from torchrl_llm.envs.transforms.context import (
+    ContextStrategy,
+    FullDialog,
+    SlidingWindow,
+    TruncatedThinking,
+)
 from torchrl_llm.envs.transforms.dataloading import (
     DataLoadingPrimer,
     as_nested_tensor,
@@ -16,7 +22,9 @@ from torchrl_llm.envs.transforms.step_counter import StepCounter
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 
 __all__ = [
+    "ContextStrategy",
     "DataLoadingPrimer",
+    "FullDialog",
     "IncrementalTokenizer",
     "KLComputation",
     "KLRewardTransform",
@@ -27,7 +35,9 @@ __all__ = [
     "RetrieveLogProb",
     "RetrieveTeacherLogProb",
     "RetrieveValues",
+    "SlidingWindow",
     "StepCounter",
+    "TruncatedThinking",
     "as_nested_tensor",
     "as_padded_tensor",
 ]
