@@ -3,9 +3,11 @@
 from torchrl_llm.envs.chat import ChatEnv
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 from torchrl_llm.envs.transforms import (
     DataLoadingPrimer,
@@ -22,6 +24,8 @@ __all__ = [
     "ArithmeticEnv",
     "ArithmeticRewardParser",
     "ChatEnv",
+    "CountdownEnv",
+    "CountdownRewardParser",
     "DataLoadingPrimer",
     "DatasetChatEnv",
     "GSM8KEnv",

@@ -2,11 +2,13 @@
 
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
 
 __all__ = [
     "ArithmeticEnv",
+    "CountdownEnv",
     "DatasetChatEnv",
     "GSM8KEnv",
     "GeneratedRows",

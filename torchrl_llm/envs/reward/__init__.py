@@ -1,7 +1,16 @@
 """Rewards: a base that makes failures data, and one parser per task."""
 
+from torchrl_llm.envs.reward.answer_block import AnswerBlockParser
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 
-__all__ = ["ArithmeticRewardParser", "GSM8KRewardParser", "RewardParser", "RewardScore"]
+__all__ = [
+    "AnswerBlockParser",
+    "ArithmeticRewardParser",
+    "CountdownRewardParser",
+    "GSM8KRewardParser",
+    "RewardParser",
+    "RewardScore",
+]

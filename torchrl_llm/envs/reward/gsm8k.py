@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from tensordict.utils import NestedKey
-
-from torchrl_llm.envs.reward.base import RewardParser, RewardScore, extract_tags
+from torchrl_llm.envs.reward.answer_block import AnswerBlockParser
 from torchrl_llm.errors import RewardError
 
 __all__ = ["GSM8KRewardParser", "parse_number"]
@@ -67,19 +64,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
 
 
-class GSM8KRewardParser(RewardParser):
+class GSM8KRewardParser(AnswerBlockParser):
     r"""1.0 for the right number in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
 
-    Args:
-        tokenizer: see :class:`~torchrl_llm.envs.reward.RewardParser`.
-        in_keys: see there.
-        out_keys: see there.
-        eos_token: see there.
-        set_done_if_answer: see there.
-        input_mode: see there.
-        format_reward: reward of an answer block with a wrong answer.
-        correct_reward: reward of the right answer.
-        num_threads: see there.
+    The arguments are those of :class:`~torchrl_llm.envs.reward.AnswerBlockParser`.
 
     Example:
         >>> parser = GSM8KRewardParser()
@@ -88,36 +76,6 @@ class GSM8KRewardParser(RewardParser):
         >>> parser.score("<answer>73</answer>", "72").reward, parser.score("72", "72").reward
         (0.1, 0.0)
     """
-
-    def __init__(
-        self,
-        tokenizer: Any = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
-        eos_token: str | None = None,
-        set_done_if_answer: bool = True,
-        input_mode: str | None = None,
-        format_reward: float = 0.1,
-        correct_reward: float = 1.0,
-        *,
-        num_threads: int = 0,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            in_keys,
-            out_keys,
-            eos_token,
-            set_done_if_answer,
-            input_mode,
-            num_threads=num_threads,
-        )
-        self.format_reward = format_reward
-        self.correct_reward = correct_reward
-
-    @staticmethod
-    def extract_tags(response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, ``None`` where there is none."""
-        return extract_tags(response)
 
     @staticmethod
     def normalize_answer(answer: str) -> Fraction | None:
@@ -130,16 +88,17 @@ class GSM8KRewardParser(RewardParser):
         value = cls.normalize_answer(answer)
         return value is not None and value == cls.normalize_answer(truth)
 
-    def score(self, response: str, answer: Any) -> RewardScore:
-        """See :class:`GSM8KRewardParser`.
+    def read_truth(self, answer: Any) -> Fraction:
+        """The row's number.
 
         Raises:
-            RewardError: where the row's own answer is not a number.
+            RewardError: the row's own answer is not a number.
         """
         truth = self.normalize_answer(str(answer))
         if truth is None:
             raise RewardError(f"the answer of the row is not a number: {answer!r}")
-        think, block = self.extract_tags(response)
-        right = block is not None and parse_number(block) == truth
-        reward = self.correct_reward if right else 0.0 if block is None else self.format_reward
-        return RewardScore(reward, right, block is not None, think is not None)
+        return truth
+
+    def is_right(self, block: str, truth: Fraction) -> bool:
+        """Whether the block states that number."""
+        return parse_number(block) == truth
