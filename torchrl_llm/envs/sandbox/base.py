@@ -146,14 +146,18 @@ class Sandbox(ABC):
     ) -> SandboxResult:
         """Run Python source in a fresh interpreter.
 
+        It lies in the run's folder as ``main.py``, so that tracebacks show its lines and it can
+        import the modules among ``files``.
+
         Args:
             code: Python source.
             stdin: its standard input.
             files: see :meth:`run`.
             limits: see :meth:`run`.
         """
+        files = {**(files or {}), "main.py": code}
         return self.run(
-            [self.python, "-I", "-B", "-c", code], stdin=stdin, files=files, limits=limits
+            [self.python, "-E", "-s", "-B", "main.py"], stdin=stdin, files=files, limits=limits
         )
 
     @property

@@ -1,0 +1,376 @@
+"""Bubblewrap: namespaces of Linux for each run, without a daemon and without being root.
+
+Inside there is ``/usr`` and the interpreter, read-only, an empty folder in memory, and nothing else
+of this machine: no network, no other process, no variable of the trainer's. All that a run leaves
+behind dies with it.
+
+Where the trainer is root, the run is ``nobody``. Whether a machine allows all this cannot be read
+anywhere reliably (containers and distributions forbid one part or another), so a real run tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from torchrl_llm.envs.sandbox.base import Limits
+from torchrl_llm.envs.sandbox.contained import (
+    ENVIRONMENT,
+    GRACE_S,
+    Contained,
+    ProcessSandbox,
+    data_fd,
+)
+from torchrl_llm.envs.sandbox.limits import (
+    counts_processes_by_namespace,
+    find,
+    prlimit_argv,
+    unused_uid,
+)
+from torchrl_llm.envs.sandbox.watch import Capture
+from torchrl_llm.errors import ResourceError
+
+__all__ = ["BubblewrapSandbox"]
+
+FOLDER = "/sandbox"
+NOBODY = 65534
+
+_ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_DEADLY = range(1, 65)
+
+
+class _Layout(NamedTuple):
+    """One way of using bubblewrap.
+
+    Attributes:
+        python: the interpreter.
+        read_only: folders that it needs besides ``/usr``.
+        become: where root becomes somebody else. Outside, the run has a user namespace of its own.
+            Inside, it has none, and bubblewrap can show folders that only root may enter.
+        lock: whether the run may not make user namespaces of its own.
+    """
+
+    python: str
+    read_only: tuple[str, ...]
+    become: Literal["outside", "inside", "no"]
+    lock: bool
+
+
+class BubblewrapSandbox(ProcessSandbox):
+    """Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
+
+    Args:
+        limits: of each run; ``None`` for the defaults.
+        python: the interpreter, a path on this machine. ``None`` for the one that the trainer's
+            environment was made from, without the packages of that environment, or the system's
+            where the run's user could not enter its folder.
+        read_only: further folders that a run may read, at their own paths.
+
+    Raises:
+        ResourceError: bubblewrap is absent, or this machine does not let it work.
+
+    Example:
+        >>> from torchrl_llm.envs.sandbox import BubblewrapSandbox
+        >>> BubblewrapSandbox().run_python("print(6 * 7)").stdout  # doctest: +SKIP
+        '42\\n'
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
+        read_only: Sequence[str] = (),
+    ) -> None:
+        super().__init__(limits)
+        self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
+        self._layout = _working_layout(python)
+
+    @property
+    def python(self) -> str:
+        """The interpreter, as it is called inside the sandbox."""
+        return self._layout.python
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: see :attr:`Sandbox.missing`."""
+        return ()
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        return _spawn(
+            self._layout,
+            argv,
+            limits=limits,
+            files=files,
+            read_only=self._read_only,
+            stdin=stdin,
+            pass_fds=pass_fds,
+        )
+
+
+class _Status(Capture):
+    """Bubblewrap's report: the first process inside once there is one, and its exit code."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, keep=4096)
+        self.first_fd: int | None = None
+
+    def take(self) -> bool:
+        more = super().take()
+        if self.first_fd is None:
+            pid = self.report("child-pid")
+            if pid is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    self.first_fd = os.pidfd_open(pid)
+        return more
+
+    def report(self, key: str) -> int | None:
+        """A number that was reported, ``None`` if it was not (yet)."""
+        for line in self.text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                report = json.loads(line)
+                if key in report:
+                    return report[key]
+        return None
+
+    def close(self) -> None:
+        super().close()
+        if self.first_fd is not None:
+            os.close(self.first_fd)
+            self.first_fd = None
+
+
+class _Jailed(Contained):
+    """A process under bubblewrap, killed by the first process of its namespace."""
+
+    overhead = 2
+
+    def __init__(self, argv: Sequence[str], *, status: _Status, **kwargs: Any) -> None:
+        self.status = status
+        super().__init__(argv, **kwargs)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, self.status)
+
+    def kill(self) -> None:
+        """Kill the namespace's first process, whereupon the kernel kills all others in it."""
+        self.status.drain()
+        first = self.status.first_fd
+        if first is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            # It ends only after every other process of its namespace.
+            _wait_for(first, select.POLLIN)
+        else:
+            self.process.kill()
+            if self.stdout.open:
+                _wait_for(self.stdout.fd, select.POLLHUP)
+        self.wait()
+        if self.process.returncode is None:
+            self.process.kill()
+            self.wait()
+        self.status.drain()
+
+    def exit_code(self) -> int | None:
+        code = self.status.report("exit-code")
+        if code is not None and code - 128 in _DEADLY:
+            return 128 - code
+        return code
+
+
+def _wait_for(fd: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    poll.poll(GRACE_S * 1000)
+
+
+def _spawn(
+    layout: _Layout,
+    argv: Sequence[str],
+    *,
+    limits: Limits,
+    files: Mapping[PurePosixPath, bytes],
+    read_only: Sequence[str] = (),
+    stdin: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> _Jailed:
+    status_r, status_w = os.pipe()
+    opened = [status_w]
+    status = _Status(status_r)
+    try:
+        words = ["--json-status-fd", str(status_w)]
+        for folder in sorted({parent for path in files for parent in path.parents}):
+            if folder.parts:
+                words += ["--perms", "0777", "--dir", f"{FOLDER}/{folder}"]
+        for path, data in files.items():
+            opened.append(data_fd(data))
+            words += ["--perms", "0666", "--file", str(opened[-1]), f"{FOLDER}/{path}"]
+        return _Jailed(
+            _command_line(layout, argv, words, limits=limits, read_only=read_only),
+            status=status,
+            limits=limits,
+            env={**ENVIRONMENT, "PATH": _path(layout.python), "HOME": FOLDER},
+            stdin=stdin,
+            pass_fds=(*opened, *pass_fds),
+        )
+    except BaseException:
+        status.close()
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _path(python: str) -> str:
+    return f"{os.path.dirname(python)}:/usr/bin:/bin"
+
+
+def _command_line(
+    layout: _Layout,
+    argv: Sequence[str],
+    words: Sequence[str],
+    *,
+    limits: Limits,
+    read_only: Sequence[str],
+) -> list[str]:
+    """Everything in front of a program, and the program."""
+    bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
+    line: list[str] = []
+    if layout.become == "outside":
+        line += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    line += [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    line += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    if layout.become != "inside":
+        line += ["--unshare-user"]
+    if layout.lock:
+        line += ["--disable-userns"]
+    line += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for folder in _ROOT_FOLDERS:
+        if os.path.islink(folder):
+            line += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            line += ["--ro-bind", folder, folder]
+    size = ["--size", str(limits.file_bytes), "--perms", "1777", "--tmpfs"]
+    line += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
+    line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
+    for folder in (*layout.read_only, *read_only):
+        line += ["--ro-bind", folder, folder]
+    line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
+    # Bubblewrap's own first process counts too.
+    num_processes: int | None = limits.num_processes + 1
+    if layout.become == "inside":
+        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+        uid = unused_uid()
+        line += ["--", setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        line += ["--bounding-set=-all", "--inh-caps=-all"]
+    else:
+        line += ["--"]
+        if not counts_processes_by_namespace():
+            num_processes = None
+    line += prlimit_argv(prlimit, limits, num_processes=num_processes)
+    return [*line, *argv]
+
+
+@functools.lru_cache(maxsize=16)
+def _working_layout(python: str | None) -> _Layout:
+    """The first layout in which a real run works.
+
+    Raises:
+        ResourceError: none does.
+    """
+    for program in ("bwrap", "prlimit", "setpriv"):
+        if find(program) is None:
+            raise ResourceError(
+                f"BubblewrapSandbox needs the program {program!r}, which is not installed "
+                "(Debian: apt-get install bubblewrap util-linux); SubprocessSandbox works without "
+                "it, with less contained"
+            )
+    said = ""
+    for layout in _layouts(python):
+        worked, said = _try(layout)
+        if worked:
+            return layout
+    raise ResourceError(
+        "bubblewrap does not work on this machine: it said "
+        f"{said.strip() or 'nothing'!r}. User namespaces may be forbidden (in a container: by its "
+        "seccomp profile; sysctl kernel.apparmor_restrict_unprivileged_userns, "
+        "user.max_user_namespaces). SubprocessSandbox works without them, with less contained"
+    )
+
+
+def _try(layout: _Layout) -> tuple[bool, str]:
+    code = "import os, socket; assert os.getuid(); print('works')"
+    limits = Limits(wall_s=20.0)
+    try:
+        with _spawn(layout, [layout.python, "-I", "-c", code], limits=limits, files={}) as jailed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                jailed.process.wait(limits.wall_s)
+            jailed.kill()
+            jailed.stdout.drain()
+            jailed.stderr.drain()
+            return jailed.stdout.text() == "works\n", jailed.stderr.text()
+    except OSError as error:
+        return False, str(error)
+
+
+def _layouts(python: str | None) -> Iterator[_Layout]:
+    """Ways to try, the strongest first."""
+    if python is not None:
+        pythons = [(python, _folders(python))]
+    else:
+        own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+        pythons = [(own, _outside_usr(sys.base_prefix, os.path.dirname(own)))]
+        if own != os.path.realpath("/usr/bin/python3"):
+            pythons.append(("/usr/bin/python3", ()))
+    root = os.geteuid() == 0
+    for lock in (True, False):
+        for path, folders in pythons:
+            yield _Layout(path, folders, "outside" if root else "no", lock)
+    if root:
+        for path, folders in pythons:
+            yield _Layout(path, folders, "inside", False)
+
+
+def _folders(python: str) -> tuple[str, ...]:
+    """The folders that an interpreter needs, by its own account.
+
+    Raises:
+        ResourceError: it is no interpreter that runs here.
+    """
+    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+    try:
+        answer = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ResourceError(f"python={python!r} is no Python that runs here: {error}") from error
+    places = [os.path.dirname(python), os.path.dirname(os.path.realpath(python))]
+    return _outside_usr(*answer.stdout.split("\n")[:2], *places)
+
+
+def _outside_usr(*folders: str) -> tuple[str, ...]:
+    """Those that are not shown anyway, none inside another."""
+    shown = [Path("/usr"), *map(Path, _ROOT_FOLDERS)]
+    kept: list[Path] = []
+    for folder in sorted({Path(os.path.abspath(f)) for f in folders if f}):
+        if not any(folder.is_relative_to(other) for other in (*shown, *kept)):
+            kept.append(folder)
+    return tuple(map(str, kept))

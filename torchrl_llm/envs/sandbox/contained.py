@@ -1,0 +1,252 @@
+"""What the sandboxes share that start a process on this machine: running it and watching it.
+
+A subclass of :class:`ProcessSandbox` says how a process is started apart from everything else, and
+gives back a :class:`Contained` that can end it with all that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult, SandboxSession
+from torchrl_llm.envs.sandbox.session import INTERPRETER, PipeSession
+from torchrl_llm.envs.sandbox.watch import Capture, Tree, classify, cpu_seconds, pump
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["Contained", "ProcessSandbox", "data_fd", "encode", "relative_parts"]
+
+ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    # A thread of malloc's takes 64 MB of addresses, and a thread of OpenBLAS as much again.
+    "MALLOC_ARENA_MAX": "2",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Variables that every sandboxed process gets, and nothing of the trainer's."""
+
+GRACE_S = 1.5
+"""How long a killed process may take to be gone."""
+
+
+def encode(text: str | bytes) -> bytes:
+    """UTF-8 bytes; lone surrogates are written as they are, for the program to stumble over."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass")
+
+
+def relative_parts(name: str) -> PurePosixPath:
+    """A path inside a run's folder.
+
+    Args:
+        name: as the caller gave it.
+
+    Raises:
+        ConfigError: absolute, empty, or leaving the folder.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ConfigError(
+            f"files must be named by paths inside the run's folder, such as 'data/input.txt'; "
+            f"got {name!r}"
+        )
+    return path
+
+
+def data_fd(data: bytes) -> int:
+    """An open, unnamed file with some bytes, at its beginning.
+
+    Args:
+        data: its contents.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("data", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+class Contained:
+    """A process in a sandbox with its output pipes; a context that leaves nothing of it.
+
+    Args:
+        argv: the whole command line, sandbox included.
+        limits: of the run.
+        env: its environment, complete.
+        cwd: where it starts.
+        stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
+        pass_fds: further descriptors that it gets.
+
+    Raises:
+        OSError: the program that makes the sandbox cannot be started.
+        ValueError: ``argv`` cannot be handed to any program.
+
+    Attributes:
+        overhead: processes of the sandbox itself.
+    """
+
+    overhead = 0
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        env: Mapping[str, str],
+        cwd: str = "/",
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        out_r, out_w = os.pipe()
+        err_r, err_w = os.pipe()
+        self.stdout = Capture(out_r, limits.output_bytes)
+        self.stderr = Capture(err_r, limits.output_bytes)
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=out_w,
+                stderr=err_w,
+                env=dict(env),
+                cwd=cwd,
+                pass_fds=pass_fds,
+            )
+        except BaseException:
+            self.close_pipes()
+            raise
+        finally:
+            os.close(out_w)
+            os.close(err_w)
+        self.tree = Tree(self.process.pid, limits, overhead=self.overhead)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        """Every pipe that must be read while it runs."""
+        return (self.stdout, self.stderr)
+
+    def interrupt(self) -> None:
+        """Have it end soon; another thread that watches it sees that."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """End it and all that it started; waits until they are gone."""
+        self.process.kill()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the process itself for a short while."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_S)
+
+    def exit_code(self) -> int | None:
+        """How it ended, negative for a signal; ``None`` where the sandbox failed to run it."""
+        return self.process.returncode
+
+    def close_pipes(self) -> None:
+        """Close the reading ends."""
+        for output in self.outputs:
+            output.close()
+
+    def __enter__(self) -> Contained:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        self.close_pipes()
+
+
+class ProcessSandbox(Sandbox):
+    """A sandbox whose runs are processes that this one watches."""
+
+    @abstractmethod
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        """Start a program apart from everything else, in a folder with these files."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str | bytes = b"",
+        files: Mapping[str, str | bytes] | None = None,
+        limits: Limits | None = None,
+    ) -> SandboxResult:
+        """See :meth:`Sandbox.run`.
+
+        Raises:
+            ConfigError: a file's name would leave the folder.
+        """
+        limits = self.limits if limits is None else limits
+        contents = {relative_parts(name): encode(data) for name, data in (files or {}).items()}
+        start = time.monotonic()
+        with _input(encode(stdin)) as stdin_fd:
+            try:
+                contained = self._spawn(argv, limits=limits, files=contents, stdin=stdin_fd)
+            except (OSError, ValueError) as error:
+                return SandboxResult(
+                    status="sandbox_error",
+                    stderr=f"{argv[0] if argv else 'nothing'!r} cannot be started: {error}",
+                    seconds=time.monotonic() - start,
+                )
+        with contained:
+            ended = pump(
+                contained.process,
+                contained.outputs,
+                deadline=start + limits.wall_s,
+                tree=contained.tree,
+            )
+            contained.kill()
+            contained.stdout.drain()
+            contained.stderr.drain()
+            return classify(
+                ended,
+                contained.exit_code() if ended == "exit" else -signal.SIGKILL,
+                contained.stdout,
+                contained.stderr,
+                time.monotonic() - start,
+                cpu_seconds(limits),
+            )
+
+    def open_session(self, limits: Limits | None = None) -> SandboxSession:
+        """See :meth:`Sandbox.open_session`."""
+        limits = self.limits if limits is None else limits
+
+        def start(code_fd: int, answers_fd: int) -> Contained:
+            program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text()]
+            return self._spawn(
+                [*program, str(code_fd), str(answers_fd)],
+                limits=limits,
+                files={},
+                pass_fds=(code_fd, answers_fd),
+            )
+
+        return PipeSession(start, limits)
+
+
+@contextlib.contextmanager
+def _input(data: bytes) -> Iterator[int | None]:
+    if not data:
+        yield None
+        return
+    fd = data_fd(data)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

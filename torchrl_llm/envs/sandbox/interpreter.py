@@ -1,0 +1,82 @@
+"""The interpreter of a session: a program that runs inside the sandbox, and nowhere else.
+
+It is handed to the sandbox as text and imports nothing of this package. It takes one piece of code
+after another from a pipe and answers each with how it ended; both are frames, four bytes of length
+and then JSON. What the code prints goes to its standard output and errors as ever: the reader takes
+from those pipes what lies there when the answer comes.
+
+``sys.argv`` names the two pipes, as numbers of open descriptors or as paths.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import struct
+import sys
+import traceback
+import types
+
+
+def _serve(requests, answers) -> None:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    number = 0
+    while True:
+        head = requests.read(4)
+        if len(head) < 4:
+            return
+        request = json.loads(requests.read(struct.unpack(">I", head)[0]))
+        number += 1
+        answer = json.dumps(_run(request["code"], f"<piece {number}>", vars(main))).encode()
+        answers.write(struct.pack(">I", len(answer)) + answer)
+        answers.flush()
+
+
+def _run(code: str, file: str, names: dict) -> dict:
+    answer = {"exit_code": 0, "memory": False}
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    try:
+        exec(compile(code, file, "exec"), names)
+    except SystemExit as exit_:
+        code_ = exit_.code
+        if not isinstance(code_, int) and code_ is not None:
+            print(code_, file=sys.__stderr__)
+            code_ = 1
+        answer["exit_code"] = (code_ or 0) & 0xFF
+    except BaseException as error:
+        answer["exit_code"] = 1
+        answer["memory"] = isinstance(error, MemoryError)
+        # The first frame is this function's.
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        error = error.with_traceback(inner)
+        try:
+            traceback.print_exception(error, file=sys.__stderr__)
+        except BaseException:
+            _write(2, f"{type(error).__name__}\n")
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            stream.flush()
+        except BaseException:
+            pass
+    return answer
+
+
+def _write(fd: int, text: str) -> None:
+    try:
+        os.write(fd, text.encode())
+    except OSError:
+        pass
+
+
+def _open(place: str, mode: str):
+    return open(int(place) if place.isdigit() else place, mode)
+
+
+if __name__ == "__main__":
+    requests, answers = _open(sys.argv[1], "rb"), _open(sys.argv[2], "wb")
+    for pipe in (requests, answers):
+        os.set_inheritable(pipe.fileno(), False)
+    sys.argv[:] = [""]
+    _serve(requests, answers)
