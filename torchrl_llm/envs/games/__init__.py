@@ -1,0 +1,38 @@
+"""Games: rules as pure functions, and environments in which language models play them."""
+
+from torchrl_llm.envs.games.actions import ActionError, ActionParser, CallAction, TagAction
+from torchrl_llm.envs.games.base import GameEnv
+from torchrl_llm.envs.games.game import (
+    Agent,
+    Game,
+    IllegalAction,
+    Outcome,
+    Turn,
+    expert,
+    play,
+    random_agent,
+)
+from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
+from torchrl_llm.envs.games.steps import GameSteps
+from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
+
+__all__ = [
+    "ActionError",
+    "ActionParser",
+    "Agent",
+    "CallAction",
+    "Game",
+    "GameEnv",
+    "GameSteps",
+    "IllegalAction",
+    "KeyDoor",
+    "KeyDoorEnv",
+    "Outcome",
+    "TagAction",
+    "TicTacToe",
+    "TicTacToeEnv",
+    "Turn",
+    "expert",
+    "play",
+    "random_agent",
+]

@@ -1,0 +1,194 @@
+"""How an answer says an action: in a tag, by a tool call, or as a bare word.
+
+A parser reads the message that the model wrote. What it cannot read is an :class:`ActionError`,
+whose text goes back to the model; the game itself does not move.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+from torchrl_llm.envs.games.game import Game
+from torchrl_llm.envs.reward.base import extract_block
+from torchrl_llm.envs.transforms.tools.call import ToolCall
+from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
+
+__all__ = [
+    "ActionError",
+    "ActionForm",
+    "ActionParser",
+    "BareAction",
+    "CallAction",
+    "TagAction",
+    "make_action_parser",
+]
+
+ActionForm = Literal["tag", "call", "bare"]
+
+
+class ActionError(TorchRLLLMError, ValueError):
+    """An answer holds no action; the message is for the model."""
+
+
+class ActionParser(ABC):
+    """Reads an action from an answer; subclasses write :meth:`parse` and :attr:`help`.
+
+    Args:
+        game: whose actions they are; its ``action_name`` is the name of tag or tool.
+    """
+
+    form: ClassVar[str]
+
+    def __init__(self, game: Game) -> None:
+        self.name = game.action_name
+        self.written = game.action_help
+
+    @property
+    @abstractmethod
+    def help(self) -> str:
+        """One sentence that tells the model how to answer."""
+
+    @abstractmethod
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """The action that a message says.
+
+        Args:
+            message: the model's message: ``content``, and ``tool_calls`` where there are any.
+
+        Raises:
+            ActionError: it says none.
+        """
+
+
+class TagAction(ActionParser):
+    """The last ``<move>...</move>`` of an answer, where ``move`` is what the game calls an action.
+
+    What stands inside the reasoning does not count, nor does reasoning that is never closed.
+
+    Example:
+        >>> from torchrl_llm.envs.games import TicTacToe
+        >>> answer = "<think><move>1</move>?</think> I take the middle. <move> 5 </move>"
+        >>> TagAction(TicTacToe()).parse({"role": "assistant", "content": answer})
+        '5'
+    """
+
+    form = "tag"
+
+    @property
+    def help(self) -> str:
+        """How to answer."""
+        return f"Answer with {self.written} between <{self.name}> and </{self.name}>."
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        action = extract_block(_said(message), self.name)
+        if not action:
+            raise ActionError(f"No <{self.name}>...</{self.name}> in your answer.")
+        return action
+
+
+class BareAction(ActionParser):
+    """The whole answer is the action, reasoning aside."""
+
+    form = "bare"
+
+    @property
+    def help(self) -> str:
+        """How to answer."""
+        return f"Answer with {self.written} and nothing else."
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        action = _said(message).strip()
+        if not action:
+            raise ActionError("Your answer is empty.")
+        return action
+
+
+class CallAction(ActionParser):
+    """A tool call whose one argument is the action.
+
+    Tool and argument have the name of the game's actions: ``move(move="5")``. Calls of other tools
+    are not looked at; of several such calls none counts.
+
+    Args:
+        game: see :class:`ActionParser`.
+        calls: reads the calls of a message; the message's own ``tool_calls`` if not given.
+
+    Example:
+        >>> from torchrl_llm.envs.games import TicTacToe
+        >>> parser = CallAction(TicTacToe())
+        >>> call = {"type": "function", "function": {"name": "move", "arguments": {"move": "5"}}}
+        >>> parser.parse({"role": "assistant", "content": "", "tool_calls": [call]})
+        '5'
+        >>> parser.schema["function"]["parameters"]["required"]
+        ['move']
+    """
+
+    form = "call"
+
+    def __init__(self, game: Game, calls: ToolParser | None = None) -> None:
+        super().__init__(game)
+        self.calls = MessageCallParser() if calls is None else calls
+
+    @property
+    def help(self) -> str:
+        """How to answer."""
+        return f"Act by calling the tool {self.name!r} with {self.written}."
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool, as chat templates take it."""
+        argument = {"type": "string", "description": self.written}
+        parameters = {
+            "type": "object",
+            "properties": {self.name: argument},
+            "required": [self.name],
+        }
+        function = {"name": self.name, "description": "What you do.", "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        calls = self.calls.parse(message, {self.name: self.schema["function"]["parameters"]})
+        mine = [c for c in calls if isinstance(c, ToolCall) and c.tool == self.name]
+        broken = [c.problem for c in calls if not isinstance(c, ToolCall)]
+        if broken and not mine:
+            raise ActionError(f"Your tool call cannot be read: {broken[0]}.")
+        if len(mine) != 1:
+            got = f"are {len(mine)} calls" if mine else "is no call"
+            raise ActionError(f"Call the tool {self.name!r} once; there {got} of it.")
+        value = mine[0].args.get(self.name)
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            raise ActionError(f"The tool {self.name!r} needs the argument {self.name!r}.")
+        return str(value)
+
+
+def make_action_parser(form: ActionForm, game: Game) -> ActionParser:
+    """The parser of a form.
+
+    Args:
+        form: ``"tag"``, ``"call"`` or ``"bare"``.
+        game: whose actions they are.
+
+    Raises:
+        ConfigError: for another form.
+    """
+    parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction)}
+    if form not in parsers:
+        raise ConfigError(f"actions must be one of {get_args(ActionForm)}, got {form!r}")
+    return parsers[form](game)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content without its reasoning."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(
+            part if isinstance(part, str) else part.get("text") or "" for part in content
+        )
+    _, closed, after = content.rpartition("</think>")
+    return after if closed else content.partition("<think>")[0]

@@ -1,0 +1,189 @@
+"""Games as environments of conversations: :class:`GameEnv`.
+
+A game is a :class:`~torchrl_llm.envs.games.game.Game`; what an answer of the model does in it
+is the work of :class:`~torchrl_llm.envs.games.steps.GameSteps`. A new game is a file with its rules
+and a subclass of :class:`GameEnv` that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torchrl_llm.envs.datasets.base import TaskEnv
+from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows, load_rows
+from torchrl_llm.envs.games.actions import ActionForm, CallAction, make_action_parser
+from torchrl_llm.envs.games.game import Game
+from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
+from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["GameEnv"]
+
+_NUM_TRAIN = 65_536
+_NUM_TEST = 1_024
+
+
+class GameEnv(TaskEnv):
+    """A game that language models play, one game a row.
+
+    Each row is a seed: it starts a game, whose first observation is the user's message after a
+    system prompt with the rules and the form of an answer. From then on the model answers with an
+    action, and is told what came of it, until the game ends; see
+    :class:`~torchrl_llm.envs.games.steps.GameSteps` for what is written. All repeats of a row play
+    the same game, opponents included as long as the model does the same.
+
+    Three things end an episode: the rules (``terminated``), a limit of the game itself
+    (``truncated`` with the reason ``ENV``), and ``max_steps`` turns (reason ``MAX_STEPS``). A turn
+    without a legal action is one of these turns, though the game does not move.
+
+    Args:
+        game: the rules.
+        actions: how an answer says its action: ``"tag"`` (``<move>5</move>``), ``"call"`` (a tool
+            call) or ``"bare"`` (the whole answer).
+        invalid_reward: reward of a turn without a legal action.
+        stop_on_invalid: let such a turn end the game.
+        accept_cut: read answers that were cut at their limit of tokens like others.
+        dataset: rows with a ``seed``; 65,536 games to train on, or with ``split="test"`` 1,024
+            others, if neither this nor ``data_files`` is given.
+        data_files: a JSON-lines file of such rows, or several.
+        split: ``"train"`` or ``"test"``.
+        compute_reward: write the reward.
+        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is the
+            game's own limit (``MAX_STEPS``).
+        system_prompt: instead of the rules and the form of an answer.
+        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; with ``actions="call"`` the tool
+            is added to ``tools`` in text and tokens mode. In history mode give
+            :attr:`action_schema` to the policy's wrapper.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+        DataError: for a row without a whole number as ``seed``.
+
+    Example:
+        >>> from torchrl_llm.data.history import History
+        >>> from torchrl_llm.envs.games import TicTacToe
+        >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, shuffle=False)
+        >>> td = env.reset()
+        >>> chat = td["history"].prompt.chats[0]
+        >>> answer = {"role": "assistant", "content": "<move>5</move>"}
+        >>> td["history"].full = History.of([chat + [answer]])
+        >>> td = env.step(td)["next"]
+        >>> print(td["history"].prompt.chats[0][-1]["content"])
+        O takes 8.
+        1 2 3
+        4 X 6
+        7 O 9
+        You are X. Your move.
+    """
+
+    MAX_STEPS: ClassVar[int | None] = 64
+
+    def __init__(
+        self,
+        game: Game,
+        *,
+        actions: ActionForm = "tag",
+        invalid_reward: float = -0.1,
+        stop_on_invalid: bool = False,
+        accept_cut: bool = False,
+        dataset: Any = None,
+        data_files: str | Path | list[str | Path] | None = None,
+        split: str | None = None,
+        compute_reward: bool = True,
+        max_steps: int | Literal["task"] | None = "task",
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parser = make_action_parser(actions, game)
+        rows = self._rows(dataset, data_files, split)
+        if system_prompt is None:
+            system_prompt = f"{game.rules} {parser.help}"
+        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
+            given = dict(template_kwargs or {})
+            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.schema]}
+        super().__init__(
+            dataset=MappedRows(rows, partial(_first_turn, game)),
+            compute_reward=False,
+            max_steps=None,
+            system_prompt=system_prompt,
+            template_kwargs=template_kwargs,
+            **kwargs,
+        )
+        self.append_transform(
+            GameSteps(
+                game,
+                parser,
+                invalid_reward=invalid_reward,
+                stop_on_invalid=stop_on_invalid,
+                accept_cut=accept_cut,
+                with_reward=compute_reward,
+            )
+        )
+        max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
+        if max_steps is not None:
+            self.append_transform(StepCounter(max_steps=max_steps))
+
+    @classmethod
+    def _rows(
+        cls,
+        dataset: Any,
+        data_files: str | Path | list[str | Path] | None,
+        split: str | None,
+    ) -> Any:
+        if dataset is not None and data_files is not None:
+            raise ConfigError("pass dataset or data_files, not both")
+        if data_files is not None:
+            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
+            dataset = [Path(file) for file in files]
+        elif dataset is None:
+            dataset = cls.default_dataset(split)
+        return load_rows(dataset, columns=("seed",))
+
+    @classmethod
+    def default_dataset(cls, split: str | None) -> GeneratedRows:
+        """The seeds of a split, ``train`` if not given; no seed is in both."""
+        if split not in (None, "train", "test"):
+            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
+        if split == "test":
+            return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
+        return GeneratedRows(_seed_row, _NUM_TRAIN)
+
+    @property
+    def steps(self) -> GameSteps:
+        """The transform that plays."""
+        return next(t for t in self.transform if isinstance(t, GameSteps))
+
+    @property
+    def game(self) -> Game:
+        """The rules."""
+        return self.steps.game
+
+    @property
+    def action_schema(self) -> dict[str, Any]:
+        """The tool that acts, as chat templates take it.
+
+        Raises:
+            ConfigError: the actions of this environment are no tool calls.
+        """
+        parser = self.steps.parser
+        if not isinstance(parser, CallAction):
+            raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
+        return parser.schema
+
+
+def _seed_row(index: int) -> Mapping[str, Any]:
+    return {"seed": index}
+
+
+def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a game begins with: the message of the user, and the state as text."""
+    seed = row["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
+    state = game.reset(seed)
+    return {**row, "query": game.observe(state), STATE_KEY: game.dump(state)}

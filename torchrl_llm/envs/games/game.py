@@ -1,0 +1,222 @@
+"""The rules of a game as functions of an immutable state: no model, no tensors, no batch.
+
+A :class:`Game` says how a state begins from a seed, which actions it allows and what each of them
+leads to. The same seed and the same actions lead to the same states always, opponents included, so
+a state that was written down (:meth:`Game.dump`) goes on elsewhere as if nothing had happened.
+
+:func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.base` makes an environment
+for language models of a game, :mod:`torchrl_llm.envs.games.tic_tac_toe` is one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
+
+__all__ = ["Agent", "Game", "IllegalAction", "Outcome", "Turn", "expert", "play", "random_agent"]
+
+State = TypeVar("State")
+Agent = Callable[["Game", Any], str]
+"""Game and state to action."""
+
+
+class IllegalAction(TorchRLLLMError, ValueError):
+    """The rules do not allow an action in this state; the message is for the player."""
+
+
+class Outcome(NamedTuple):
+    """What an action leads to.
+
+    Attributes:
+        state: the state after it, and after what others did in answer.
+        observation: what the player is told.
+        reward: reward of this action.
+        terminated: the game has ended by its rules.
+        truncated: the game was cut, by a limit of moves for instance.
+        success: the player has done what the game asks for.
+    """
+
+    state: Any
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+
+
+class Turn(NamedTuple):
+    """One turn of a game that was played: what was seen, what was done, what came of it."""
+
+    observation: str
+    action: str
+    outcome: Outcome
+
+
+class Game(ABC, Generic[State]):
+    """The rules of a game for one player; opponents are a part of it.
+
+    Attributes:
+        name: name of the game.
+        version: counted up when states of older versions can no longer be continued.
+        action_name: what an action is called, ``"move"``; one word.
+        action_help: how an action is written, for the player.
+        state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
+            and tuples of these.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    action_name: ClassVar[str] = "action"
+    action_help: ClassVar[str]
+    state_type: ClassVar[type]
+
+    @property
+    @abstractmethod
+    def rules(self) -> str:
+        """The rules in a few sentences, for the player; they say nothing of forms of answers."""
+
+    @abstractmethod
+    def reset(self, seed: int) -> State:
+        """The first state in which the player acts, a function of the seed."""
+
+    @abstractmethod
+    def observe(self, state: State) -> str:
+        """What the player is told before acting."""
+
+    @abstractmethod
+    def legal_actions(self, state: State) -> tuple[str, ...]:
+        """The actions that the rules allow; none where the game is over."""
+
+    @abstractmethod
+    def best_actions(self, state: State) -> tuple[str, ...]:
+        """The legal actions that no other is better than; none where the game is over."""
+
+    @abstractmethod
+    def _apply(self, state: State, action: str) -> Outcome:
+        """The outcome of a legal action."""
+
+    def normalize(self, action: str) -> str:
+        """An action as the player wrote it, in the spelling of :meth:`legal_actions`."""
+        return action.strip().lower()
+
+    def explain(self, state: State, action: str) -> str:
+        """Why an action is not legal, for the player."""
+        allowed = ", ".join(self.legal_actions(state))
+        return f"{_short(action)} is not possible now. Possible: {allowed}."
+
+    def step(self, state: State, action: str) -> Outcome:
+        """Act.
+
+        Args:
+            state: a state in which the game is not over.
+            action: what the player does.
+
+        Returns:
+            What it leads to; ``state`` itself is unchanged.
+
+        Raises:
+            IllegalAction: the rules do not allow it; nothing has happened.
+        """
+        legal = self.legal_actions(state)
+        if not legal:
+            raise IllegalAction("the game is over")
+        action = self.normalize(action)
+        if action not in legal:
+            raise IllegalAction(self.explain(state, action))
+        return self._apply(state, action)
+
+    def dump(self, state: State) -> str:
+        """A state as text, with the name and version of its game."""
+        fields = asdict(state)  # type: ignore[call-overload]
+        return json.dumps({"game": self.name, "version": self.version, **fields})
+
+    def load(self, text: str) -> State:
+        """Read a state that :meth:`dump` wrote.
+
+        Raises:
+            DataError: the text is no state, or one of another game or version.
+        """
+        try:
+            fields = json.loads(text)
+            told = (fields.pop("game"), fields.pop("version"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{_short(str(text))} is no state of a game") from error
+        if told != (self.name, self.version):
+            raise DataError(
+                f"a state of {told[0]!r}, version {told[1]}, cannot be continued by "
+                f"{self.name!r}, version {self.version}"
+            )
+        try:
+            return self.state_type(**{key: _frozen(value) for key, value in fields.items()})
+        except TypeError as error:
+            raise DataError(f"{_short(text)} is no state of {self.name!r}: {error}") from error
+
+
+def play(game: Game, agent: Agent, seed: int, *, max_turns: int = 1000) -> list[Turn]:
+    """Play one game to its end.
+
+    Args:
+        game: the rules.
+        agent: chooses the actions.
+        seed: seed of the game.
+        max_turns: turns after which to stop.
+
+    Returns:
+        The turns; the last one's outcome says how it ended.
+
+    Raises:
+        IllegalAction: the agent does something that the rules do not allow.
+
+    Example:
+        >>> from torchrl_llm.envs.games import TicTacToe
+        >>> turns = play(TicTacToe(opponent="minimax"), expert(0), seed=3)
+        >>> turns[-1].outcome.terminated, turns[-1].outcome.reward
+        (True, 0.0)
+    """
+    if max_turns < 1:
+        raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
+    state = game.reset(seed)
+    observation = game.observe(state)
+    turns: list[Turn] = []
+    while len(turns) < max_turns:
+        action = agent(game, state)
+        outcome = game.step(state, action)
+        turns.append(Turn(observation, action, outcome))
+        if outcome.terminated or outcome.truncated:
+            break
+        state, observation = outcome.state, outcome.observation
+    return turns
+
+
+def random_agent(seed: int) -> Agent:
+    """An agent that does anything legal.
+
+    Args:
+        seed: of its choices.
+    """
+    generator = random.Random(seed)
+    return lambda game, state: generator.choice(game.legal_actions(state))
+
+
+def expert(seed: int) -> Agent:
+    """An agent that does the best there is, any one of several.
+
+    Args:
+        seed: of its choices between actions that are equally good.
+    """
+    generator = random.Random(seed)
+    return lambda game, state: generator.choice(game.best_actions(state))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _short(text: str, limit: int = 40) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")
