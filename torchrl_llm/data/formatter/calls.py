@@ -118,7 +118,7 @@ class _BareJson(CallSyntax):
             if not any(isinstance(v, Mapping) and "name" in v for v in found):
                 return ParsedCalls(text, [], [])  # an answer that happens to be JSON
             return ParsedCalls("", [_as_call(v) for v in found], [])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             looks_like = re.match(r"[\[{]\s*\"name\"", stripped)
             return ParsedCalls(text, [], [str(error)] if looks_like else [])
 
@@ -302,7 +302,7 @@ def _arguments(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
     if value is None:
         return {}
@@ -317,5 +317,5 @@ def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

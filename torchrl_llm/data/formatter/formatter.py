@@ -12,6 +12,7 @@ finds out what a template does, :mod:`~torchrl_llm.data.formatter.respond` reads
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -47,6 +48,27 @@ class Encoded(NamedTuple):
     token_ids: Tensor
     source: Tensor
     assistant: Tensor
+
+    def prompt_record(self, chat: Messages, *, fork_cause: str | None = None) -> TokenRecord:
+        """Record of these ids as a prompt.
+
+        A prompt that ends inside an unfinished message of the model's is recorded as a response
+        that was cut, though nothing of it was sampled: what is answered goes on with that message.
+
+        Args:
+            chat: the conversation that was encoded.
+            fork_cause: why an earlier record of it was given up.
+        """
+        messages = _messages(chat)
+        record = TokenRecord.from_prompt(
+            self.token_ids, self.source, len(messages), fork_cause=fork_cause
+        )
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or last.get("is_complete") is not False:
+            return record
+        outside = (~self.assistant).nonzero()
+        start = int(outside[-1]) + 1 if outside.numel() else 0
+        return replace(record, finish_reason=FinishReason.LENGTH, response_start=start)
 
 
 class ChatFormatter:
@@ -350,10 +372,7 @@ class ChatFormatter:
         tools: Sequence[Any] | None,
         cause: str | None,
     ) -> TokenRecord:
-        encoded = self.encode(messages, tools=tools)
-        return TokenRecord.from_prompt(
-            encoded.token_ids, encoded.source, len(messages), fork_cause=cause
-        )
+        return self.encode(messages, tools=tools).prompt_record(messages, fork_cause=cause)
 
     # -- responses --------------------------------------------------------------------------------
 

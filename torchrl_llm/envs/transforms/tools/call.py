@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["ToolCall", "ToolOutput", "ToolResult"]
+__all__ = ["BrokenCall", "ToolCall", "ToolOutput", "ToolResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,18 @@ class ToolCall:
     session: int | None = None
 
 
+class BrokenCall(NamedTuple):
+    """What was meant as a call and cannot be read as one.
+
+    Attributes:
+        problem: what is wrong with it.
+        expected: what a call looks like, which the model is told.
+    """
+
+    problem: str
+    expected: str = ""
+
+
 class ToolOutput(NamedTuple):
     """What a tool returns when a string does not say enough.
 
@@ -63,8 +75,9 @@ class ToolResult:
         call: the call; of a malformed one, its ``tool`` is empty.
         content: what the model reads.
         error: name of what went wrong, empty where all went well: ``"MalformedCall"``,
-            ``"UnknownTool"``, ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``, or the
-            name of the exception that the tool raised.
+            ``"UnknownTool"``, ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``,
+            ``"NotRun"`` (behind a call of the same turn that never ended), or the name of the
+            exception that the tool raised.
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.

@@ -10,6 +10,8 @@ Next: :mod:`torchrl_llm.envs.transforms.tools.executor` runs them,
 
 from __future__ import annotations
 
+import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -19,7 +21,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from torchrl_llm.envs.transforms.tools.call import ToolCall, ToolOutput
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["FunctionTool", "Tool", "ToolKind"]
+__all__ = ["FunctionTool", "Tool", "ToolKind", "as_text"]
 
 ToolKind = Literal["auxiliary", "action"]
 
@@ -33,6 +35,11 @@ class Tool(ABC):
         parameters: JSON schema of its arguments, an object.
         kind: ``"auxiliary"`` calls are a part of thinking: they change nothing and take no step of
             the environment. Of an ``"action"`` the call is what the model does in this step.
+        stateful: whether a call may depend on earlier calls of the same conversation. Such calls
+            run one after another, in the order in which the model wrote them; all others at once.
+            Actions always do.
+        timeout: seconds that a call may take; ``None`` for the executor's. A tool that has a limit
+            of its own sets this a little above it, so that its own says what happened.
 
     Example:
         >>> class Shout(Tool):
@@ -48,6 +55,8 @@ class Tool(ABC):
     description: str = ""
     parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
     kind: ClassVar[ToolKind] | ToolKind = "auxiliary"
+    stateful: bool = False
+    timeout: float | None = None
 
     @abstractmethod
     def run(self, call: ToolCall) -> str | ToolOutput:
@@ -72,6 +81,11 @@ class Tool(ABC):
             "parameters": dict(self.parameters),
         }
         return {"type": "function", "function": function}
+
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """What arguments are checked against: ``parameters``, or something stricter."""
+        return self.parameters
 
     def start(self) -> None:
         """Get ready (a server, a browser); called before the first call.
@@ -135,7 +149,52 @@ class FunctionTool(Tool):
         self.parameters = described.get("parameters") or dict(Tool.parameters)
         self.kind = kind
 
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """``parameters``, closed where the function takes no other arguments."""
+        return closed_schema(self.parameters, self.function)
+
     def run(self, call: ToolCall) -> str | ToolOutput:
-        """Call the function; what is no string is written as one."""
+        """Call the function; what is no string is written as one, by :func:`as_text`."""
         value = self.function(**call.args)
-        return value if isinstance(value, (str, ToolOutput)) else str(value)
+        return value if isinstance(value, ToolOutput) else as_text(value)
+
+
+def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
+    """A schema that refuses arguments of other names where a function would, too.
+
+    Args:
+        parameters: JSON schema of the arguments.
+        function: what they are for.
+    """
+    if "additionalProperties" in parameters or not parameters.get("properties"):
+        return parameters
+    try:
+        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    except (TypeError, ValueError):  # a function written in C
+        return parameters
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return parameters
+    return {**parameters, "additionalProperties": False}
+
+
+def as_text(value: Any) -> str:
+    """What a model reads of any value.
+
+    Strings stay as they are and bytes are decoded; dicts, lists, ``None`` and bools are JSON;
+    anything else is its ``str``.
+
+    Example:
+        >>> as_text({"sum": 3}), as_text(2.5), as_text(True)
+        ('{"sum": 3}', '2.5', 'true')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value).decode("utf-8", "replace")
+    if value is None or isinstance(value, (bool, Mapping, list, tuple)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):  # keys or cycles that JSON has no form for
+            pass
+    return str(value)

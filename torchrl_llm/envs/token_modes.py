@@ -1,0 +1,232 @@
+"""Text and tokens mode of a chat environment: the ids travel as keys of their own.
+
+Next: :mod:`torchrl_llm.envs.appending` puts messages behind a turn that was sampled,
+:mod:`torchrl_llm.envs.input_mode` is the interface.
+
+Shape legend: ``B`` rows, ``T`` tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.containers import Text, TokenTrace
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.formatter import Encoded
+from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.envs.appending import NewText, aligned_rows, append_ids, read_turns, valid_rows
+from torchrl_llm.envs.input_mode import InputMode, Message, merge_rows, missing_key
+from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.errors import DataError
+
+__all__ = ["TextMode", "TokensMode"]
+
+_TRACE = TokenTrace._dtypes
+# What a token of unknown provenance gets.
+_UNKNOWN = {
+    "source": int(Source.TEMPLATE),
+    "turn": -1,
+    "policy_version": -1,
+    "mask_reason": int(MaskReason.NOT_SAMPLED),
+}
+
+
+class _TokenCarrier(InputMode):
+    """Text and tokens mode: ids, trace and log-probs travel as keys of their own."""
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``tokens.prompt``, ``log_probs.prompt`` and ``trace``."""
+        return {
+            "tokens": RaggedSpec({"prompt": torch.int64}, shape=(size,)),
+            "log_probs": RaggedSpec({"prompt": torch.float32}, shape=(size,)),
+            "trace": RaggedSpec(_TRACE, shape=(size,)),
+        }
+
+    def _start_tokens(
+        self, out: TensorDictBase, rows: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> None:
+        columns = {name: _filled(rows, value, name) for name, value in _UNKNOWN.items()}
+        columns["source"] = [source.to(torch.int8) for source in sources]
+        zeros = [torch.zeros(ids.shape) for ids in rows]
+        self._write_tokens(out, rows, zeros, columns)
+
+    def _step_tokens(
+        self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
+    ) -> None:
+        prompts = read_rows(td, ("tokens", "prompt"))
+        # A policy that writes text only leaves no ids; its next prompt is encoded anew.
+        full = valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
+        trace = {
+            name: aligned_rows(valid_rows(td, ("trace", name)), full) or _filled(full, value, name)
+            for name, value in _UNKNOWN.items()
+        }
+        # Empty rows say that the log-probs are unknown, which zeros would not.
+        log_probs = aligned_rows(valid_rows(td, ("log_probs", "full")), full)
+        log_probs = log_probs or [torch.zeros(0) for _ in full]
+        if stepped is not None:
+            # The policy has run on these rows too: what belongs to the prompt is its beginning.
+            kept = [len(ids) for ids in prompts]
+            full = merge_rows(full, prompts, stepped)
+            log_probs = merge_rows(log_probs, _cut(log_probs, kept), stepped)
+            trace = {
+                name: merge_rows(rows, _cut(rows, kept), stepped) for name, rows in trace.items()
+            }
+        self._write_tokens(out, full, log_probs, trace)
+
+    def turns(self, td: TensorDictBase) -> list[Message | None]:
+        """Each response, read from its ids as the template writes messages."""
+        return read_turns(self.formatter, td, self.responses(td))
+
+    def append(
+        self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
+    ) -> None:
+        """Append what the template writes for the messages, up to the next generation prompt."""
+        if any(added):
+            self._append_ids(td, out, added)
+
+    def _append_ids(
+        self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
+    ) -> list[NewText]:
+        grown = append_ids(self.formatter, td, out, added, self.responses(td))
+        self._write_tokens(out, grown.token_ids, grown.log_probs, grown.trace)
+        return grown.texts
+
+    @staticmethod
+    def _write_tokens(
+        out: TensorDictBase,
+        rows: Sequence[Tensor],
+        log_probs: Sequence[Tensor],
+        trace: dict[str, Sequence[Tensor]],
+    ) -> None:
+        out.set("tokens", ragged_rows({"prompt": list(rows)}))
+        out.set("log_probs", ragged_rows({"prompt": list(log_probs)}))
+        out.set("trace", ragged_rows(trace))
+
+
+def _filled(rows: Sequence[Tensor], value: int, name: str) -> list[Tensor]:
+    return [torch.full(ids.shape, value, dtype=_TRACE[name]) for ids in rows]
+
+
+def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+class TextMode(_TokenCarrier):
+    """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
+
+    The sampled ids travel along in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and
+    ``"trace"``, which are empty at reset, so that a turn that was sampled is not encoded again.
+    """
+
+    name = "text"
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``text.prompt`` beside the tokens."""
+        return {"text": self._spec("prompt", "A question?", size), **super().prompt_specs(size)}
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``text.full``."""
+        return {"text": self._spec("full", "A question? An answer.", size)}
+
+    @staticmethod
+    def _spec(field: str, example: str, size: int) -> Composite:
+        column = ColumnSpec((size, -1), example_data=example)
+        return Composite({field: column}, shape=(size,), data_cls=Text)
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Render the conversations, generation prompt included."""
+        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
+        texts = [
+            "" if chat is None else self.formatter.decode(next(encoded).token_ids) for chat in chats
+        ]
+        self._write(out, texts)
+        empty = [torch.zeros(0, dtype=torch.int64)] * len(chats)
+        self._start_tokens(out, empty, empty)
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``text.prompt`` and the ids beside it."""
+        full = self._read(td, "full")
+        self._write(
+            out, full if stepped is None else merge_rows(full, self._read(td, "prompt"), stepped)
+        )
+        self._step_tokens(td, out, stepped)
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """``text.response``, or what ``text.full`` adds to the prompt."""
+        responses = self._column(td, "response")
+        if responses is not None:
+            return responses.tolist()
+        return [
+            full[len(prompt) :]
+            if full.startswith(prompt)
+            else DataError("text.full does not begin with text.prompt, so the response is unknown")
+            for full, prompt in zip(self._read(td, "full"), self._read(td, "prompt"), strict=True)
+        ]
+
+    def append(
+        self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
+    ) -> None:
+        """Append text and ids of the messages, up to the next generation prompt."""
+        if any(added):
+            new = self._append_ids(td, out, added)
+            texts = zip(self._read(out, "prompt"), new, strict=True)
+            self._write(out, [text.removesuffix(old) + more for text, (old, more) in texts])
+
+    @staticmethod
+    def _column(td: TensorDictBase, field: str) -> Any:
+        node = td.get("text", None)
+        # Attribute access of a tensorclass unwraps the column; reading its tensordict keeps it.
+        node = getattr(node, "_tensordict", node)
+        return None if node is None else node.get(field, None)
+
+    def _read(self, td: TensorDictBase, field: str) -> list[str]:
+        column = self._column(td, field)
+        if column is None:
+            raise missing_key(("text", field))
+        return column.tolist()
+
+    @staticmethod
+    def _write(out: TensorDictBase, texts: list[str]) -> None:
+        node = TensorDict._new_unsafe(
+            source={"prompt": Column.of(texts)}, batch_size=torch.Size([len(texts)])
+        )
+        out.set("text", Text._from_tensordict(node))
+
+
+class TokensMode(_TokenCarrier):
+    """Token ids: ``("tokens", "full")`` becomes the next ``("tokens", "prompt")``."""
+
+    name = "tokens"
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``tokens.full``."""
+        return {"tokens": RaggedSpec({"full": torch.int64}, shape=(size,))}
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Encode the conversations, generation prompt included."""
+        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        filler = Encoded(nothing, nothing, nothing.bool())
+        items = [filler if chat is None else next(encoded) for chat in chats]
+        self._start_tokens(out, [item.token_ids for item in items], [item.source for item in items])
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``tokens.prompt`` and its trace."""
+        if read_rows(td, ("tokens", "full"), None) is None:
+            raise missing_key(("tokens", "full"))
+        self._step_tokens(td, out, stepped)
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The decoded ids of each response."""
+        rows = read_rows(td, ("tokens", "response"), None)
+        if rows is None:
+            full, prompts = valid_rows(td, ("tokens", "full")), read_rows(td, ("tokens", "prompt"))
+            rows = [ids[len(prompt) :] for ids, prompt in zip(full, prompts, strict=True)]
+        return [self.formatter.decode(ids) for ids in rows]

@@ -1,0 +1,91 @@
+"""Tool calls out of what the model wrote: the interface, and the messages' own calls.
+
+A parser reads one message and returns the calls in the order in which they were written; what was
+meant as a call and cannot be read becomes a
+:class:`~torchrl_llm.envs.transforms.tools.call.BrokenCall`, which the model is told about. A parser
+neither knows which tools there are nor runs any.
+
+Next: :mod:`torchrl_llm.envs.transforms.tools.formats` reads calls that are written in the text.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_llm.envs.modes import message_text
+from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall
+
+__all__ = ["MessageCallParser", "ToolParser", "spoken_text"]
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class ToolParser(ABC):
+    """Reads the calls of one message."""
+
+    @abstractmethod
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> list[ToolCall | BrokenCall]:
+        """The calls of a message.
+
+        Args:
+            message: what the model wrote, as a message dict.
+            schemas: JSON schema of the arguments of each tool, by name, for formats that write
+                values without their types.
+        """
+
+
+class MessageCallParser(ToolParser):
+    """The calls that the chat template's own format holds, as the formatter has read them.
+
+    They are the message's ``tool_calls``; calls that the formatter could not read are its
+    ``tool_call_errors``. A message that nobody has read into these keys has no calls for this
+    parser: where the policy's template has no form for calls, take one of
+    :mod:`torchrl_llm.envs.transforms.tools.formats`.
+
+    Example:
+        >>> function = {"name": "add", "arguments": '{"a": 1}'}
+        >>> message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        >>> MessageCallParser().parse(message, {})
+        [ToolCall(tool='add', args={'a': 1}, tag=None, id=None, session=None)]
+    """
+
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> list[ToolCall | BrokenCall]:
+        """``tool_calls`` and ``tool_call_errors``."""
+        calls = [_read(call) for call in message.get("tool_calls") or ()]
+        return calls + [BrokenCall(str(e)) for e in message.get("tool_call_errors") or ()]
+
+
+def spoken_text(message: Mapping[str, Any]) -> str:
+    """What a message says behind its reasoning: the text in which calls are looked for.
+
+    Reasoning ends with the last ``</think>``. A message that is nothing but reasoning (its
+    ``</think>`` is still to come) is all text, for a model may call a tool while it thinks.
+
+    Example:
+        >>> spoken_text({"role": "assistant", "content": "<think>no</think> yes"})
+        ' yes'
+    """
+    return message_text(dict(message)).rpartition("</think>")[2]
+
+
+def _read(call: Any) -> ToolCall | BrokenCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return BrokenCall("it has no name")
+    args = function.get("arguments")
+    if isinstance(args, str):
+        try:
+            args = json.loads(args) if args.strip() else {}
+        except (ValueError, RecursionError) as error:
+            return BrokenCall(f"the arguments of {function['name']!r:.80} are not JSON: {error}")
+    if args is None:
+        args = {}
+    if not isinstance(args, Mapping):
+        return BrokenCall(f"the arguments of {function['name']!r:.80} must be an object")
+    identity = call.get("id")
+    return ToolCall(
+        function["name"], dict(args), id=identity if isinstance(identity, str) else None
+    )
