@@ -10,7 +10,7 @@ from data.formatter.tokenizers_of_the_zoo import make_tokenizer
 from data.formatter.zoo import ZOO
 
 from torchrl_llm.data.column import Chat
-from torchrl_llm.data.enums import Source
+from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.errors import ConfigError, TemplateError
 
@@ -126,6 +126,26 @@ def test_an_unfinished_assistant_message_is_left_open_and_its_tokens_are_forced(
     assert forced == ["The answer"]
     closed = formatter.encode([USER, open_turn], add_generation_prompt=False)
     assert not formatter.decode(closed.token_ids).endswith("The answer")
+
+
+@pytest.mark.parametrize("name", ["faithful", "two_closers", "prompt_opens_thought"])
+def test_the_record_of_an_unfinished_message_is_a_response_that_was_cut(name):
+    formatter = formatter_of(name)
+    chat = [USER, {"role": "assistant", "content": "The answer", "is_complete": False}]
+    record = formatter.encode(chat).prompt_record(chat)
+    assert record.finish_reason == FinishReason.LENGTH
+    assert record.num_messages == 2
+    assert record.num_turns == 0
+    begun = record.token_ids[record.response_start :]
+    assert formatter.decode(begun).endswith("The answer")
+    read = formatter.parse_response(
+        record.token_ids[: record.response_start], begun, FinishReason.LENGTH
+    )
+    assert (read["content"] or read.get("reasoning_content")) == "The answer"
+    assert formatter.continue_record(record, chat) is record
+    whole = formatter.encode([USER]).prompt_record([USER])
+    assert whole.finish_reason is None
+    assert whole.response_start is None
 
 
 def test_special_token_strings_in_contents_and_tools_never_become_special_tokens():

@@ -19,9 +19,11 @@ from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.envs.transforms.retrieve_teacher import RetrieveTeacherLogProb
 from torchrl_llm.envs.transforms.retrieve_values import RetrieveValues
 from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 
 __all__ = [
+    "AddThinkingPrompt",
     "ContextStrategy",
     "DataLoadingPrimer",
     "FullDialog",

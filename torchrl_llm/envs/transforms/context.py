@@ -1,14 +1,15 @@
 """What of a conversation the model sees next: all of it, without its old thoughts, or its end.
 
 A context strategy stands between the environment and the policy and rewrites
-``("history", "prompt")``. Whoever rewrites history gives up the ids that were sampled in it: the row
-*forks*. The turns so far stay as they were collected, trainable as sampled; the next prompt is
+``("history", "prompt")``. Whoever rewrites history gives up the ids that were sampled in it: the
+row *forks*. The turns so far stay as they were collected, trainable as sampled; the next prompt is
 encoded anew, nothing in it is trained, and its record says why
 (:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
 
 It is not about a model's maximal length, which the policy's wrapper guards
-(:mod:`torchrl_llm.modules.policies.context`). Next: ``docs/source/howto/keep_the_context_short.rst``.
+(:mod:`torchrl_llm.modules.policies.context`).
+Next: ``docs/source/howto/keep_the_context_short.rst``.
 """
 
 from __future__ import annotations
@@ -264,9 +265,10 @@ def slide_window(
     Args:
         messages: a conversation.
         num_turns: how many of the model's turns stay.
-        keep_task: keep everything before the model's first turn. Without it only the leading system
-            messages stay, and the window begins with the user's message before its first turn (which
-            may lie some turns back, in a loop of tool calls), so that it is still a conversation.
+        keep_task: keep everything before the model's first turn. Without it only the leading
+            system messages stay, and the window begins with the user's message before its first
+            turn (which may lie some turns back, in a loop of tool calls), so that it is still a
+            conversation.
 
     Example:
         >>> roles = ["system", "user", "assistant", "user", "assistant", "user"]

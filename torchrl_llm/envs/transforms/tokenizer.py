@@ -77,8 +77,7 @@ class IncrementalTokenizer(Transform):
             if record.num_messages == len(chat) and record.finish_reason is None:
                 return record
             return self.formatter.continue_record(record, chat)
-        encoded = self.formatter.encode(chat)
-        return TokenRecord.from_prompt(encoded.token_ids, encoded.source, len(chat))
+        return self.formatter.encode(chat).prompt_record(chat)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         chats = next_tensordict.get(self.history_key).chats

@@ -97,8 +97,9 @@ def respond(
 
 
 def _turn(prompt: TokenRecord) -> int:
-    # A response that was cut goes on in the same turn.
-    return prompt.num_turns - continues(prompt)
+    # A response that was cut goes on in the same turn; one that was only forced begins a turn.
+    begun = continues(prompt) and bool((prompt.turn[prompt.response_start :] >= 0).any())
+    return prompt.num_turns - begun
 
 
 def _response_start(prompt: TokenRecord) -> int:

@@ -245,7 +245,7 @@ class HistoryRows(RowReader):
         if not new:
             return
         made = [
-            TokenRecord.from_prompt(encoded.token_ids, encoded.source, len(chat))
+            encoded.prompt_record(chat)
             for encoded, chat in zip(self.formatter.encode_batch(new), new, strict=True)
         ]
         for row, index in place.items():

@@ -1,0 +1,308 @@
+"""Asks the model to think again: :class:`AddThinkingPrompt`.
+
+A turn that is edited loses its end, so its ids cannot be continued as they were sampled: the row
+forks. The turn stays trainable in the row that holds it as it was sampled, answer included. In the
+next row what is kept of it stands token for token where the tokenizer is known, the prompt's tokens
+are marked as forced, and only what the model says from there on is new.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import Compose, Transform, TransformedEnv
+from torchrl.envs import StepCounter as _StepCounter
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.enums import FinishReason, Source
+from torchrl_llm.data.formatter.codec import Codec, Piece
+from torchrl_llm.data.history import History
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["AddThinkingPrompt", "edit_turn"]
+
+_CAUSE = "turn_edited"
+
+
+class AddThinkingPrompt(Transform):
+    """Lets the model go on where a condition says that it should think again.
+
+    With ``edit_last_turn`` the model's turn is opened again: its last ``<answer>`` block and what
+    stands behind it are taken out, the prompt is put there, and the model continues the same
+    message. Without, the prompt is a message of its own, and the model answers in a new one.
+
+    Append it behind the reward. Rows that were cut (``truncated``, or at the limit of a
+    ``StepCounter``) are over and are left alone, as are rows that are not stepped; a row whose
+    reward is invalid keeps it. History mode only.
+
+    Args:
+        cond: gets one row of what the environment returned (the reward is in it, ``[1, 1]``) and
+            says whether the model is to think again.
+        prompt: the text; by default the first of ``PROMPTS[egocentric]``.
+        random_prompt: one of these by chance, the same for the same trajectory and turn.
+        role: who says it, ``"assistant"`` or ``"user"``.
+        edit_last_turn: open the model's turn again instead of adding a message; role
+            ``"assistant"`` only.
+        zero_reward: set the reward of such a turn, and its parts of shape ``[B, 1, 1]``, to zero;
+            as ``edit_last_turn`` by default.
+        undo_done: let the episode go on.
+        egocentric: whether the default prompt is said by the model to itself; by default if its
+            role is ``"assistant"``.
+        tokenizer: keeps the sampled ids of an edited turn; the environment's if not given. Without
+            any the whole conversation is encoded anew.
+
+    Raises:
+        ConfigError: for arguments that contradict each other; at the first step, outside history
+            mode.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.envs import ChatEnv
+        >>> env = ChatEnv().append_transform(AddThinkingPrompt(lambda row: True, "Wait,"))
+        >>> td = env.reset(TensorDict(query=["3 * 4?"], batch_size=[1]))
+        >>> answer = {"role": "assistant", "content": "I say <answer>13</answer>"}
+        >>> td["history"].full = History.of([td["history"].prompt.chats[0] + [answer]])
+        >>> env.step(td)["next", "history"].prompt.content
+        [['3 * 4?', 'I say Wait,']]
+    """
+
+    PROMPTS: ClassVar[Mapping[bool, tuple[str, ...]]] = {
+        True: (
+            "But wait, I should check this once more.",
+            "Hold on, is that right? I go through it again.",
+            "Let me look at each step again.",
+            "I am not sure about this. I start over, more slowly.",
+        ),
+        False: (
+            "But wait, please check this once more.",
+            "Hold on, is that right? Go through it again.",
+            "Look at each step again.",
+            "Are you sure about this? Start over, more slowly.",
+        ),
+    }
+    """Default prompts: what a model says to itself (``True``) or is told (``False``)."""
+
+    def __init__(
+        self,
+        cond: Callable[[TensorDictBase], bool],
+        prompt: str | None = None,
+        random_prompt: bool = False,
+        role: Literal["user", "assistant"] = "assistant",
+        edit_last_turn: bool = True,
+        zero_reward: bool | None = None,
+        undo_done: bool = True,
+        egocentric: bool | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__()
+        if role not in ("user", "assistant"):
+            raise ConfigError(f"role must be 'user' or 'assistant', got {role!r}")
+        if edit_last_turn and role != "assistant":
+            raise ConfigError(
+                "only the model's own turn can be edited: with role='user' pass "
+                "edit_last_turn=False"
+            )
+        if prompt is not None and (random_prompt or egocentric is not None):
+            raise ConfigError("a prompt leaves nothing to random_prompt or egocentric")
+        if prompt is not None and not prompt.strip():
+            raise ConfigError("the prompt is empty")
+        if tokenizer is not None and not edit_last_turn:
+            raise ConfigError("tokenizer has no effect with edit_last_turn=False")
+        self.cond = cond
+        self.role = role
+        self.edit_last_turn = edit_last_turn
+        self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
+        self.undo_done = undo_done
+        own = role == "assistant" if egocentric is None else egocentric
+        defaults = self.PROMPTS[own] if random_prompt else self.PROMPTS[own][:1]
+        self.prompts = defaults if prompt is None else (prompt,)
+        self._tokenizer = tokenizer
+        self._codec: Codec | None = None
+
+    # -- which rows, which prompt -----------------------------------------------------------------
+
+    def _rows(
+        self, td: TensorDictBase, next_td: TensorDictBase, chats: Sequence[Chat]
+    ) -> list[int]:
+        size = len(chats)
+        open_rows = torch.ones(size, dtype=torch.bool)
+        stepped, truncated = td.get("_step", None), next_td.get("truncated", None)
+        if stepped is not None:
+            open_rows &= stepped.reshape(size, -1).any(-1).cpu()
+        if truncated is not None:
+            open_rows &= ~truncated.reshape(size, -1).any(-1).cpu()
+        for counter in _step_counters(self.parent):
+            for key in counter.step_count_keys:
+                count = next_td.get(key, None)
+                if counter.max_steps is not None and count is not None:
+                    open_rows &= count.reshape(size).cpu() < counter.max_steps
+        rows = open_rows.nonzero().flatten().tolist()
+        if self.edit_last_turn:
+            rows = [row for row in rows if self._is_models(chats[row])]
+        return [row for row in rows if self.cond(next_td[row])]
+
+    def _is_models(self, chat: Chat) -> bool:
+        last = chat.messages[-1] if len(chat) else {}
+        role = getattr(self.parent, "policy_role", "assistant")
+        return last.get("role") == role and isinstance(last.get("content"), str)
+
+    def _prompt(self, next_td: TensorDictBase, row: int) -> str:
+        if len(self.prompts) == 1:
+            return self.prompts[0]
+        # Chance that needs no state: a resumed run says the same.
+        place = [next_td.get(name)[row].item() for name in ("traj_id", "turn")]
+        return random.Random(f"{place[0]}/{place[1]}").choice(self.prompts)
+
+    # -- the change -------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        history = next_tensordict.get(("history", "prompt"), None)
+        if history is None or self.parent is None:
+            raise ConfigError(
+                "AddThinkingPrompt acts on the steps of a chat environment with "
+                "input_mode='history'"
+            )
+        chats = history.chats
+        rows = self._rows(tensordict, next_tensordict, chats)
+        if not rows:
+            return next_tensordict
+        for row in rows:
+            chats[row] = self._asked_again(chats[row], self._prompt(next_tensordict, row))
+        next_tensordict.set(("history", "prompt"), History.of(chats))
+        chosen = torch.zeros(len(chats), dtype=torch.bool)
+        chosen[rows] = True
+        chosen = chosen.to(next_tensordict.device or "cpu")
+        if self.undo_done:
+            _fill(next_tensordict, ("done", "terminated"), chosen)
+        if self.zero_reward:
+            self._zero(next_tensordict, chosen)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """There is nothing to ask outside an environment.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("AddThinkingPrompt belongs into an environment, not into a buffer")
+
+    def _asked_again(self, chat: Chat, prompt: str) -> Chat:
+        if not self.edit_last_turn:
+            return chat + [{"role": self.role, "content": prompt}]
+        last = chat.messages[-1]
+        kept = {key: value for key, value in last.items() if key not in ("raw", "flags")}
+        message = {**kept, "content": edit_turn(last["content"], prompt), "is_complete": False}
+        return Chat([*chat.messages[:-1], message], self._record(chat, prompt))
+
+    def _record(self, chat: Chat, prompt: str) -> TokenRecord:
+        record, codec = chat.record, self._codec or self._make_codec()
+        known = record is not None and record.num_messages == len(chat)
+        if codec is None or not known or record.response_start is None:
+            return TokenRecord.forked(_CAUSE)
+        return _reopened(record, codec, prompt)
+
+    def _make_codec(self) -> Codec | None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            tokenizer = getattr(self.parent, "tokenizer", None)
+        self._codec = None if tokenizer is None else Codec(tokenizer)
+        return self._codec
+
+    def _zero(self, next_td: TensorDictBase, chosen: torch.Tensor) -> None:
+        valid = next_td.get("reward_valid", None)
+        # An invalid reward stays invalid: it must never count as zero.
+        chosen = chosen if valid is None else chosen & valid.reshape(chosen.shape)
+        keys = [
+            key
+            for key in self.parent.reward_keys
+            if isinstance(value := next_td.get(key, None), torch.Tensor) and value.ndim == 3
+        ]
+        _fill(next_td, keys, chosen)
+
+
+def edit_turn(text: str, prompt: str) -> str:
+    r"""A turn without its last answer, and a prompt to go on.
+
+    Args:
+        text: what the model said.
+        prompt: takes the place of the last ``<answer>`` block and of everything behind it; without
+            a block it begins a new paragraph.
+
+    Example:
+        >>> edit_turn("So <answer>3</answer>.", "Wait,"), edit_turn("So 3. ", "Wait,")
+        ('So Wait,', 'So 3.\n\nWait,')
+    """
+    end, glue = _kept(text)
+    return text[:end] + glue + prompt
+
+
+def _kept(text: str) -> tuple[int, str]:
+    """How many characters of a turn stay, and what stands between them and the prompt."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    if start >= 0:
+        return start, ""
+    end = len(text.rstrip())
+    return end, "\n\n" if end else ""
+
+
+def _reopened(record: TokenRecord, codec: Codec, prompt: str) -> TokenRecord:
+    """The record of a turn that was edited as :func:`edit_turn` does, ready to be continued."""
+    start = record.response_start or 0
+    body = record.token_ids[start:].tolist()
+    ends = codec.special_ids | codec.eos_ids
+    while body and body[-1] in ends:
+        body.pop()
+    text = codec.decode(body)
+    end, glue = _kept(text)
+    count = _whole_tokens(codec, body, text[:end])
+    # What a token held on both sides of the cut is written again, as part of what is forced.
+    rest = text[len(codec.decode(body[:count])) : end] + glue + prompt
+    literals = [(a, b) for a, b, _ in codec.shield.markers_in(rest)]
+    forced = torch.from_numpy(codec.encode(Piece(rest, literals, continues=True)).ids)
+    kept = start + count
+    whole = kept == record.token_ids.shape[0]
+    longer = record.cut(0, kept).extend(
+        forced, torch.full(forced.shape, int(Source.FORCED)), record.num_messages
+    )
+    cause = record.fork_cause if whole else _CAUSE
+    return replace(longer, finish_reason=FinishReason.LENGTH, fork_cause=cause)
+
+
+def _whole_tokens(codec: Codec, ids: Sequence[int], text: str) -> int:
+    """How many of the first ids spell a beginning of the text."""
+    count = bisect_right(
+        range(len(ids) + 1), len(text), key=lambda size: len(codec.decode(ids[:size]))
+    )
+    count = max(count - 1, 0)
+    # A character cut in two decodes to something else, and a decoder may count it differently.
+    while count and not text.startswith(codec.decode(ids[:count])):
+        count -= 1
+    return count
+
+
+def _fill(td: TensorDictBase, keys: Sequence[Any], chosen: torch.Tensor) -> None:
+    """Zero, or false, in the chosen rows; the old tensors are not changed."""
+    for key in keys:
+        value = td.get(key, None)
+        if value is not None:
+            mask = chosen.view(-1, *[1] * (value.ndim - 1))
+            td.set(key, value.masked_fill(mask, 0))
+
+
+def _step_counters(env: Any) -> list[_StepCounter]:
+    counters = []
+    while isinstance(env, TransformedEnv):
+        transform = env.transform
+        chain = transform if isinstance(transform, Compose) else [transform]
+        counters += [t for t in chain if isinstance(t, _StepCounter)]
+        env = env.base_env
+    return counters
