@@ -122,3 +122,12 @@ def gsm8k_dir():
     if not (folder / "train.jsonl").exists():
         pytest.skip(f"no GSM8K files in {folder}; download openai/gsm8k as JSON lines into it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def humaneval_file():
+    """The real HumanEval problems, where the machine has them."""
+    path = Path(__file__).parents[2] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"no HumanEval file {path}; download openai/human-eval's data into it")
+    return path

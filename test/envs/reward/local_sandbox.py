@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 from torchrl_llm.envs.sandbox.base import Sandbox, SandboxResult
 
@@ -34,17 +35,20 @@ class LocalSandbox(Sandbox):
             self._now += 1
             self.most_at_once = max(self.most_at_once, self._now)
         try:
-            return self._run(argv, stdin, limits or self.limits)
+            return self._run(argv, stdin, files or {}, limits or self.limits)
         finally:
             with self._lock:
                 self._now -= 1
 
-    def _run(self, argv, stdin, limits):
+    def _run(self, argv, stdin, files, limits):
         if self.broken:
             return SandboxResult(status="sandbox_error", stderr=self.broken)
         started = time.monotonic()
         stdin = stdin.encode() if isinstance(stdin, str) else stdin
         with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                data = text.encode() if isinstance(text, str) else text
+                Path(folder, name).write_bytes(data)
             try:
                 done = subprocess.run(
                     argv, input=stdin, capture_output=True, cwd=folder, timeout=limits.wall_s

@@ -156,6 +156,15 @@ def test_a_process_that_ends_its_judge_is_killed_and_not_a_failure_of_the_sandbo
     assert (result.run_status, result.passed) == ("killed", 0)
 
 
+def test_the_tests_import_nothing_that_the_code_has_written(judge):
+    code = (
+        "import os\nopen('colorsys.py', 'w').write('def rgb_to_hsv(*a): return (0, 0, 0)')\n"
+        "assert os.path.exists('colorsys.py')\ndef f(): return (0, 0, 0)"
+    )
+    tests = "import colorsys\nassert f() == colorsys.rgb_to_hsv(1, 0.5, 0)"
+    assert judge(code, {"entry_point": "f", "tests": tests}).run_status == "wrong"
+
+
 # Data that crosses
 
 

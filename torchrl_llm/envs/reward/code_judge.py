@@ -274,6 +274,9 @@ def _pair(candidate: Callable[[int, int], None]) -> tuple[int, int, int]:
 def main() -> None:
     """Read a job from standard input, judge, and write the verdict to standard output."""
     _hide()
+    # What the tests import must not come from the folder that the code can write to.
+    here = os.path.realpath(os.getcwd())
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
     # Before the job is read: the candidate's memory holds neither tests nor secret.
     pid, requests, replies = _pair(_candidate)
     judge = _Judge(json.loads(sys.stdin.buffer.read()), pid, requests, replies)
