@@ -36,6 +36,7 @@ from torchrl_llm.envs.sandbox.limits import (
     prlimit_argv,
     unused_uid,
 )
+from torchrl_llm.envs.sandbox.seccomp import filter_program
 from torchrl_llm.envs.sandbox.watch import Capture
 from torchrl_llm.errors import ResourceError
 
@@ -223,6 +224,10 @@ def _spawn(
         for path, data in files.items():
             opened.append(data_fd(data))
             words += ["--perms", "0666", "--file", str(opened[-1]), f"{FOLDER}/{path}"]
+        program = filter_program()
+        if program is not None:
+            opened.append(data_fd(program))
+            words += ["--seccomp", str(opened[-1])]
         return _Jailed(
             _command_line(layout, argv, words, limits=limits, read_only=read_only),
             status=status,

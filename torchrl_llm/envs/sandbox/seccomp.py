@@ -1,0 +1,132 @@
+"""A filter of system calls for the sandboxes of Linux, as the kernel's own small programs.
+
+Namespaces do not hold everything. This filter forbids what they leave open and no ordinary program
+misses: memory that no limit counts (System V segments, ``memfd``), sockets of families that know no
+network namespace (``AF_VSOCK`` reaches the host of a virtual machine), namespaces of its own, and
+parts of the kernel known for their holes (``io_uring``, ``bpf``, ``userfaultfd``, keys).
+
+Forbidden calls fail with an error that programs know, they are not killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import platform
+import struct
+
+__all__ = ["filter_program"]
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# Numbers of the calls: x86_64, aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
+_FORBIDDEN = {
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "fsopen": (430, 430),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "open_by_handle_at": (304, 265),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kexec_load": (246, 104),
+}
+_SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+_CLONE_NEWUSER = 0x10000000
+_X32 = 0x40000000
+
+# Classic BPF: load a word of the call's record, jump if equal, at least or any bit, return.
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+@functools.cache
+def filter_program(machine: str | None = None) -> bytes | None:
+    """The filter, as ``bwrap --seccomp`` reads it.
+
+    Args:
+        machine: name of the processor's architecture; this machine's if not given.
+
+    Returns:
+        Instructions of eight bytes; ``None`` for an architecture whose numbers are not listed.
+
+    Example:
+        >>> len(filter_program("x86_64")) % 8
+        0
+    """
+    machine = platform.machine() if machine is None else machine
+    if machine not in _AUDIT_ARCH:
+        return None
+    column = list(_AUDIT_ARCH).index(machine)
+    lines: list[tuple[int, int, str | None] | str] = [
+        (_LOAD, _ARCH_AT, None),
+        (_EQUAL, _AUDIT_ARCH[machine], "known"),
+        (_RETURN, _KILL, None),
+        "known",
+        (_LOAD, _NUMBER_AT, None),
+        # The second table of x86_64, which no distribution uses any more.
+        (_AT_LEAST, _X32, "forbid"),
+        (_EQUAL, _SOCKET[column], "socket"),
+        (_EQUAL, _CLONE[column], "clone"),
+        # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
+        (_EQUAL, _CLONE3[column], "absent"),
+        *((_EQUAL, numbers[column], "forbid") for numbers in _FORBIDDEN.values()),
+        "allow",
+        (_RETURN, _ALLOW, None),
+        "forbid",
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "absent",
+        (_RETURN, _ERRNO | errno.ENOSYS, None),
+        "clone",
+        (_LOAD, _ARGUMENT_AT, None),
+        (_ANY_BIT, _CLONE_NEWUSER, "forbid_clone"),
+        (_RETURN, _ALLOW, None),
+        "forbid_clone",
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "socket",
+        (_LOAD, _ARGUMENT_AT, None),
+        *((_EQUAL, family, "allow_socket") for family in _FAMILIES),
+        (_RETURN, _ERRNO | errno.EAFNOSUPPORT, None),
+        "allow_socket",
+        (_RETURN, _ALLOW, None),
+    ]
+    return _assemble(lines)
+
+
+def _assemble(lines: list[tuple[int, int, str | None] | str]) -> bytes:
+    """Instructions from lines of (code, operand, label to jump to if it holds) and labels."""
+    places: dict[str, int] = {}
+    at = 0
+    for line in lines:
+        if isinstance(line, str):
+            places[line] = at
+        else:
+            at += 1
+    program = b""
+    for line in lines:
+        if isinstance(line, str):
+            continue
+        code, operand, label = line
+        # Jumps count from the next instruction, and go forward only.
+        jump = 0 if label is None else places[label] - len(program) // 8 - 1
+        program += struct.pack("=HBBI", code, jump, 0, operand)
+    return program
