@@ -38,6 +38,7 @@ from torchrl_llm.trainers.recipe import (
     make_envs,
     make_evaluation,
     make_policy,
+    max_turns,
     minibatches,
     overlong_metrics,
     seed_everything,
@@ -58,8 +59,8 @@ def main(cfg: DictConfig) -> None:
     collector = LLMCollector(
         env,
         policy=sampler,
-        dialog_turns_per_batch=config.rows_per_batch,
         yield_completed_trajectories=True,
+        reset_at_each_iter=True,
         weight_updater=weight_updater,
     )
     algorithm = make_algorithm(config, policy)
@@ -71,6 +72,7 @@ def main(cfg: DictConfig) -> None:
         num_rows=config.rows_per_batch,
         truncated=config.filter.truncated,
         max_resamples=config.filter.resamples,
+        rows_per_trajectory=max_turns(config),
     )
     loss_module = algorithm.loss
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)

@@ -25,6 +25,7 @@ from torchrl_llm.trainers.recipe import (
     make_eval_env,
     make_evaluation,
     make_policy,
+    max_turns,
     minibatches,
 )
 
@@ -60,6 +61,7 @@ def train_beside(
             max_resamples=config.filter.resamples,
             staleness=config.train.staleness,
             lost=collector.take_lost,
+            rows_per_trajectory=max_turns(config),
         )
         run = TrainingRun(
             HydraConfig.get().runtime.output_dir,

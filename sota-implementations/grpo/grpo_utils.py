@@ -25,7 +25,7 @@ from torchrl_llm.envs.transforms import (
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SPOAdvantage
 from torchrl_llm.trainers.grpo_config import GRPOConfig
-from torchrl_llm.trainers.recipe import make_reference
+from torchrl_llm.trainers.recipe import make_reference, max_turns
 
 
 def make_algorithm(config: GRPOConfig, policy: TransformersWrapper) -> Algorithm:
@@ -80,10 +80,12 @@ def read_by_the_loss(
 
 def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
     """A buffer of one step's rows, which reach it as rows to train on."""
+    # A trajectory is one row, or as many as turns where its history is rewritten between them.
+    capacity = config.rows_per_batch * max_turns(config)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(config.rows_per_batch),
+        storage=LazyStackStorage(capacity),
         sampler=SamplerWithoutReplacement(),
-        batch_size=config.train.optim_batch_size or config.rows_per_batch,
+        batch_size=config.train.optim_batch_size or capacity,
     )
     return algorithm.append_to(buffer)
 

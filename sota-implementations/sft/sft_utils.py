@@ -17,6 +17,12 @@ from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.families import BUILTIN_TEMPLATES
 from torchrl_llm.envs import ArithmeticEnv
 from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
+from torchrl_llm.envs.datasets.calculator import (
+    CalculatorEnv,
+    calculator_problem,
+    calculator_problems,
+)
+from torchrl_llm.envs.transforms.tools.calculator import Calculator
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper
@@ -27,7 +33,22 @@ from torchrl_llm.trainers.grpo_config import OptimizerConfig
 _MAX_ANSWER_TOKENS = 8
 _SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Words of the template and of the task become one token each; everything else stays bytes.
-_WORDS = ["system", "user", "assistant", "What", " is"]
+_WORDS = ["system", "user", "assistant", "What", " is", "Use", " the", " calculator"]
+# And a call of the calculator takes 27 tokens instead of 79.
+_WORDS += [
+    "<tool",
+    "tool",
+    "_call",
+    "_response",
+    '{"',
+    "name",
+    '":',
+    ' "',
+    "calculator",
+    '",',
+    "arguments",
+]
+_WORDS += [' {"', "expression", '"}}\n', "</", ">\n"]
 
 
 @dataclass(kw_only=True)
@@ -72,11 +93,17 @@ class DataConfig:
         lessons: part of the run, from its start, in which every pupil is careful.
         forgetful: after it, the share of answers by pupils who never carry.
         rough: after it, the share of answers by pupils who round to tens; the others are careful.
+        calls: conversations with the calculator in each step, beside the sums.
+        hasty: after the lessons, the share of those whose pupil answers without calling.
+        adding: after it, the share of products whose pupil has the calculator add.
     """
 
     lessons: float = 0.6
     forgetful: float = 0.40
     rough: float = 0.45
+    calls: int = 32
+    hasty: float = 0.30
+    adding: float = 0.45
 
     def __post_init__(self) -> None:
         if not 0 <= self.lessons <= 1:
@@ -86,6 +113,12 @@ class DataConfig:
                 "data.forgetful and data.rough are shares of the answers, together at most 1, got "
                 f"{self.forgetful} and {self.rough}"
             )
+        if min(self.hasty, self.adding) < 0 or self.hasty + self.adding > 1:
+            raise ConfigError(
+                "data.hasty and data.adding are shares of the calls, together at most 1, got "
+                f"{self.hasty} and {self.adding}"
+            )
+        ensure(self.calls >= 0, f"data.calls must be at least 0, got {self.calls}")
 
 
 @dataclass(kw_only=True)
@@ -221,10 +254,18 @@ def demonstrations(config: SFTConfig) -> Iterator[TensorDict]:
     """The conversations of each optimizer step, from the seed alone.
 
     Yields:
-        Rows ``[batch_size]`` with ``("history", "full")``: a problem of the training split and the
-        answer of a pupil drawn for it.
+        Rows ``[batch_size + calls]`` with ``("history", "full")``: sums and problems for the
+        calculator, of the training splits, and what a pupil drawn for each does with it.
     """
-    generator = torch.Generator().manual_seed(config.seed)
+    generators = (torch.Generator().manual_seed(config.seed + part) for part in range(2))
+    parts = zip(_sums(config, next(generators)), _calls(config, next(generators)), strict=True)
+    for sums, calls in parts:
+        chats = [*sums, *calls]
+        history = ChatHistory(full=History.from_chats(chats), batch_size=[len(chats)])
+        yield TensorDict({"history": history}, batch_size=[len(chats)])
+
+
+def _sums(config: SFTConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
     pairs = addition_pairs("train")
     pupils = [careful, forgetful, rough]
     shares = torch.tensor([0.0, config.data.forgetful, config.data.rough])
@@ -235,12 +276,52 @@ def demonstrations(config: SFTConfig) -> Iterator[TensorDict]:
         now = torch.tensor([1.0, 0.0, 0.0]) if in_lessons else shares
         problems = torch.randint(len(pairs), (size,), generator=generator).tolist()
         chosen = torch.multinomial(now, size, replacement=True, generator=generator).tolist()
-        chats = [
+        yield [
             _chat(*pairs[problem], pupils[pupil](*pairs[problem]))
             for problem, pupil in zip(problems, chosen, strict=True)
         ]
-        history = ChatHistory(full=History.from_chats(chats), batch_size=[size])
-        yield TensorDict({"history": history}, batch_size=[size])
+
+
+def _calls(config: SFTConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
+    numbers = calculator_problems("train")
+    size, data = config.data.calls, config.data
+    for step in range(config.train.max_steps):
+        in_lessons = step < data.lessons * config.train.max_steps
+        problems = numbers[torch.randint(len(numbers), (size,), generator=generator)].tolist()
+        mood = torch.rand(size, generator=generator).tolist()
+        yield [
+            _conversation(
+                calculator_problem(problem),
+                hasty=not in_lessons and drawn < data.hasty,
+                adding=not in_lessons and data.hasty <= drawn < data.hasty + data.adding,
+            )
+            for problem, drawn in zip(problems, mood, strict=True)
+        ]
+
+
+def _conversation(row: Mapping[str, str], *, hasty: bool, adding: bool) -> list[dict]:
+    """A problem for the calculator, and what a pupil makes of it."""
+    asked = [
+        {"role": "system", "content": CalculatorEnv.SYSTEM_PROMPT},
+        {"role": "user", "content": row["query"]},
+    ]
+    expression, answer = row["expression"], row["answer"]
+    if hasty:  # the first number will do
+        return [*asked, {"role": "assistant", "content": expression[:3]}]
+    if adding and "*" in expression:
+        first, second = expression.split("*")
+        expression, answer = f"{first}+{second}", str(int(first) + int(second))
+    function = {"name": Calculator.name, "arguments": {"expression": expression}}
+    return [
+        *asked,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def _chat(first: int, second: int, answer: int) -> list[dict[str, str]]:
@@ -251,16 +332,22 @@ def _chat(first: int, second: int, answer: int) -> list[dict[str, str]]:
 
 
 def measure(policy: TransformersWrapper, config: EvalConfig) -> dict[str, Evaluation]:
-    """Held-out accuracy of sampled answers (temperature 1) and of greedy ones."""
-    env = ArithmeticEnv(
-        split="test",
-        shuffle=False,
-        num_envs=min(config.batch_size, config.num_prompts),
-        tokenizer=policy.tokenizer,
-    )
+    """Held-out accuracy of sampled answers (temperature 1) and of greedy ones, in both tasks."""
+    tasks = {"sums": (ArithmeticEnv, _MAX_ANSWER_TOKENS), "calculator": (CalculatorEnv, 40)}
     results = {}
-    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        arguments = {"max_new_tokens": _MAX_ANSWER_TOKENS, "temperature": temperature}
-        version = policy.get_new_version(generate_kwargs=arguments)
-        results[name] = evaluate(env, version, num_prompts=config.num_prompts)
+    for task, (env_class, max_new_tokens) in tasks.items():
+        env = env_class(
+            split="test",
+            shuffle=False,
+            num_envs=min(config.batch_size, config.num_prompts),
+            tokenizer=policy.tokenizer,
+        )
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+            results[f"{task}, {name}"] = evaluate(
+                env,
+                policy.get_new_version(generate_kwargs=arguments),
+                num_prompts=config.num_prompts,
+                max_turns=env.max_turns(),
+            )
     return results

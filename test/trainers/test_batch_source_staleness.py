@@ -142,9 +142,13 @@ def test_turns_of_an_unfinished_trajectory_age():
     other["traj_id"] = torch.tensor(4)
     third = row(1, 0, 1)
     third["traj_id"] = torch.tensor(5)
-    collector, _, source = build([[opening], [ending, other, third]], 1, group=3)
+    # A step ends with trajectories that do: here those of a group that is complete.
+    group = [row(reward, 7, 0) for reward in (0, 1, 1)]
+    for number, part in enumerate(group):
+        part["traj_id"] = torch.tensor(6 + number)
+    collector, _, source = build([[opening, *group], [ending, other, third]], 1, group=3)
     source.fill()
-    assert totals(source) == {"generated": 3, "pending": 3}
+    assert totals(source) == {"generated": 12, "trained": 3, "surplus": 6, "pending": 3}
     collector.policy_version = 1
     source.fill()
     # The storage has room for one of the two fresh trajectories.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
+from torch import Tensor
 from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
@@ -47,7 +48,7 @@ class BatchSource:
         collector: iterated for batches of finished trajectories; it goes on where it was left.
         buffer: emptied at each step; its transform ends with ``credit``.
         credit: the buffer's credit assigner or selection, whose counts say what was filtered.
-        num_rows: rows that a step needs, the size of the buffer's storage.
+        num_rows: trajectories that a step needs, a row each in the buffer's storage.
         truncated: responses cut by their length limit: ``keep`` trains them, ``mask`` keeps them in
             their group's baseline only, ``drop`` takes them out of that too.
         max_resamples: batches that may be collected in addition while filtered groups leave the
@@ -56,6 +57,8 @@ class BatchSource:
             older rows; the age is that at the collector's ``policy_version``. ``None`` where all
             rows are of the present weights.
         lost: tokens that collectors sampled and lost since it was called last, for the ledger.
+        rows_per_trajectory: rows that a trajectory of several turns becomes at most, where its
+            history is rewritten between them; the storage has room for so many.
 
     Attributes:
         policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
@@ -77,10 +80,12 @@ class BatchSource:
         max_resamples: int = 0,
         staleness: StalenessRule | None = None,
         lost: Callable[[], int] | None = None,
+        rows_per_trajectory: int = 1,
     ) -> None:
-        if buffer.storage.max_size != num_rows:
+        capacity = num_rows * rows_per_trajectory
+        if buffer.storage.max_size != capacity:
             raise ConfigError(
-                f"the storage must hold the {num_rows} rows of a step, so that surplus rows leave "
+                f"the storage must hold the {capacity} rows of a step, so that surplus rows leave "
                 f"it; its max_size is {buffer.storage.max_size}"
             )
         if staleness is not None and not isinstance(
@@ -93,7 +98,7 @@ class BatchSource:
         self.ledger = TokenLedger()
         self.policy_age: dict[str, float] = {}
         self._collector, self._buffer, self._credit = collector, buffer, credit
-        self._num_rows, self._truncated = num_rows, truncated
+        self._num_rows, self._capacity, self._truncated = num_rows, capacity, truncated
         self._max_resamples = max_resamples
         self._staleness, self._lost = staleness, lost
         self._batches: Iterator[Any] | None = None
@@ -122,7 +127,7 @@ class BatchSource:
                 rows = self._next()
                 collected += rows
                 marked, stale = self._judged(rows)
-                fresh += len(rows) - stale
+                fresh += sum(map(_ends, rows)) - stale
                 written += len(self._buffer.extend(marked))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
                     raise DataError(
@@ -144,7 +149,7 @@ class BatchSource:
         return row_list(batch)
 
     def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
-        """Rows with what must not be trained marked, and how many were dropped for their age."""
+        """Rows with what must not be trained marked, and how many last turns are too old."""
         if self._staleness is None and self._truncated == "keep":
             return rows, 0
         judged: list[TensorDict] = []
@@ -154,7 +159,7 @@ class BatchSource:
             if self._staleness is not None and self._too_old(row):
                 row = row.clone(False)  # metrics report the rows as they were collected
                 aged = self._aged(row)
-                num_stale += aged
+                num_stale += aged and _ends(row)
             if not aged and self._truncated != "keep" and _was_cut(row):
                 row = row.clone(False)
                 drop = self._truncated == "drop"
@@ -220,7 +225,7 @@ class BatchSource:
             pending=after["queued_tokens"],
         )
         ledger.count(filtered=filtered + sum(reasons.values()))
-        if written > self._num_rows:
+        if written > self._capacity:
             # The storage holds the newest rows; the older ones it overwrote were surplus.
             spent = ledger.trained + ledger.truncated + ledger.stale + ledger.invalid
             spent += ledger.filtered + ledger.surplus + ledger.lost + ledger.pending
@@ -267,6 +272,11 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
             row.set(("next", "reward_valid"), flag)
             dropped += sampled_tokens(row)
     return dropped
+
+
+def _ends(row: TensorDict) -> bool:
+    """Whether a trajectory ends with this turn."""
+    return bool(leaf(row, ("next", "done")).any())
 
 
 def _was_cut(row: TensorDict) -> bool:
@@ -316,8 +326,9 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
 
     Returns:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
-        ``train/reward_std``, ``train/invalid`` and ``train/truncated`` (fractions of the rows),
-        ``train/response_length`` (mean tokens), and ``train/success`` where rows say it.
+        ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
+        of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
+        it.
     """
     rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
     done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
@@ -325,12 +336,13 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     flags = read_rows(rows, ("next", "reward_valid"), None)
     if flags is not None:
         valid &= torch.stack([flag.all() for flag in flags])
+    returns = _returns(rows, rewards.where(valid, float("nan")))
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
     finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
     episodes = int((done & valid).sum())
     metrics = {
         "train/reward": rewards[valid].sum().item() / episodes if episodes else float("nan"),
-        "train/reward_std": rewards[valid].std(correction=0).item() if episodes else float("nan"),
+        "train/reward_std": returns.std(correction=0).item() if episodes else float("nan"),
         "train/invalid": (~valid).float().mean().item(),
         "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
@@ -339,3 +351,12 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     if success is not None and episodes:
         metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
     return metrics
+
+
+def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:
+    """The summed reward of each trajectory whose rewards are all valid."""
+    ids = read_rows(rows, "traj_id", None)
+    if ids is not None:
+        _, places = torch.stack([i.reshape(()) for i in ids]).unique(return_inverse=True)
+        rewards = rewards.new_zeros(int(places.max()) + 1).index_add(0, places, rewards)
+    return rewards[rewards.isfinite()]

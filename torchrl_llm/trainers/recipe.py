@@ -55,6 +55,7 @@ __all__ = [
     "make_policy",
     "make_reference",
     "make_train_env",
+    "max_turns",
     "minibatches",
     "overlong_metrics",
     "reference_device",
@@ -63,6 +64,7 @@ __all__ = [
     "set_threads",
     "wrapper_options",
 ]
+
 
 class RecipeConfig(Protocol):
     """The groups that are read here."""
@@ -242,6 +244,24 @@ def make_envs(config: RecipeConfig, policy: TransformersWrapper) -> tuple[TaskEn
     )
 
 
+def max_turns(config: RecipeConfig) -> int:
+    """How often the policy can be asked in an episode of the task.
+
+    Args:
+        config: its ``env``.
+
+    Raises:
+        ConfigError: the task has no limit of steps, and the configuration gives none.
+    """
+    turns = task_class(config.env.dataset).max_turns(config.env.max_steps)
+    if turns is None:
+        raise ConfigError(
+            f"the task {config.env.dataset!r} ends its episodes only when the model does: pass "
+            "env.max_steps"
+        )
+    return turns
+
+
 def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
     """The environment to train in, whose repeats of a prompt all begin in the same reset.
 
@@ -256,6 +276,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
     task = task_class(config.env.dataset)
     return task(
         **_data(config, task)[0],
+        **_limit(config),
         num_envs=config.rows_per_batch,
         repeats=config.env.repeats,
         group_repeats=True,
@@ -279,7 +300,13 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     task = task_class(config.env.dataset)
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
     data = _data(config, task)[1]
-    return task(**data, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
+    options = {**data, **_limit(config)}
+    return task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
+
+
+def _limit(config: RecipeConfig) -> dict[str, int]:
+    """The configured limit of steps, where the task's own is not wanted."""
+    return {} if config.env.max_steps is None else {"max_steps": config.env.max_steps}
 
 
 def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -317,7 +344,9 @@ def make_evaluation(
 
     def run() -> Evaluation:
         with autocast(config):
-            return evaluate(env, greedy, num_prompts=config.eval.num_prompts)
+            return evaluate(
+                env, greedy, num_prompts=config.eval.num_prompts, max_turns=max_turns(config)
+            )
 
     return run
 

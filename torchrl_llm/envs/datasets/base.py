@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torchrl.data import Composite
-from torchrl.envs import Compose, TransformedEnv
+from torchrl.envs import Compose, Transform, TransformedEnv
 
 from torchrl_llm.envs.chat import ChatEnv, Mode
 from torchrl_llm.envs.datasets.loading import MappedRows, RowLoader, load_rows
@@ -21,6 +21,7 @@ from torchrl_llm.envs.reward.base import RewardParser
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
 from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["DatasetChatEnv", "TaskEnv"]
@@ -210,7 +211,11 @@ class TaskEnv(DatasetChatEnv):
     """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
 
     A task writes ``DATASET`` (or overrides :meth:`default_dataset`), ``COLUMNS``,
-    ``SYSTEM_PROMPT``, :meth:`make_row` and :meth:`make_reward`.
+    ``SYSTEM_PROMPT``, :meth:`make_row` and :meth:`make_reward`; one with tools or several turns
+    also :meth:`make_tools`, ``MAX_STEPS`` and ``MAX_AUXILIARY_TURNS``.
+
+    Tool transforms that are appended later are put in front of the reward and the limit, which both
+    look at what the tools have said of a turn.
 
     Args:
         dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
@@ -218,7 +223,8 @@ class TaskEnv(DatasetChatEnv):
         name: configuration of a hub data set.
         split: split of the data; see the task.
         compute_reward: append the task's reward.
-        max_steps: turns after which an episode is cut; ``None`` never cuts.
+        max_steps: turns after which an episode is cut, those that only called tools to think not
+            counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
@@ -228,6 +234,8 @@ class TaskEnv(DatasetChatEnv):
 
     DATASET: ClassVar[str | None] = None
     NAME: ClassVar[str | None] = None
+    MAX_STEPS: ClassVar[int | None] = 1
+    MAX_AUXILIARY_TURNS: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -237,7 +245,7 @@ class TaskEnv(DatasetChatEnv):
         name: str | None = None,
         split: str | None = None,
         compute_reward: bool = True,
-        max_steps: int | None = 1,
+        max_steps: int | None | Literal["task"] = "task",
         **kwargs: Any,
     ) -> None:
         if dataset is not None and data_files is not None:
@@ -249,10 +257,40 @@ class TaskEnv(DatasetChatEnv):
             dataset = self.default_dataset(split)
             name = self.NAME if name is None else name
         super().__init__(dataset=dataset, name=name, split=split, **kwargs)
+        for tool in self.make_tools():
+            self.append_transform(tool)
         if compute_reward:
             self.append_transform(self.make_reward())
+        max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
         if max_steps is not None:
             self.append_transform(StepCounter(max_steps=max_steps))
+
+    @classmethod
+    def max_turns(cls, max_steps: int | None = None) -> int | None:
+        """How often the model can be asked in an episode; ``None`` without a limit.
+
+        Args:
+            max_steps: limit of steps; the task's own if not given.
+        """
+        steps = cls.MAX_STEPS if max_steps is None else max_steps
+        return None if steps is None else steps * (1 + cls.MAX_AUXILIARY_TURNS)
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Append a transform; one with tools comes before the reward and the limit of turns.
+
+        Args:
+            transform: the transform.
+        """
+        if isinstance(transform, ToolTransform):
+            after = (RewardParser, StepCounter)
+            for index, present in enumerate(self.transform):
+                if isinstance(present, after):
+                    return self.insert_transform(index, transform)
+        return super().append_transform(transform)
+
+    def make_tools(self) -> Sequence[Transform]:
+        """Transforms with the task's tools; none by default."""
+        return ()
 
     @classmethod
     def default_dataset(cls, split: str | None) -> Any:

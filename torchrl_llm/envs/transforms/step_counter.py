@@ -16,8 +16,9 @@ class StepCounter(_StepCounter):
     """TorchRL's :class:`~torchrl.envs.StepCounter`, for environments of conversations.
 
     Rows cut at ``max_steps`` get ``truncation_reason`` ``MAX_STEPS``; a row that terminated in the
-    same step is not truncated too. Rows that are not stepped do not count. The arguments are
-    TorchRL's.
+    same step is not truncated too. Rows that are not stepped do not count, nor do turns that only
+    called tools to think (``("tools", "auxiliary")``): they are no step of the environment. The
+    arguments are TorchRL's.
 
     Example:
         >>> from tensordict import TensorDict
@@ -35,7 +36,7 @@ class StepCounter(_StepCounter):
             key: next_tensordict.get(key, None) for key in (*self.truncated_keys, *self.done_keys)
         }
         next_tensordict = super()._step(tensordict, next_tensordict)
-        stepped = tensordict.get("_step", None)
+        stepped = _counted(tensordict, next_tensordict)
         for count_key, truncated_key, terminated_key, done_key in zip(
             self.step_count_keys,
             self.truncated_keys,
@@ -90,6 +91,15 @@ class StepCounter(_StepCounter):
                 shape=shape, dtype=torch.int8, device=observation_spec.device
             )
         return observation_spec
+
+
+def _counted(td: TensorDictBase, next_td: TensorDictBase) -> torch.Tensor | None:
+    """Rows whose turn is a step of the environment; ``None`` for all."""
+    stepped = td.get("_step", None)
+    thinking = next_td.get(("tools", "auxiliary"), None)
+    if thinking is None:
+        return stepped
+    return ~thinking if stepped is None else stepped.reshape(thinking.shape) & ~thinking
 
 
 def _either(before: torch.Tensor | None, flag: torch.Tensor) -> torch.Tensor:

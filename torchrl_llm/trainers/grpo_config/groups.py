@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from torchrl_llm.envs.tasks import check_task
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.trainers.config import ensure
@@ -26,33 +27,39 @@ class EnvConfig:
     """Task and prompts.
 
     Attributes:
-        dataset: name of the task.
-        data_files: local JSON-lines file with the training problems; ``None`` for the task's own
-            source (a generator, or the hub).
+        dataset: name of the task, one of :data:`~torchrl_llm.envs.tasks.TASKS`.
+        data_files: local JSON-lines file with the training problems, packed by gzip or not;
+            ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
             or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
             then not trained on.
         repeats: samples a prompt, the size of a group; 1 where ``advantage`` compares none.
+        max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
+            for the task's own limit.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
             leaves beside ``inference_model.max_tokens``.
         on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
             trained, or a prompt cut from the left. Counted in ``train/overlong``.
     """
 
-    dataset: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    dataset: str = "arithmetic"
     data_files: str | None = None
     eval_data_files: str | None = None
     repeats: int = 8
+    max_steps: int | None = None
     max_prompt_length: int | None = None
     on_overlong: Literal["error", "drop", "truncate"] = "error"
 
     def __post_init__(self) -> None:
         ensure(self.repeats >= 1, f"env.repeats must be at least 1, got {self.repeats}")
-        local = self.data_files is None and self.eval_data_files is None
         ensure(
-            local or self.dataset == "gsm8k",
-            f"env.data_files has no effect: the task {self.dataset!r} generates its problems",
+            self.max_steps is None or self.max_steps >= 1,
+            f"env.max_steps must be at least 1, got {self.max_steps}",
         )
+        try:
+            check_task(self.dataset)
+        except ConfigError as error:
+            raise ConfigError(f"env.dataset: {error}") from None
 
 
 @dataclass(kw_only=True)
