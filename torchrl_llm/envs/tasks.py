@@ -14,7 +14,7 @@ from torchrl_llm.errors import ConfigError
 if TYPE_CHECKING:
     from torchrl_llm.envs.datasets.base import TaskEnv
 
-__all__ = ["TASKS", "task_class"]
+__all__ = ["TASKS", "check_task", "task_class"]
 
 TASKS: dict[str, str] = {
     "arithmetic": "torchrl_llm.envs.datasets.arithmetic:ArithmeticEnv",
@@ -32,6 +32,21 @@ TASKS: dict[str, str] = {
 """Name to ``"module:class"``."""
 
 
+def check_task(name: str) -> None:
+    """Refuse the name of a task that there is not, without importing anything.
+
+    Args:
+        name: a key of :data:`TASKS`.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown task {name!r}; there are {sorted(TASKS)}{hint}")
+
+
 def task_class(name: str) -> type[TaskEnv]:
     """The environment of a task.
 
@@ -45,9 +60,6 @@ def task_class(name: str) -> type[TaskEnv]:
         >>> task_class("arithmetic").__name__
         'ArithmeticEnv'
     """
-    if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown task {name!r}; there are {sorted(TASKS)}{hint}")
+    check_task(name)
     module, _, attribute = TASKS[name].partition(":")
     return getattr(import_module(module), attribute)
