@@ -286,7 +286,7 @@ def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match="invalid_reward must be finite"):
         TicTacToeEnv(invalid_reward=float("nan"))
     with pytest.raises(ConfigError, match="are no tool calls"):
-        _ = TicTacToeEnv().action_schema
+        _ = TicTacToeEnv().action_tool
 
 
 def test_without_a_reward_the_game_is_played_all_the_same():

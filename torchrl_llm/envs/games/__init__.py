@@ -1,6 +1,13 @@
 """Games: rules as pure functions, and environments in which language models play them."""
 
-from torchrl_llm.envs.games.actions import ActionError, ActionParser, CallAction, TagAction
+from torchrl_llm.envs.games.actions import (
+    ActionError,
+    ActionParser,
+    ActionTool,
+    BareAction,
+    CallAction,
+    TagAction,
+)
 from torchrl_llm.envs.games.base import GameEnv
 from torchrl_llm.envs.games.game import (
     Agent,
@@ -19,7 +26,9 @@ from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 __all__ = [
     "ActionError",
     "ActionParser",
+    "ActionTool",
     "Agent",
+    "BareAction",
     "CallAction",
     "Game",
     "GameEnv",

@@ -14,12 +14,14 @@ from torchrl_llm.envs.games.game import Game
 from torchrl_llm.envs.reward.base import extract_block
 from torchrl_llm.envs.transforms.tools.call import ToolCall
 from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
+from torchrl_llm.envs.transforms.tools.tool import Tool
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 __all__ = [
     "ActionError",
     "ActionForm",
     "ActionParser",
+    "ActionTool",
     "BareAction",
     "CallAction",
     "TagAction",
@@ -108,11 +110,36 @@ class BareAction(ActionParser):
         return action
 
 
-class CallAction(ActionParser):
-    """A tool call whose one argument is the action.
+class ActionTool(Tool):
+    """The tool whose call is an action of a game; what comes of it the game tells.
 
-    Tool and argument have the name of the game's actions: ``move(move="5")``. Calls of other tools
-    are not looked at; of several such calls none counts.
+    Its one argument has the tool's own name: ``move(move="5")``.
+
+    Args:
+        game: whose actions they are.
+    """
+
+    kind = "action"
+    description = "What you do next."
+
+    def __init__(self, game: Game) -> None:
+        self.name = game.action_name
+        argument = {"type": "string", "description": game.action_help}
+        self.parameters = {
+            "type": "object",
+            "properties": {self.name: argument},
+            "required": [self.name],
+        }
+
+    def run(self, call: ToolCall) -> str:
+        """Say that the call has been read; the game's message follows."""
+        return "Received."
+
+
+class CallAction(ActionParser):
+    """A call of the game's :class:`ActionTool`.
+
+    Calls of other tools are not looked at; of several calls of this one none counts.
 
     Args:
         game: see :class:`ActionParser`.
@@ -124,7 +151,7 @@ class CallAction(ActionParser):
         >>> call = {"type": "function", "function": {"name": "move", "arguments": {"move": "5"}}}
         >>> parser.parse({"role": "assistant", "content": "", "tool_calls": [call]})
         '5'
-        >>> parser.schema["function"]["parameters"]["required"]
+        >>> parser.tool.schema["function"]["parameters"]["required"]
         ['move']
     """
 
@@ -132,6 +159,7 @@ class CallAction(ActionParser):
 
     def __init__(self, game: Game, calls: ToolParser | None = None) -> None:
         super().__init__(game)
+        self.tool = ActionTool(game)
         self.calls = MessageCallParser() if calls is None else calls
 
     @property
@@ -139,21 +167,9 @@ class CallAction(ActionParser):
         """How to answer."""
         return f"Act by calling the tool {self.name!r} with {self.written}."
 
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The tool, as chat templates take it."""
-        argument = {"type": "string", "description": self.written}
-        parameters = {
-            "type": "object",
-            "properties": {self.name: argument},
-            "required": [self.name],
-        }
-        function = {"name": self.name, "description": "What you do.", "parameters": parameters}
-        return {"type": "function", "function": function}
-
     def parse(self, message: Mapping[str, Any]) -> str:
         """See :meth:`ActionParser.parse`."""
-        calls = self.calls.parse(message, {self.name: self.schema["function"]["parameters"]})
+        calls = self.calls.parse(message, {self.name: self.tool.parameters})
         mine = [c for c in calls if isinstance(c, ToolCall) and c.tool == self.name]
         broken = [c.problem for c in calls if not isinstance(c, ToolCall)]
         if broken and not mine:

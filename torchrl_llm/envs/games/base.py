@@ -12,12 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torchrl.envs import Transform, TransformedEnv
+
 from torchrl_llm.envs.datasets.base import TaskEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows, load_rows
-from torchrl_llm.envs.games.actions import ActionForm, CallAction, make_action_parser
+from torchrl_llm.envs.games.actions import ActionForm, ActionTool, CallAction, make_action_parser
 from torchrl_llm.envs.games.game import Game
 from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
 from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["GameEnv"]
@@ -56,7 +59,7 @@ class GameEnv(TaskEnv):
         system_prompt: instead of the rules and the form of an answer.
         template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; with ``actions="call"`` the tool
             is added to ``tools`` in text and tokens mode. In history mode give
-            :attr:`action_schema` to the policy's wrapper.
+            ``env.action_tool.schema`` to the policy's wrapper.
         kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
@@ -105,7 +108,7 @@ class GameEnv(TaskEnv):
             system_prompt = f"{game.rules} {parser.help}"
         if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
             given = dict(template_kwargs or {})
-            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.schema]}
+            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.tool.schema]}
         super().__init__(
             dataset=MappedRows(rows, partial(_first_turn, game)),
             compute_reward=False,
@@ -153,6 +156,26 @@ class GameEnv(TaskEnv):
             return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
         return GeneratedRows(_seed_row, _NUM_TRAIN)
 
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Append a transform; one with tools comes before the game.
+
+        Args:
+            transform: the transform.
+
+        Raises:
+            ConfigError: the actions are tool calls, and the transform does not know their tool.
+        """
+        games = [i for i, t in enumerate(self.transform) if isinstance(t, GameSteps)]
+        if not isinstance(transform, ToolTransform) or not games:
+            return super().append_transform(transform)
+        parser = self.steps.parser
+        if isinstance(parser, CallAction) and parser.name not in transform.tools:
+            raise ConfigError(
+                f"the transform would answer calls of {parser.name!r} as those of an unknown tool: "
+                f"give it env.action_tool beside {sorted(transform.tools)}"
+            )
+        return self.insert_transform(games[0], transform)
+
     @property
     def steps(self) -> GameSteps:
         """The transform that plays."""
@@ -164,8 +187,8 @@ class GameEnv(TaskEnv):
         return self.steps.game
 
     @property
-    def action_schema(self) -> dict[str, Any]:
-        """The tool that acts, as chat templates take it.
+    def action_tool(self) -> ActionTool:
+        """The tool that acts; its ``schema`` is what chat templates take.
 
         Raises:
             ConfigError: the actions of this environment are no tool calls.
@@ -173,7 +196,7 @@ class GameEnv(TaskEnv):
         parser = self.steps.parser
         if not isinstance(parser, CallAction):
             raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
-        return parser.schema
+        return parser.tool
 
 
 def _seed_row(index: int) -> Mapping[str, Any]:

@@ -17,10 +17,8 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
-from torchrl_llm.data.history import History
 from torchrl_llm.envs.games.actions import ActionError, ActionParser
 from torchrl_llm.envs.games.game import Game, IllegalAction, Outcome
-from torchrl_llm.envs.modes import InputMode
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -91,12 +89,12 @@ class GameSteps(Transform):
 
     # One row
 
-    def _play(self, text: str, message: Mapping[str, Any] | DataError, cut: bool) -> _Played:
+    def _play(self, text: str, message: Mapping[str, Any] | None, cut: bool) -> _Played:
         action = ""
         try:
             state = self.game.load(text)
             try:
-                if isinstance(message, DataError):
+                if message is None:
                     raise ActionError("There is no answer.")
                 if cut and not self.accept_cut:
                     raise ActionError(_CUT_OFF)
@@ -113,13 +111,16 @@ class GameSteps(Transform):
         observation = why if self.stop_on_invalid else f"{why} {self.parser.help}"
         return Outcome(state, observation, self.invalid_reward, terminated=self.stop_on_invalid)
 
-    def _reply(self, message: Mapping[str, Any] | DataError, text: str, last: str | None) -> dict:
-        """The message that tells the outcome; a tool's if it answers a call nobody has answered."""
-        calls = () if isinstance(message, DataError) else message.get("tool_calls") or ()
-        if self.parser.form != "call" or not calls or last == self.tool_role:
-            return {"role": self.parent.base_env.user_role, "content": text}
+    def _reply(
+        self, message: Mapping[str, Any] | None, text: str, answered: bool
+    ) -> dict[str, Any]:
+        """The message that tells the outcome; a tool's where it answers a call."""
+        calls = () if message is None else message.get("tool_calls") or ()
+        if self.parser.form != "call" or not calls or answered:
+            return {"role": self.parent.user_role, "content": text}
         reply = {"role": self.tool_role, "content": text, "name": self.parser.name}
-        return reply if calls[-1].get("id") is None else {**reply, "tool_call_id": calls[-1]["id"]}
+        identity = calls[-1].get("id")
+        return reply if identity is None else {**reply, "tool_call_id": identity}
 
     # All rows
 
@@ -139,16 +140,16 @@ class GameSteps(Transform):
             raise DataError(f"the rows lack {STATE_KEY!r}, which the environment's data give them")
         states = states.tolist()
         mode = self.parent.mode
-        messages, cut = _messages(mode, tensordict), _was_cut(tensordict, size)
+        messages, cut = mode.turns(tensordict), _was_cut(tensordict, size)
+        answered = _calls_answered(next_tensordict, size)
         played: list[_Played | None] = [None] * size
-        replies: list[list[dict] | None] = [None] * size
-        last = _last_roles(mode, next_tensordict)
+        replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
         for row in self._rows_to_play(tensordict, next_tensordict, size):
             turn = self._play(states[row], messages[row], cut[row])
             played[row] = turn
-            replies[row] = [self._reply(messages[row], turn.outcome.observation, last[row])]
+            replies[row] = [self._reply(messages[row], turn.outcome.observation, answered[row])]
             states[row] = turn.outcome.state
-        _append(mode, next_tensordict, replies)
+        mode.append(tensordict, next_tensordict, replies)
         next_tensordict.set(STATE_KEY, Column.of(states))
         self._write_turn(next_tensordict, played)
         _write_ends(next_tensordict, played)
@@ -225,35 +226,14 @@ def _write_ends(td: TensorDictBase, played: Sequence[_Played | None]) -> None:
     td.set("truncation_reason", reason.masked_fill(fresh, int(TruncationReason.ENV)))
 
 
+def _calls_answered(td: TensorDictBase, size: int) -> list[bool]:
+    """Whether a tool transform in front has answered the calls of this turn."""
+    count = td.get(("tools", "num_calls"), None)
+    return [False] * size if count is None else (count.reshape(size) > 0).tolist()
+
+
 def _was_cut(td: TensorDictBase, size: int) -> list[bool]:
     finish = td.get(("tokens", "finish_reason"), None)
     if finish is None:
         return [False] * size
     return (finish.reshape(size) == FinishReason.LENGTH).tolist()
-
-
-def _messages(mode: InputMode, td: TensorDictBase) -> list[Mapping[str, Any] | DataError]:
-    return [
-        chat[-1]
-        if len(chat) and chat[-1].get("role") == mode.policy_role
-        else DataError("no answer")
-        for chat in td.get(("history", "full")).chats
-    ]
-
-
-def _last_roles(mode: InputMode, next_td: TensorDictBase) -> list[str | None]:
-    chats = next_td.get(("history", "prompt")).chats
-    return [chat[-1].get("role") if len(chat) else None for chat in chats]
-
-
-def _append(mode: InputMode, next_td: TensorDictBase, replies: Sequence[list[dict] | None]) -> None:
-    chats = next_td.get(("history", "prompt")).chats
-    next_td.set(
-        ("history", "prompt"),
-        History.of(
-            [
-                chat if more is None else chat + more
-                for chat, more in zip(chats, replies, strict=True)
-            ]
-        ),
-    )
