@@ -94,7 +94,9 @@ class DataConfig:
         forgetful: after it, the share of answers by pupils who never carry.
         rough: after it, the share of answers by pupils who round to tens; the others are careful.
         calls: conversations with the calculator in each step, beside the sums.
-        hasty: after the lessons, the share of those whose pupil answers without calling.
+        hasty: after the lessons, the share of those whose pupil answers without calling. Rows count
+            alike whatever their length, so a token of these short ones counts eight times as much
+            as one of a call.
         adding: after it, the share of products whose pupil has the calculator add.
     """
 
@@ -102,8 +104,8 @@ class DataConfig:
     forgetful: float = 0.40
     rough: float = 0.45
     calls: int = 32
-    hasty: float = 0.30
-    adding: float = 0.45
+    hasty: float = 0.05
+    adding: float = 0.55
 
     def __post_init__(self) -> None:
         if not 0 <= self.lessons <= 1:
