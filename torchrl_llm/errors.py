@@ -17,6 +17,7 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- ResourceError        (RuntimeError)  fewer CPUs, GPUs or bytes than what was asked for needs
     |-- WeightUpdateError    (RuntimeError)  weights that did not arrive, or not as they were sent
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
+    |   `-- RewardTimeoutError   (TimeoutError)  or did not return in time
     |-- CheckpointError      (RuntimeError)  a checkpoint that cannot be written or read
     `-- MissingExtraError    (ImportError)   an optional package that is not installed
 """
@@ -33,6 +34,7 @@ __all__ = [
     "OverlongError",
     "ResourceError",
     "RewardError",
+    "RewardTimeoutError",
     "TemplateError",
     "TokenizerError",
     "TorchRLLLMError",
@@ -87,6 +89,10 @@ class WeightUpdateError(TorchRLLLMError, RuntimeError):
 
 class RewardError(TorchRLLLMError, RuntimeError):
     """A reward function raised or did not return a finite number."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A reward function did not return in time."""
 
 
 class CheckpointError(TorchRLLLMError, RuntimeError):

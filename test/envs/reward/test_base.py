@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -232,7 +233,11 @@ def test_turns_that_only_called_tools_are_not_scored_outside_an_environment_eith
         text=TensorDict(response=Column.of(["a", "raise"]), batch_size=[2]),
         answer=Column.of(["a", "b"]),
         next=TensorDict(
-            tools=TensorDict(auxiliary=torch.tensor([[False], [True]]), batch_size=[2]),
+            tools=TensorDict(
+                auxiliary=torch.tensor([[False], [True]]),
+                num_calls=torch.tensor([0, 2]),
+                batch_size=[2],
+            ),
             batch_size=[2],
         ),
         batch_size=[2],
@@ -241,6 +246,7 @@ def test_turns_that_only_called_tools_are_not_scored_outside_an_environment_eith
     assert td["next", "reward"].flatten().tolist() == [1.0, 0.0]
     assert td["next", "reward_valid"].all()
     assert td["next", "tools", "auxiliary"].flatten().tolist() == [False, True]
+    assert td["next", "tools", "num_calls"].tolist() == [0, 2]
 
 
 def test_scores_can_run_in_threads_in_row_order(answer):
@@ -254,6 +260,38 @@ def test_scores_can_run_in_threads_in_row_order(answer):
     env = make_env(["", "", ""], Meeting(num_threads=3))
     td = env.step(answer(env.reset(), "1", "2", "3"))["next"]
     assert td["reward"].flatten().tolist() == [1, 2, 3]
+
+
+def test_a_score_that_takes_too_long_is_invalid_and_the_others_are_not(answer):
+    never = threading.Event()
+
+    class Sometimes(RewardParser):
+        def score(self, response, answer):
+            if response == "wait":
+                never.wait()
+            return 1.0
+
+    env = make_env(["", "", ""], Sometimes(num_threads=1, timeout=0.3))
+    td = env.step(answer(env.reset(), "a", "wait", "b"))["next"]
+    never.set()
+    assert td["reward_valid"].tolist() == [True, False, True]
+    assert list(td["error", "type"]) == ["", "RewardTimeoutError", ""]
+    assert td["reward_seconds"][1] >= 0.3
+    with pytest.raises(ConfigError, match="needs threads"):
+        Scripted(timeout=1.0)
+
+
+def test_seconds_are_those_of_each_row(answer):
+    class Slow(RewardParser):
+        def score(self, response, answer):
+            time.sleep(float(response))
+            return 1.0
+
+    env = make_env(["", ""], Slow())
+    seconds = env.step(answer(env.reset(), "0", "0.1"))["next", "reward_seconds"]
+    assert seconds.shape == (2,)
+    assert seconds.dtype == torch.float32
+    assert seconds[0] < seconds[1] >= 0.1
 
 
 def test_keys_can_be_renamed(answer):

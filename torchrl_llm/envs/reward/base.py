@@ -4,7 +4,8 @@ A score sees one response and one answer, and nothing of the prompt: neither an 
 system prompt nor another row can be mistaken for what the model wrote. A score that fails becomes
 data, a row with a NaN reward and ``reward_valid`` false, which no advantage counts as a zero.
 
-Next: :mod:`torchrl_llm.envs.reward.gsm8k` is an example in a few lines.
+Next: :mod:`torchrl_llm.envs.reward.answer_block` for tasks with an answer block,
+:mod:`torchrl_llm.envs.reward.composite` for rewards of several parts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,11 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.envs.modes import InputMode, response_reader
+from torchrl_llm.envs.reward.running import Outcome, check_limits, run_rows
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 
-__all__ = ["RewardParser", "RewardScore", "extract_block", "extract_tags"]
+__all__ = ["RewardParser", "RewardScore", "checked_score", "extract_block", "extract_tags"]
 
 _AUXILIARY_KEY = ("tools", "auxiliary")
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
@@ -97,7 +98,8 @@ class RewardParser(Transform):
 
     - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
       last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
-    - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``;
+    - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
+      ``[B]``, wall-clock time of the score;
     - ``("error", "type")`` and ``("error", "message")``: strings, empty where all went well.
 
     Rows that are not stepped, and turns that only called tools to think (``("tools",
@@ -118,6 +120,7 @@ class RewardParser(Transform):
             holds an answer block.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``; the environment's if not given.
         num_threads: score rows in this many threads, for scores that wait (a judge, a sandbox).
+        timeout: seconds that a row's score may take, after which the row is invalid; needs threads.
 
     Outside an environment the transform can be called on rows with a response; it then writes
     ``("next", ...)`` and leaves ``done`` alone.
@@ -146,8 +149,10 @@ class RewardParser(Transform):
         input_mode: str | None = None,
         *,
         num_threads: int = 0,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
+        check_limits(num_threads, timeout)
         names = ["reward_answer", "reward_think", "reward_right", "reward", "success"]
         out_keys = names if out_keys is None else list(out_keys)
         if len(out_keys) != len(names):
@@ -167,6 +172,7 @@ class RewardParser(Transform):
         self.set_done_if_answer = set_done_if_answer
         self._input_mode = input_mode
         self.num_threads = num_threads
+        self.timeout = timeout
 
     @abstractmethod
     def score(self, response: str, answer: Any) -> float | RewardScore:
@@ -215,63 +221,65 @@ class RewardParser(Transform):
             return self.eos_token or ""
         return getattr(getattr(self.parent, "tokenizer", None), "eos_token", None) or ""
 
-    def _score_row(self, response: str | Exception, answer: Any) -> RewardScore | Exception:
-        if isinstance(response, Exception):
-            return response
-        try:
-            return _checked(self.score(response, answer))
-        except Exception as error:  # a failing reward is data, whatever it raised
-            return error
+    def _outcomes(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        rows: Sequence[int],
+        responses: Sequence[str | Exception],
+    ) -> list[Outcome]:
+        """What came of each of ``rows``; the values are scores."""
+        answers = self._answers(td, len(responses))
+        return run_rows(
+            self._score_row,
+            [(responses[row], answers[row]) for row in rows],
+            num_threads=self.num_threads,
+            timeout=self.timeout,
+        )
 
-    def _score_rows(
-        self, responses: Sequence[str | Exception], answers: Sequence[Any]
-    ) -> list[RewardScore | Exception]:
-        if not self.num_threads:
-            return [self._score_row(*row) for row in zip(responses, answers, strict=True)]
-        with ThreadPoolExecutor(self.num_threads) as pool:
-            return list(pool.map(self._score_row, responses, answers))
+    def _score_row(self, response: str | Exception, answer: Any) -> RewardScore:
+        if isinstance(response, Exception):
+            raise response
+        return checked_score(self.score(response, answer))
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
         size = td.batch_size.numel()
         rows = _rows_to_score(td, next_td, size)
-        eos, mode, answers = self._eos(), self._mode(), self._answers(td, size)
+        eos = self._eos()
         responses = [
-            text.removesuffix(eos) if isinstance(text, str) else text for text in mode.responses(td)
+            text.removesuffix(eos) if isinstance(text, str) else text
+            for text in self._mode().responses(td)
         ]
-        scored = self._score_rows([responses[i] for i in rows], [answers[i] for i in rows])
         # The other rows keep a neutral score, as EnvBase gives a row that is not stepped a zero.
-        scores: list[RewardScore | Exception] = [RewardScore(0.0)] * size
-        for row, score in zip(rows, scored, strict=True):
-            scores[row] = score
-        self._write_scores(scores, next_td)
+        outcomes = [Outcome(RewardScore(0.0))] * size
+        for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
+            outcomes[row] = outcome
+        self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
-            has_answer = [isinstance(s, RewardScore) and s.has_answer for s in scores]
+            has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
             flag = torch.tensor(has_answer, device=next_td.device).unsqueeze(-1)
             for name in ("done", "terminated"):
                 before = next_td.get(name, None)
                 next_td.set(name, flag if before is None else before | flag)
 
-    def _write_scores(
-        self, scores: Sequence[RewardScore | Exception], next_td: TensorDictBase
-    ) -> None:
+    def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
         nan = float("nan")
         table = [
-            (nan, nan, nan, nan, 0.0)
-            if isinstance(s, Exception)
-            else (s.reward, s.has_answer, s.has_think, s.success, s.success)
-            for s in scores
+            (nan, nan, nan, nan, 0.0, 0.0, seconds)
+            if score is None
+            else (*_floats(score), score.success, True, seconds)
+            for score, _, _, seconds in outcomes
         ]
-        columns = torch.tensor(table, dtype=torch.float32, device=next_td.device)
-        columns = columns.t().contiguous().view(5, len(scores), 1, 1)
-        for name, column in zip(_FLOAT_KEYS, columns[:4], strict=True):
-            next_td.set(self._names[name], column)
-        next_td.set(self._names["success"], columns[4].bool())
-        errors = [s if isinstance(s, Exception) else None for s in scores]
-        valid = torch.tensor([error is None for error in errors], device=next_td.device)
-        next_td.set("reward_valid", valid)
+        columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
+        cells = columns.view(len(columns), len(outcomes), 1, 1)
+        for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
+            next_td.set(self._names[name], cell)
+        next_td.set(self._names["success"], cells[4].bool())
+        next_td.set("reward_valid", columns[5].bool())
+        next_td.set("reward_seconds", columns[6])
         node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
-        node.set("type", Column.of("" if e is None else type(e).__name__ for e in errors))
-        node.set("message", Column.of("" if e is None else str(e) for e in errors))
+        node.set("type", Column.of(outcome.error for outcome in outcomes))
+        node.set("message", Column.of(outcome.message for outcome in outcomes))
         next_td.set("error", node)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -293,7 +301,8 @@ class RewardParser(Transform):
             scores.set(_AUXILIARY_KEY, auxiliary)
         self._write(tensordict, scores, ends=False)
         for key, value in scores.items():
-            tensordict.set(("next", key), value)
+            if key != _AUXILIARY_KEY[0]:
+                tensordict.set(("next", key), value)
         return tensordict
 
     # Specs
@@ -308,6 +317,7 @@ class RewardParser(Transform):
             n=1, shape=shape, dtype=torch.bool, device=device
         )
         reward_spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
+        reward_spec["reward_seconds"] = Unbounded(shape=size, device=device)
         text = {name: ColumnSpec((*size, -1), example_data="") for name in ("type", "message")}
         reward_spec["error"] = Composite(text, shape=size, device=device)
         return reward_spec
@@ -324,8 +334,23 @@ def _rows_to_score(td: TensorDictBase, next_td: TensorDictBase, size: int) -> li
     return mask.nonzero().flatten().tolist()
 
 
-def _checked(score: Any) -> RewardScore:
-    """A score whose reward is one finite number; raises ``RewardError`` for anything else."""
+def _floats(score: RewardScore) -> tuple[float, ...]:
+    return score.reward, score.has_answer, score.has_think, score.success
+
+
+def checked_score(score: Any) -> RewardScore:
+    """A score whose reward is one finite number.
+
+    Args:
+        score: a number, a tensor of one element, or a :class:`RewardScore`.
+
+    Raises:
+        RewardError: for anything else.
+
+    Example:
+        >>> checked_score(0.5)
+        RewardScore(reward=0.5, success=True, has_answer=True, has_think=False)
+    """
     full = score if isinstance(score, RewardScore) else None
     value = score if full is None else full.reward
     if isinstance(value, Tensor):

@@ -1,0 +1,196 @@
+"""Runs a reward function over rows: one after another or in threads, with a time limit or without.
+
+Whatever a reward does becomes an :class:`Outcome`: a value or an error, and the seconds it took.
+Nothing here knows of tensordicts.
+
+Next: :mod:`torchrl_llm.envs.reward.worker_pool` runs a function in processes, which can be stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torchrl._utils import logger
+
+from torchrl_llm.envs.transforms.tools.threads import DaemonThreads
+from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
+
+__all__ = ["Outcome", "RemoteRewardError", "run_rows"]
+
+
+class RemoteRewardError(RewardError):
+    """What a reward raised in another process.
+
+    Args:
+        kind: name of its type there.
+        message: what it said.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Outcome(NamedTuple):
+    """What came of one row.
+
+    Attributes:
+        value: what the function returned; ``None`` where it failed.
+        error: name of the type of what went wrong, empty where all went well.
+        message: what it said.
+        seconds: wall-clock time of the row.
+    """
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
+        """The outcome of an exception.
+
+        Example:
+            >>> Outcome.failed(ZeroDivisionError("by zero"))
+            Outcome(value=None, error='ZeroDivisionError', message='by zero', seconds=0.0)
+        """
+        kind = error.kind if isinstance(error, RemoteRewardError) else type(error).__name__
+        try:
+            message = str(error)
+        except Exception:  # an exception may not even have a text
+            message = ""
+        return cls(None, kind, message, seconds)
+
+
+def run_rows(
+    function: Callable[..., Any],
+    rows: Sequence[tuple[Any, ...]],
+    *,
+    num_threads: int = 0,
+    timeout: float | None = None,
+) -> list[Outcome]:
+    """Call a function once a row.
+
+    A row that takes longer than its limit gets a ``RewardTimeoutError``, and the others go on; its
+    thread cannot be stopped and ends when the function does.
+
+    Args:
+        function: with the row's arguments. In threads it is called for several rows at once.
+        rows: arguments of each call.
+        num_threads: threads at a time; 0 calls it in this one.
+        timeout: seconds that a row may take, from its own start; needs threads.
+
+    Returns:
+        An outcome a row, in order.
+
+    Raises:
+        ConfigError: a time limit without threads, or one that is not above zero.
+
+    Example:
+        >>> outcomes = run_rows(lambda a, b: a / b, [(1, 2), (1, 0)])
+        >>> [(outcome.value, outcome.error) for outcome in outcomes]
+        [(0.5, ''), (None, 'ZeroDivisionError')]
+    """
+    check_limits(num_threads, timeout)
+    if not num_threads or not rows:
+        return [_timed(function, row, (Exception, SystemExit)) for row in rows]
+    run = _Run(function, rows, timeout)
+    threads = DaemonThreads(min(num_threads, len(rows)))
+    try:
+        for index in range(len(rows)):
+            threads.submit(lambda index=index: run.work(index))
+        run.wait(threads)
+    finally:
+        run.close()
+        threads.close()
+    return run.outcomes
+
+
+def check_limits(num_threads: int, timeout: float | None) -> None:
+    """Raise ``ConfigError`` for settings that :func:`run_rows` cannot keep."""
+    if num_threads < 0:
+        raise ConfigError(f"num_threads must not be negative, got {num_threads}")
+    if timeout is None:
+        return
+    if not timeout > 0:
+        raise ConfigError(f"timeout must be above 0 seconds, got {timeout}")
+    if not num_threads:
+        raise ConfigError(
+            "a time limit needs threads or processes: what runs in the caller's own thread cannot "
+            "be left behind; set num_threads"
+        )
+
+
+def _timed(
+    function: Callable[..., Any], row: tuple[Any, ...], caught: tuple[type[BaseException], ...]
+) -> Outcome:
+    begun = time.perf_counter()
+    try:
+        value = function(*row)
+    except caught as error:
+        return Outcome.failed(error, time.perf_counter() - begun)
+    return Outcome(value, seconds=time.perf_counter() - begun)
+
+
+class _Run:
+    """The rows of one batch on their way."""
+
+    def __init__(
+        self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], timeout: float | None
+    ) -> None:
+        self.function, self.rows, self.timeout = function, rows, timeout
+        self.outcomes: list[Any] = [None] * len(rows)
+        self.running: dict[int, float] = {}  # row to when it began
+        self.num_open = len(rows)
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def work(self, index: int) -> bool:
+        """Do one row; true if it was given up meanwhile."""
+        with self.changed:
+            if self.closed:
+                return False
+            self.running[index] = time.monotonic()
+        # What a thread raises would be lost, and its row never be done: everything is caught.
+        outcome = _timed(self.function, self.rows[index], (BaseException,))
+        with self.changed:
+            if self.outcomes[index] is not None:
+                return True
+            self._put(index, outcome)
+        return False
+
+    def wait(self, threads: DaemonThreads) -> None:
+        """Until every row is done or has had its time."""
+        with self.changed:
+            while self.num_open:
+                left = None if self.timeout is None else self._give_up(threads)
+                if self.num_open:
+                    self.changed.wait(left)
+
+    def close(self) -> None:
+        """Rows that have not begun are not begun any more."""
+        with self.changed:
+            self.closed = True
+
+    def _give_up(self, threads: DaemonThreads) -> float:
+        """Give up the rows whose time is over; seconds until the next one's may be."""
+        now = time.monotonic()
+        for index, begun in list(self.running.items()):
+            if now - begun >= self.timeout:
+                error = RewardTimeoutError(f"no reward within {self.timeout:g} s")
+                self._put(index, Outcome.failed(error, now - begun))
+                threads.replace()
+                logger.warning(
+                    f"a reward was given up after {self.timeout:g} s and goes on in its thread"
+                )
+        return self.timeout + min(self.running.values(), default=now) - now
+
+    def _put(self, index: int, outcome: Outcome) -> None:
+        self.outcomes[index] = outcome
+        self.running.pop(index, None)
+        self.num_open -= 1
+        if not self.num_open:
+            self.changed.notify()
