@@ -19,6 +19,8 @@ from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.envs.transforms.retrieve_teacher import RetrieveTeacherLogProb
 from torchrl_llm.envs.transforms.retrieve_values import RetrieveValues
 from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.template import TemplateTransform
+from torchrl_llm.envs.transforms.text_tokenizer import Tokenizer
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 
@@ -39,6 +41,8 @@ __all__ = [
     "RetrieveValues",
     "SlidingWindow",
     "StepCounter",
+    "TemplateTransform",
+    "Tokenizer",
     "TruncatedThinking",
     "as_nested_tensor",
     "as_padded_tensor",
