@@ -9,6 +9,8 @@ from typing import Literal
 
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult, SandboxSession
 from torchrl_llm.envs.sandbox.bubblewrap import BubblewrapSandbox
+from torchrl_llm.envs.sandbox.plain import SubprocessSandbox
+from torchrl_llm.errors import ConfigError, ResourceError
 
 __all__ = [
     "BubblewrapSandbox",
@@ -16,11 +18,36 @@ __all__ = [
     "Sandbox",
     "SandboxResult",
     "SandboxSession",
+    "SubprocessSandbox",
     "make_sandbox",
 ]
 
+SandboxKind = Literal["auto", "bubblewrap", "subprocess"]
+_KINDS = {"bubblewrap": BubblewrapSandbox, "subprocess": SubprocessSandbox}
 
-def make_sandbox(
-    kind: Literal["auto", "bubblewrap"] = "auto", limits: Limits | None = None
-) -> Sandbox:
-    return BubblewrapSandbox(limits)
+
+def make_sandbox(kind: SandboxKind = "auto", limits: Limits | None = None) -> Sandbox:
+    """Make a sandbox of some kind, or the strongest that this machine has.
+
+    Args:
+        kind: ``"bubblewrap"``, ``"subprocess"`` or ``"container"``. ``"auto"`` takes bubblewrap
+            where it works, and else a plain process with limits, with a warning that says what that
+            leaves open; a container is used only where it is asked for, since it needs an image.
+        limits: of each run; ``None`` for the defaults.
+
+    Raises:
+        ConfigError: an unknown kind.
+        ResourceError: this machine does not have what was asked for.
+
+    Example:
+        >>> make_sandbox().run_python("print(6 * 7)").stdout.strip()  # doctest: +SKIP
+        '42'
+    """
+    if kind == "auto":
+        try:
+            return BubblewrapSandbox(limits)
+        except ResourceError:
+            return SubprocessSandbox(limits)
+    if kind not in _KINDS:
+        raise ConfigError(f"kind must be 'auto' or one of {sorted(_KINDS)}, got {kind!r}")
+    return _KINDS[kind](limits)

@@ -17,9 +17,8 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.envs.sandbox.base import Limits
@@ -36,6 +35,7 @@ from torchrl_llm.envs.sandbox.limits import (
     prlimit_argv,
     unused_uid,
 )
+from torchrl_llm.envs.sandbox.pythons import ROOT_FOLDERS, candidates
 from torchrl_llm.envs.sandbox.seccomp import filter_program
 from torchrl_llm.envs.sandbox.watch import Capture
 from torchrl_llm.errors import ResourceError
@@ -45,7 +45,6 @@ __all__ = ["BubblewrapSandbox"]
 FOLDER = "/sandbox"
 NOBODY = 65534
 
-_ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _DEADLY = range(1, 65)
 
 
@@ -67,7 +66,7 @@ class _Layout(NamedTuple):
 
 
 class BubblewrapSandbox(ProcessSandbox):
-    """Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
+    r"""Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
 
     Args:
         limits: of each run; ``None`` for the defaults.
@@ -82,7 +81,7 @@ class BubblewrapSandbox(ProcessSandbox):
     Example:
         >>> from torchrl_llm.envs.sandbox import BubblewrapSandbox
         >>> BubblewrapSandbox().run_python("print(6 * 7)").stdout  # doctest: +SKIP
-        '42\\n'
+        '42\n'
     """
 
     def __init__(
@@ -268,7 +267,7 @@ def _command_line(
     if layout.lock:
         line += ["--disable-userns"]
     line += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    for folder in _ROOT_FOLDERS:
+    for folder in ROOT_FOLDERS:
         if os.path.islink(folder):
             line += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
@@ -338,13 +337,7 @@ def _try(layout: _Layout) -> tuple[bool, str]:
 
 def _layouts(python: str | None) -> Iterator[_Layout]:
     """Ways to try, the strongest first."""
-    if python is not None:
-        pythons = [(python, _folders(python))]
-    else:
-        own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-        pythons = [(own, _outside_usr(sys.base_prefix, os.path.dirname(own)))]
-        if own != os.path.realpath("/usr/bin/python3"):
-            pythons.append(("/usr/bin/python3", ()))
+    pythons = candidates(python)
     root = os.geteuid() == 0
     for lock in (True, False):
         for path, folders in pythons:
@@ -352,30 +345,3 @@ def _layouts(python: str | None) -> Iterator[_Layout]:
     if root:
         for path, folders in pythons:
             yield _Layout(path, folders, "inside", False)
-
-
-def _folders(python: str) -> tuple[str, ...]:
-    """The folders that an interpreter needs, by its own account.
-
-    Raises:
-        ResourceError: it is no interpreter that runs here.
-    """
-    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-    try:
-        answer = subprocess.run(
-            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ResourceError(f"python={python!r} is no Python that runs here: {error}") from error
-    places = [os.path.dirname(python), os.path.dirname(os.path.realpath(python))]
-    return _outside_usr(*answer.stdout.split("\n")[:2], *places)
-
-
-def _outside_usr(*folders: str) -> tuple[str, ...]:
-    """Those that are not shown anyway, none inside another."""
-    shown = [Path("/usr"), *map(Path, _ROOT_FOLDERS)]
-    kept: list[Path] = []
-    for folder in sorted({Path(os.path.abspath(f)) for f in folders if f}):
-        if not any(folder.is_relative_to(other) for other in (*shown, *kept)):
-            kept.append(folder)
-    return tuple(map(str, kept))

@@ -120,6 +120,7 @@ class Contained:
                 env=dict(env),
                 cwd=cwd,
                 pass_fds=pass_fds,
+                start_new_session=True,
             )
         except BaseException:
             self.close_pipes()
@@ -157,12 +158,16 @@ class Contained:
         for output in self.outputs:
             output.close()
 
+    def close(self) -> None:
+        """Leave nothing of it; may be called twice."""
+        self.kill()
+        self.close_pipes()
+
     def __enter__(self) -> Contained:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.kill()
-        self.close_pipes()
+        self.close()
 
 
 class ProcessSandbox(Sandbox):

@@ -10,6 +10,7 @@ from those pipes what lies there when the answer comes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -56,18 +57,14 @@ def _run(code: str, file: str, names: dict) -> dict:
         except BaseException:
             _write(2, f"{type(error).__name__}\n")
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        try:
+        with contextlib.suppress(BaseException):
             stream.flush()
-        except BaseException:
-            pass
     return answer
 
 
 def _write(fd: int, text: str) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.write(fd, text.encode())
-    except OSError:
-        pass
 
 
 def _open(place: str, mode: str):

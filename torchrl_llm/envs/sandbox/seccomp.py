@@ -17,6 +17,7 @@ import struct
 
 __all__ = ["filter_program"]
 
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # Numbers of the calls: x86_64, aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
@@ -49,7 +50,6 @@ _FORBIDDEN = {
     "kexec_load": (246, 104),
 }
 _SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
-_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
 
@@ -60,11 +60,14 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 @functools.cache
-def filter_program(machine: str | None = None) -> bytes | None:
+def filter_program(
+    machine: str | None = None, families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6)
+) -> bytes | None:
     """The filter, as ``bwrap --seccomp`` reads it.
 
     Args:
         machine: name of the processor's architecture; this machine's if not given.
+        families: sockets that may be opened.
 
     Returns:
         Instructions of eight bytes; ``None`` for an architecture whose numbers are not listed.
@@ -104,7 +107,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
         (_RETURN, _ERRNO | errno.EPERM, None),
         "socket",
         (_LOAD, _ARGUMENT_AT, None),
-        *((_EQUAL, family, "allow_socket") for family in _FAMILIES),
+        *((_EQUAL, family, "allow_socket") for family in families),
         (_RETURN, _ERRNO | errno.EAFNOSUPPORT, None),
         "allow_socket",
         (_RETURN, _ALLOW, None),

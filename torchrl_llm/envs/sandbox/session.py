@@ -155,7 +155,7 @@ class PipeSession(SandboxSession):
         return dataclasses.replace(result, seconds=time.monotonic() - start)
 
     def check(self) -> None:
-        """End the session if what it left running has outgrown its limits; skipped during a piece."""
+        """End an idle session if what it left running has outgrown its limits."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._contained is not None and self._contained.tree.outgrown():
@@ -181,8 +181,7 @@ class PipeSession(SandboxSession):
 
 def _let_go(contained: Contained | None, answers: Capture, code_w: int) -> None:
     if contained is not None:
-        contained.kill()
-        contained.close_pipes()
+        contained.close()
     answers.close()
     os.close(code_w)
 

@@ -1,0 +1,294 @@
+"""A plain process with limits, for machines without bubblewrap or user namespaces.
+
+A guard of its own stands between the trainer and each run (:mod:`.supervisor`): it sets the limits,
+takes away what an unprivileged process can be made to give up, and kills all that the run leaves
+behind. What it cannot take away is listed in :attr:`SubprocessSandbox.missing`; how much that is
+depends on the kernel (Landlock) and on whether the trainer is root, who gives each run a user of
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torchrl_llm.envs.sandbox import supervisor
+from torchrl_llm.envs.sandbox.base import Limits
+from torchrl_llm.envs.sandbox.contained import ENVIRONMENT, Contained, ProcessSandbox, data_fd
+from torchrl_llm.envs.sandbox.limits import STACK_BYTES, unused_uid
+from torchrl_llm.envs.sandbox.pythons import candidates
+from torchrl_llm.envs.sandbox.seccomp import filter_program
+from torchrl_llm.envs.sandbox.watch import Capture, cpu_seconds
+from torchrl_llm.errors import ResourceError
+
+__all__ = ["SubprocessSandbox"]
+
+_MARK = "TORCHRL_LLM_RUN"
+_READ = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc")
+_READ_FILES = ("/etc/ld.so.cache", "/dev/random", "/dev/urandom", "/etc/localtime")
+_WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+
+
+class SubprocessSandbox(ProcessSandbox):
+    """Runs programs as plain processes with limits; it warns of what that leaves open.
+
+    Args:
+        limits: of each run; ``None`` for the defaults.
+        python: the interpreter. ``None`` for the one that the trainer's environment was made from,
+            without the packages of that environment, or the system's where the run's user could
+            not enter its folder.
+        read_only: further folders that a run may read, where the kernel can forbid the others.
+
+    Raises:
+        ResourceError: the run's user can start no interpreter.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
+        read_only: Sequence[str] = (),
+    ) -> None:
+        super().__init__(limits)
+        self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
+        self._python, self._folders = _working_python(python)
+        warnings.warn(
+            "SubprocessSandbox runs code of the model as a plain process. Not contained: "
+            + "; ".join(self.missing)
+            + ". Install bubblewrap, or use a container, for code that you do not trust",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        return self._python
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this machine leaves open; see :attr:`Sandbox.missing`."""
+        return _missing(supervisor.landlock_version(), os.geteuid() == 0)
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        return _spawn(
+            argv,
+            python=self._python,
+            read_only=(*self._folders, *self._read_only),
+            limits=limits,
+            files=files,
+            stdin=stdin,
+            pass_fds=pass_fds,
+        )
+
+
+def _missing(landlock: int, root: bool) -> tuple[str, ...]:
+    who = "every user" if root else "the trainer's user"
+    missing = ["the size of all files in its folder together", "the list of processes"]
+    if landlock < 1:
+        missing += [f"files that {who} may read", f"folders that {who} may write to"]
+    if landlock < 6 and not root:
+        missing += ["the trainer and other processes of its user, which it can kill"]
+    if filter_program() is None:
+        missing += ["the network", "shared memory"]
+    return tuple(missing)
+
+
+class _Supervised(Contained):
+    """A process under a supervisor, and its folder."""
+
+    overhead = 1
+
+    def __init__(
+        self, argv: Sequence[str], *, folder: str, mark: str, report: Capture, **kwargs: Any
+    ) -> None:
+        self.folder = folder
+        self.mark = mark
+        self.report = report
+        super().__init__(argv, **kwargs)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, self.report)
+
+    def kill(self) -> None:
+        """Have the supervisor kill all; where somebody killed the supervisor, look for the rest."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.wait()
+        self.report.drain()
+        if self.process.returncode is None or self._reported("exit_code", absent=True):
+            self.process.kill()
+            self.wait()
+            _kill_marked(self.mark)
+
+    def exit_code(self) -> int | None:
+        return self._reported("exit_code")
+
+    def _reported(self, key: str, *, absent: bool = False) -> Any:
+        for line in self.report.text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                report = json.loads(line)
+                if key in report:
+                    return False if absent else report[key]
+        return True if absent else None
+
+    def close(self) -> None:
+        super().close()
+        _remove(self.folder)
+
+
+def _spawn(
+    argv: Sequence[str],
+    *,
+    python: str,
+    read_only: Sequence[str],
+    limits: Limits,
+    files: Mapping[PurePosixPath, bytes],
+    stdin: int | None,
+    pass_fds: Sequence[int],
+) -> _Supervised:
+    uid = unused_uid() if os.geteuid() == 0 else None
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    report_r, report_w = os.pipe()
+    report = Capture(report_r, 4096)
+    opened = [report_w]
+    mark = uuid.uuid4().hex
+    try:
+        _write_files(Path(folder), files, uid)
+        orders = {
+            "argv": list(argv),
+            "env": {
+                **ENVIRONMENT,
+                "PATH": f"{os.path.dirname(python)}:/usr/bin:/bin",
+                "HOME": folder,
+                "TMPDIR": folder,
+                _MARK: mark,
+            },
+            "folder": folder,
+            "uid": uid,
+            "limits": _limits(limits),
+            "num_processes": limits.num_processes,
+            "landlock": True,
+            "filter": (filter_program(families=()) or b"").hex(),
+            "read": [*_READ, *_READ_FILES, *read_only],
+            "write": list(_WRITE),
+            "close": list(pass_fds),
+            "parent": os.getpid(),
+        }
+        opened.append(data_fd(json.dumps(orders).encode()))
+        own = getattr(sys, "_base_executable", None) or sys.executable
+        return _Supervised(
+            [own, "-I", "-S", "-B", supervisor.__file__, str(opened[1]), str(report_w)],
+            folder=folder,
+            mark=mark,
+            report=report,
+            limits=limits,
+            env=ENVIRONMENT,
+            stdin=stdin,
+            pass_fds=(*opened, *pass_fds),
+        )
+    except BaseException:
+        report.close()
+        _remove(folder)
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    cpu_s = cpu_seconds(limits)
+    return {
+        "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
+        # One may ignore the signal at the first; none can ignore that at the second.
+        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
+        "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
+        "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
+        "RLIMIT_STACK": (STACK_BYTES, STACK_BYTES),
+        "RLIMIT_CORE": (0, 0),
+    }
+
+
+def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | None) -> None:
+    for path, data in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    if uid is not None:
+        for place in (folder, *folder.rglob("*")):
+            os.chown(place, uid, uid)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that still carry a run's mark in the environment that they began with."""
+    needle = f"{_MARK}={mark}".encode()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
+                os.kill(int(name), signal.SIGKILL)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder that a run may have left in any state."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        # Folders without permissions, or nested deeper than Python removes.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            os.chmod(folder, stat.S_IRWXU)
+            subprocess.run(["chmod", "-R", "u+rwX", folder], capture_output=True, timeout=5)
+            subprocess.run(["rm", "-rf", folder], capture_output=True, timeout=5)
+
+
+@functools.lru_cache(maxsize=16)
+def _working_python(python: str | None) -> tuple[str, tuple[str, ...]]:
+    """The first interpreter that a run's user can start, and its folders.
+
+    Raises:
+        ResourceError: there is none.
+    """
+    said = ""
+    for path, folders in candidates(python):
+        with _spawn(
+            [path, "-I", "-c", "print('works')"],
+            python=path,
+            read_only=folders,
+            limits=Limits(wall_s=20.0),
+            files={},
+            stdin=None,
+            pass_fds=(),
+        ) as run:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(20.0)
+            run.kill()
+            run.stdout.drain()
+            run.stderr.drain()
+            if run.stdout.text() == "works\n":
+                return path, folders
+            said = run.stderr.text() or run.report.text()
+    raise ResourceError(
+        f"no interpreter can be started as the user of a run: {said.strip()!r}; install Python "
+        "where every user can read it (Debian: apt-get install python3), or pass python=..."
+    )

@@ -1,0 +1,220 @@
+"""The guard of a run without namespaces: a small program of its own, between trainer and code.
+
+It starts the code in a session, with limits and under another user where it can, forbids it what an
+unprivileged process can be forbidden (system calls by a filter, files and signals by Landlock), and
+becomes the parent of everything that the code leaves behind. When the code ends, when it is told
+to, or when the trainer is gone, it kills all of that before it ends itself.
+
+It imports nothing of this package, for a quick start. ``sys.argv`` names two descriptors: that of
+its orders, a JSON object, and that on which it reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+_SECCOMP_MODE_FILTER = 2
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_VERSION, _LANDLOCK_BENEATH = 1, 1
+# Bits of Landlock's rights to files: how many there are at each version of its interface.
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_TCP = 0b11  # to bind, to connect
+_SCOPES = 0b11  # abstract sockets, signals
+
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
+
+
+def _prctl(*arguments) -> None:
+    words = [a if isinstance(a, ctypes._SimpleCData) else ctypes.c_ulong(a) for a in arguments]
+    words += [ctypes.c_ulong(0)] * (5 - len(words))
+    if _libc.prctl(ctypes.c_int(words[0].value), *words[1:]) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {arguments[0]}")
+
+
+def _syscall(number: int, *arguments) -> int:
+    value = _libc.syscall(ctypes.c_long(number), *arguments)
+    if value < 0:
+        raise OSError(ctypes.get_errno(), f"system call {number}")
+    return value
+
+
+def landlock_version() -> int:
+    """Version of the kernel's Landlock, 0 where there is none."""
+    try:
+        return _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    except OSError:
+        return 0
+
+
+def _landlock(read: list[str], write: list[str], folder: str) -> None:
+    """Allow reading these places, writing those, everything in the folder, and nothing else."""
+    version = landlock_version()
+    if version == 0:
+        return
+    rights = (1 << _RIGHTS.get(version, 16)) - 1
+    attributes = struct.pack("=Q", rights)
+    if version >= 4:
+        attributes += struct.pack("=Q", _TCP)
+    if version >= 6:
+        attributes += struct.pack("=Q", _SCOPES)
+    rules = _syscall(
+        _LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
+    )
+    files = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
+    allowed = [(path, _EXECUTE | _READ | _LIST) for path in read]
+    allowed += [(path, _READ | _WRITE | _TRUNCATE) for path in write]
+    for path, right in [*allowed, (folder, rights)]:
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # not on this machine
+            continue
+        if not os.path.isdir(path):
+            right &= files
+        rule = struct.pack("=Qi", right & rights, place)
+        _syscall(_LANDLOCK_ADD, ctypes.c_int(rules), _LANDLOCK_BENEATH, rule, ctypes.c_uint(0))
+        os.close(place)
+    _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(rules), ctypes.c_uint(0))
+    os.close(rules)
+
+
+def _threads_of(uid: int) -> int:
+    """Processes and threads that a user runs on the machine."""
+    count = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    count += int(file.read().rpartition(b")")[2].split()[17])
+    return count
+
+
+def _become(orders: dict) -> None:
+    """Turn this process, which has just been forked, into the program."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    os.setsid()
+    uid = orders["uid"]
+    num_processes = orders["num_processes"]
+    if uid is None:
+        # The limit counts all that the user runs; the watcher in the trainer holds the run itself.
+        num_processes += _threads_of(os.getuid()) + 512
+    for name, (soft, hard) in orders["limits"].items():
+        kind = getattr(resource, name)
+        most = resource.getrlimit(kind)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    if most != resource.RLIM_INFINITY:
+        num_processes = min(num_processes, most)
+    resource.setrlimit(resource.RLIMIT_NPROC, (num_processes, num_processes))
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    os.umask(0o077)
+    os.chdir(orders["folder"])
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if orders["landlock"]:
+        _landlock(orders["read"], orders["write"], orders["folder"])
+    if orders["filter"]:
+        program = bytes.fromhex(orders["filter"])
+        whole = _Filter(len(program) // 8, program)
+        address = ctypes.c_ulong(ctypes.addressof(whole))
+        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, address)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    os.execvpe(orders["argv"][0], orders["argv"], orders["env"])
+
+
+def _below(pid: int) -> list[int]:
+    """Every process below one."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if name.isdigit():
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    waiting = children.get(pid, [])
+    while waiting:
+        found += waiting
+        waiting = [child for one in waiting for child in children.get(one, [])]
+    return found
+
+
+def _reap() -> tuple[dict[int, int], bool]:
+    """Exit codes of children that have ended, and whether any child is left."""
+    ended = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended, False
+        if pid == 0:
+            return ended, True
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _kill_all(exit_codes: dict[int, int]) -> None:
+    """Kill every process below this one, however fast they start others."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        ended, left = _reap()
+        exit_codes.update(ended)
+        if not left:
+            return
+        for pid in _below(os.getpid()):
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it starts no more
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _main() -> None:
+    orders_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
+    with open(orders_fd, encoding="utf-8", errors="surrogatepass") as file:
+        orders = json.load(file)
+    os.set_inheritable(report_fd, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != orders["parent"]:
+        return
+    child = os.fork()
+    if child == 0:
+        try:
+            _become(orders)
+        except BaseException as error:
+            os.write(report_fd, json.dumps({"failed": str(error)}).encode() + b"\n")
+        finally:
+            os._exit(127)
+    for fd in orders["close"]:
+        os.close(fd)
+    exit_codes: dict[int, int] = {}
+    while child not in exit_codes:
+        if signal.sigwaitinfo(_SIGNALS).si_signo != signal.SIGCHLD:
+            break
+        exit_codes.update(_reap()[0])
+    _kill_all(exit_codes)
+    os.write(report_fd, json.dumps({"exit_code": exit_codes.get(child)}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _main()
