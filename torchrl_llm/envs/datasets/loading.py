@@ -1,7 +1,6 @@
-"""Rows of a data set: from a local JSON-lines file, from Python objects, or from the hub.
+"""Rows of a data set on their way to an environment: generated, mapped, put into an order.
 
-What every data set of this package is: **a sequence of rows, each a dict**, with ``len()`` and
-integer indexing. Task environments expect ``query`` (the user's message, or a list of messages) and
+Where rows come from (a file, Python objects, the hub) is :mod:`torchrl_llm.data.sources`. Task environments expect ``query`` (the user's message, or a list of messages) and
 whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
 on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
 
@@ -10,16 +9,12 @@ Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to a
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchrl_llm._imports import require
+from torchrl_llm.data.sources import load_rows, read_jsonl
 from torchrl_llm.errors import DataError
 
 __all__ = ["GeneratedRows", "MappedRows", "RowLoader", "load_rows", "read_jsonl"]
@@ -158,129 +153,3 @@ class RowLoader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a saved position; an iterator that is running must be made anew."""
         self.seed, self.epoch, self.index = state["seed"], state["epoch"], state["index"]
-
-
-def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Read a JSON-lines file: one object a line, empty lines skipped.
-
-    Args:
-        path: the file; one that begins as gzip files do is unpacked, whatever its name.
-        columns: names that every row must have.
-
-    Returns:
-        One dict a line.
-
-    Raises:
-        DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
-            line, when a line is not a JSON object or lacks a column.
-    """
-    path = Path(path).expanduser()
-    columns = tuple(columns)
-    rows = []
-    try:
-        lines = _unpacked(path.read_bytes()).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is a damaged gzip file: {error}") from error
-    except OSError as error:
-        raise DataError(
-            f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
-        ) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{path}, line {number} must be a JSON object, got {type(row).__name__}"
-            )
-        _check_columns(row, columns, f"{path}, line {number}")
-        rows.append(row)
-    if not rows:
-        raise DataError(f"the data file {path} has no rows")
-    return rows
-
-
-def _unpacked(data: bytes) -> bytes:
-    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-
-
-def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
-    missing = [name for name in columns if name not in row]
-    if missing:
-        raise DataError(f"{where} lacks the column {missing[0]!r}; it has {sorted(row)}")
-
-
-def load_rows(
-    source: Any,
-    *,
-    columns: Iterable[str] = (),
-    name: str | None = None,
-    split: str | None = None,
-) -> Sequence[Row]:
-    """Rows of a data set, wherever it is.
-
-    Args:
-        source: a sequence of dicts (used as it is; the first row is checked); the path of a
-            JSON-lines file (an existing file, a ``Path``, or a string ending in ``.jsonl``,
-            ``.json`` or either with ``.gz``); a sequence of such paths, whose rows follow each
-            other; or the id of a data set on the Hugging Face hub.
-        columns: names that rows must have.
-        name: configuration of a hub data set.
-        split: split of a hub data set; ``None`` takes ``train`` where there is one.
-
-    Returns:
-        A sequence of dicts.
-
-    Raises:
-        DataError: for a missing, malformed or empty source, or a missing column.
-        MissingExtraError: when a hub data set is asked for without the ``datasets`` package.
-
-    Example:
-        >>> load_rows([{"query": "Hi"}], columns=["query"])
-        [{'query': 'Hi'}]
-    """
-    columns = tuple(columns)
-    if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
-        return read_jsonl(source, columns=columns)
-    if isinstance(source, str):
-        return _load_hub(source, columns, name, split)
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise DataError(
-            "a data set is a sequence of dicts, a path or a hub id, "
-            f"got {type(source).__name__}; pass an iterable to DatasetChatEnv.from_dataloader"
-        )
-    if not len(source):
-        raise DataError("the data set has no rows")
-    first = source[0]
-    if isinstance(first, (str, Path)):
-        return [row for path in source for row in read_jsonl(path, columns=columns)]
-    if not isinstance(first, Mapping):
-        raise DataError(f"row 0 of the data set must be a dict, got {type(first).__name__}")
-    _check_columns(first, columns, "row 0 of the data set")
-    return source
-
-
-def _is_file_name(source: str) -> bool:
-    named_so = source.removesuffix(".gz").endswith((".jsonl", ".json"))
-    return named_so or Path(source).expanduser().is_file()
-
-
-def _load_hub(
-    source: str, columns: Sequence[str], name: str | None, split: str | None
-) -> Sequence[Row]:
-    datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
-    try:
-        loaded = datasets.load_dataset(source, name)
-        if hasattr(loaded, "keys"):
-            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
-    except Exception as error:  # whatever the network, the hub or the loader raises
-        raise DataError(
-            f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "
-            f"{error}. For a local copy, pass its JSON-lines file as data_files"
-        ) from error
-    return load_rows(loaded, columns=columns)
