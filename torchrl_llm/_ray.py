@@ -139,6 +139,7 @@ class ActorOptions:
         resources: further resources of the cluster by name.
         max_concurrency: calls that run at once, each in a thread of its own.
         name: other processes find it by this name; ``None`` for an actor without one.
+        namespace: where the name counts; that of this job if not given.
         env_vars: environment of its process, set before Python starts.
         start_timeout_s: most seconds that its creation may take.
         timeout_s: most seconds that a call may take unless the call says otherwise.
@@ -152,6 +153,7 @@ class ActorOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     max_concurrency: int = 1
     name: str | None = None
+    namespace: str | None = None
     env_vars: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = START_TIMEOUT_S
     timeout_s: float = CALL_TIMEOUT_S
@@ -240,7 +242,7 @@ class RemoteObject:
     ) -> None:
         ray = require_ray(what)
         options = ActorOptions() if options is None else options
-        found = _named_actor(options.name)
+        found = _named_actor(options.name, options.namespace)
         if found is None and placement is None:
             check_resources(what, [options.bundle])
         settings: dict[str, Any] = {
@@ -253,6 +255,8 @@ class RemoteObject:
             settings["resources"] = dict(options.resources)
         if options.name is not None:
             settings.update(name=options.name, get_if_exists=True)
+            if options.namespace is not None:
+                settings["namespace"] = options.namespace
         if options.env_vars:
             settings["runtime_env"] = {"env_vars": dict(options.env_vars)}
         actor_class = ray.remote(concurrency_groups={"control": 2})(Host)
@@ -330,11 +334,11 @@ def actor_exists(name: str | None) -> bool:
     return _named_actor(name) is not None
 
 
-def _named_actor(name: str | None) -> Any:
+def _named_actor(name: str | None, namespace: str | None = None) -> Any:
     if name is None:
         return None
     ray = require_ray(f"the actor {name!r}")
     try:
-        return ray.get_actor(name)
+        return ray.get_actor(name, namespace=namespace)
     except ValueError:
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl._utils import logger as torchrl_logger
+from torchrl._utils import logger
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, WorkerError
@@ -206,7 +206,7 @@ class MCPConnection:
 
     def _died(self, life: _Life) -> str:
         # What it wrote may name files of the host, and the model reads this message.
-        torchrl_logger.warning(f"MCP server {self.name!r} ended{life.said}")
+        logger.warning(f"MCP server {self.name!r} ended{life.said}")
         return f"the MCP server {self.name!r} ended before it answered"
 
     async def _living(self) -> _Life:
