@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
@@ -47,6 +47,11 @@ class IFEvalExample(NamedTuple):
     complete: bool | None = None
 
 
+def _flags(verdict: Verdict) -> tuple[Tensor, ...]:
+    strict, loose = (torch.tensor(flags, dtype=torch.bool) for flags in verdict)
+    return strict.all(0, keepdim=True), strict, loose.all(0, keepdim=True), loose
+
+
 class IFEvalScoreData(TensorClass["nocast"]):
     """Which instructions a response follows, for one response or a batch of ``B``.
 
@@ -57,11 +62,12 @@ class IFEvalScoreData(TensorClass["nocast"]):
         prompt_level_loose_acc: as above, for the best of its loose forms.
         inst_level_loose_acc: as above, for the best of its loose forms.
 
-    One response has no ``B``. A batch is ragged: read it by
-    :func:`torchrl_llm.data.ragged.read_rows`, or ask for :meth:`accuracies`.
+    One response has no ``B``. A batch is a view of ragged rows, which are what a tensordict holds:
+    read them by :func:`torchrl_llm.data.ragged.read_rows`, or ask the view for :meth:`accuracies`.
 
     Example:
-        >>> scores = IFEvalScoreData.of([Verdict((True, False), (True, True)), Verdict((1,), (1,))])
+        >>> rows = IFEvalScoreData.rows([Verdict((True, False), (True, True)), Verdict((1,), (1,))])
+        >>> scores = IFEvalScoreData.from_tensordict(rows)
         >>> scores.accuracies()["inst_level_strict_acc"], scores.accuracies()["num_prompts"]
         (0.6666666666666666, 2)
     """
@@ -74,16 +80,13 @@ class IFEvalScoreData(TensorClass["nocast"]):
     @classmethod
     def row(cls, verdict: Verdict) -> IFEvalScoreData:
         """The scores of one response."""
-        strict, loose = (torch.tensor(flags, dtype=torch.bool) for flags in verdict)
-        values = (strict.all(0, keepdim=True), strict, loose.all(0, keepdim=True), loose)
-        return cls(**dict(zip(_SCORES, values, strict=True)), batch_size=[])
+        return cls(**dict(zip(_SCORES, _flags(verdict), strict=True)), batch_size=[])
 
     @classmethod
-    def of(cls, verdicts: Iterable[Verdict]) -> IFEvalScoreData:
-        """The scores of a batch, at least one response."""
-        rows = [cls.row(verdict) for verdict in verdicts]
-        columns = {name: [getattr(row, name) for row in rows] for name in _SCORES}
-        return cls._from_tensordict(ragged_rows(columns))
+    def rows(cls, verdicts: Iterable[Verdict]) -> LazyStackedTensorDict:
+        """The scores of a batch, at least one response, as ragged rows."""
+        columns = zip(*(_flags(verdict) for verdict in verdicts), strict=True)
+        return ragged_rows(dict(zip(_SCORES, columns, strict=True)))
 
     @classmethod
     def default_spec(cls, shape: Any = (1,), device: torch.device | None = None) -> Composite:
@@ -93,9 +96,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
             shape: ``(B,)``.
             device: device of the tensors.
         """
-        return RaggedSpec(
-            dict.fromkeys(_SCORES, torch.bool), shape=shape, device=device, data_cls=cls
-        )
+        return RaggedSpec(dict.fromkeys(_SCORES, torch.bool), shape=shape, device=device)
 
     def accuracies(self, valid: Tensor | None = None) -> dict[str, float]:
         """The four accuracies of the paper over a batch, and how many prompts they are of.

@@ -21,12 +21,15 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.ifeval.data import IFEvalExample, IFEvalScoreData
 from torchrl_llm.envs.reward.ifeval.verdict import Verdict, verify
+from torchrl_llm.envs.reward.running import Outcome
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["IfEvalScorer"]
 
 _ANSWER_BONUS = 0.1
 _THINK_BONUS = 0.05
+# What is written where scores are wanted and no reward.
+_NO_REWARD_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 class _Parts(NamedTuple):
@@ -99,8 +102,9 @@ class IfEvalScorer(RewardParser):
     Exactly one answer block adds 0.1, exactly one block of reasoning 0.05. A row with an unknown
     instruction or wrong arguments has no reward: it is invalid, with the error.
 
-    Beside the keys of :class:`~torchrl_llm.envs.reward.RewardParser`, ``("next", score_key)`` is an
-    :class:`IFEvalScoreData`; ``success`` says that all instructions are followed strictly.
+    Beside the keys of :class:`~torchrl_llm.envs.reward.RewardParser`, ``("next", score_key)`` holds
+    the rows of an :class:`IFEvalScoreData`; ``success`` says that all instructions are followed
+    strictly.
 
     Args:
         instruction_ids_key: column with the names of the instructions, a list a row.
@@ -125,6 +129,7 @@ class IfEvalScorer(RewardParser):
         eos_token: see there.
         input_mode: see there.
         num_threads: see there.
+        timeout: see there.
 
     Raises:
         ConfigError: for weights that are not four numbers, or an unknown ``scored_part``.
@@ -156,6 +161,7 @@ class IfEvalScorer(RewardParser):
         eos_token: str | None = None,
         input_mode: str | None = None,
         num_threads: int = 0,
+        timeout: float | None = None,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -163,6 +169,7 @@ class IfEvalScorer(RewardParser):
             set_done_if_answer=set_done_if_answer,
             input_mode=input_mode,
             num_threads=num_threads,
+            timeout=timeout,
         )
         weights = [0.4, 0.3, 0.2, 0.1] if format_weights is None else list(format_weights)
         if len(weights) != 4 or not all(math.isfinite(weight) for weight in weights):
@@ -279,17 +286,15 @@ class IfEvalScorer(RewardParser):
 
     # Writing
 
-    def _write_scores(
-        self, scores: Sequence[RewardScore | Exception], next_td: TensorDictBase
-    ) -> None:
+    def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
         written = next_td if self.aggregate_reward is not False else next_td.empty()
-        super()._write_scores(scores, written)
+        super()._write_outcomes(outcomes, written)
         if self.aggregate_reward is False:
-            for name in ("reward_valid", "error"):
+            for name in _NO_REWARD_KEYS:
                 next_td.set(name, written.get(name))
         # Rows that were not scored, or could not be, follow nothing; reward_valid tells them apart.
         nothing = Verdict((False,), (False,))
-        data = IFEvalScoreData.of(getattr(score, "verdict", nothing) for score in scores)
+        data = IFEvalScoreData.rows(getattr(o.value, "verdict", nothing) for o in outcomes)
         next_td.set(self.score_key, data.to(next_td.device) if next_td.device else data)
 
     # Specs
@@ -299,7 +304,7 @@ class IfEvalScorer(RewardParser):
         before = set(reward_spec.keys())
         reward_spec = super().transform_reward_spec(reward_spec)
         if self.aggregate_reward is False:
-            for name in set(reward_spec.keys()) - before - {"reward_valid", "error"}:
+            for name in set(reward_spec.keys()) - before - set(_NO_REWARD_KEYS):
                 del reward_spec[name]
         reward_spec[self.score_key] = IFEvalScoreData.default_spec(
             reward_spec.shape, device=reward_spec.device

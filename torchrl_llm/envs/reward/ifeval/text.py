@@ -27,6 +27,7 @@ _END = re.compile(
     rf"(?<![{_MARKS}])(?P<mark>[{_MARKS}]++)[\"'\u201d\u2019\u00bb)\]}}*_]*+(?=\s|$)"
     r"|[\u3002\uff01\uff1f]++[\u300d\u300f\u201d\u2019\uff09]*+"
 )
+_LINE_START = re.compile(r"(?:^|\n)[ \t]*$")
 _LAST_WORD = re.compile(r"[^\s(\[{\"'\u201c\u2018*_]*$")
 _NEXT_WORD = re.compile(r"[\s\"'\u201c\u2018(\[*_]*(\w*)")
 # They stand before a name or a number and end no sentence.
@@ -98,6 +99,9 @@ def _ends(text: str, match: re.Match[str], lower: bool) -> bool:
     word = last.lower()
     if word in _NEVER_LAST:
         return False
+    begin = match.start() - len(last)
+    if last.isdigit() and _LINE_START.search(text[max(0, begin - 16) : begin]):
+        return False  # the number of a list
     # "I" is a pronoun more often than an initial.
     initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"
     if not initial and word not in _MAYBE_LAST:
