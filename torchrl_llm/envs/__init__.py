@@ -5,10 +5,12 @@ from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
 from torchrl_llm.envs.transforms import (
     DataLoadingPrimer,
     KLComputation,
@@ -30,6 +32,10 @@ __all__ = [
     "DatasetChatEnv",
     "GSM8KEnv",
     "GSM8KRewardParser",
+    "IFEvalData",
+    "IFEvalEnv",
+    "IFEvalScoreData",
+    "IfEvalScorer",
     "KLComputation",
     "KLRewardTransform",
     "RayDataLoadingPrimer",

@@ -4,6 +4,7 @@ from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DatasetChatEnv",
     "GSM8KEnv",
     "GeneratedRows",
+    "IFEvalEnv",
     "RowLoader",
     "TaskEnv",
     "load_rows",

@@ -5,12 +5,16 @@ from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
 
 __all__ = [
     "AnswerBlockParser",
     "ArithmeticRewardParser",
     "CountdownRewardParser",
     "GSM8KRewardParser",
+    "IFEvalData",
+    "IFEvalScoreData",
+    "IfEvalScorer",
     "RewardParser",
     "RewardScore",
 ]
