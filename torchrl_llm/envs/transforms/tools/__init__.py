@@ -3,22 +3,42 @@
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolOutput, ToolResult
 from torchrl_llm.envs.transforms.tools.executor import ToolExecutor
-from torchrl_llm.envs.transforms.tools.formats import HermesParser, LlamaParser, SyntaxParser
-from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
+from torchrl_llm.envs.transforms.tools.formats import (
+    HermesParser,
+    JSONCallParser,
+    LlamaParser,
+    PatternParser,
+    SyntaxParser,
+    ToolTagParser,
+    XMLBlockParser,
+)
+from torchrl_llm.envs.transforms.tools.ordered import ExecuteToolsInOrder
+from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, TextParser, ToolParser
+from torchrl_llm.envs.transforms.tools.registry import ToolRegistry, ToolService
+from torchrl_llm.envs.transforms.tools.simple import SimpleToolTransform
 from torchrl_llm.envs.transforms.tools.tool import FunctionTool, Tool
 
 __all__ = [
     "BrokenCall",
+    "ExecuteToolsInOrder",
     "FunctionTool",
     "HermesParser",
+    "JSONCallParser",
     "LlamaParser",
     "MessageCallParser",
+    "PatternParser",
+    "SimpleToolTransform",
     "SyntaxParser",
+    "TextParser",
     "Tool",
     "ToolCall",
     "ToolExecutor",
     "ToolOutput",
     "ToolParser",
+    "ToolRegistry",
     "ToolResult",
+    "ToolService",
+    "ToolTagParser",
     "ToolTransform",
+    "XMLBlockParser",
 ]

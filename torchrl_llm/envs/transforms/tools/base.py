@@ -13,7 +13,7 @@ Shape legend: ``B`` rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,11 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolResult
 from torchrl_llm.envs.transforms.tools.executor import ToolExecutor
-from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
+from torchrl_llm.envs.transforms.tools.parsers import (
+    MessageCallParser,
+    ToolParser,
+    as_parser,
+)
 from torchrl_llm.envs.transforms.tools.tool import FunctionTool, Tool
 from torchrl_llm.errors import ConfigError
 
@@ -64,7 +68,8 @@ class ToolTransform(Transform):
     Args:
         tools: tools, or functions with type hints and a Google-style docstring.
         parser: how calls are written; by default as the chat template writes them, see
-            :class:`~torchrl_llm.envs.transforms.tools.parsers.MessageCallParser`.
+            :class:`~torchrl_llm.envs.transforms.tools.parsers.MessageCallParser`. A function from a
+            text to ``{"calls": [...]}`` will do, too.
         tool_name: role of the appended messages.
         timeout: seconds that a call may take, where the tool has no limit of its own.
         max_concurrency: calls that run at a time.
@@ -99,10 +104,13 @@ class ToolTransform(Transform):
         >>> env.close()
     """
 
+    hands_over_state = False
+    """Whether calls carry the row that they come from, as ``ToolCall.state``."""
+
     def __init__(
         self,
         tools: Iterable[Tool | Callable[..., Any]] = (),
-        parser: ToolParser | None = None,
+        parser: ToolParser | Callable[[str], Mapping[str, Any]] | None = None,
         *,
         tool_name: str = "tool",
         timeout: float = 10.0,
@@ -117,12 +125,7 @@ class ToolTransform(Transform):
                 "max_calls and max_auxiliary_turns must be at least 1, got "
                 f"{max_calls} and {max_auxiliary_turns}"
             )
-        self.parser = MessageCallParser() if parser is None else parser
-        if not isinstance(self.parser, ToolParser):
-            raise ConfigError(
-                f"parser must be a ToolParser, got {type(parser).__name__}; subclass it and write "
-                "parse(message, schemas)"
-            )
+        self.parser = MessageCallParser() if parser is None else as_parser(parser)
         self.tool_name = tool_name
         self.max_calls = max_calls
         self.max_auxiliary_turns = max_auxiliary_turns
@@ -166,7 +169,7 @@ class ToolTransform(Transform):
         ]
         results = self._answer(calls, turns)
         if any(results):
-            added = [[self.result_message(result) for result in row] for row in results]
+            added = [self.result_messages(row) if row else [] for row in results]
             self._mode().append(tensordict, next_tensordict, added)
         self._write(tensordict, next_tensordict, results, turns)
         return next_tensordict
@@ -179,7 +182,10 @@ class ToolTransform(Transform):
     def _calls(self, message: Any) -> Calls:
         """The calls of a turn that are this transform's to answer."""
         schemas = {name: tool.parameters for name, tool in self.tools.items()}
-        found = self.parser.parse(message, schemas)
+        try:
+            found = self.parser.parse(message, schemas)
+        except Exception as error:  # of what a model wrote nothing may end the batch
+            found = [BrokenCall(f"{type(error).__name__}: {error}")]
         # Others that read calls in the same form may know a tool that this one does not; what
         # nobody knows is answered by the first of them.
         alike = self._alike()
@@ -209,8 +215,9 @@ class ToolTransform(Transform):
             session = turns.sessions[row]
             if found and session is not None:
                 self._sessions[row] = session
+            state = turns.rows(row) if found and self.hands_over_state else None
             ready = [
-                replace(call, session=session) if isinstance(call, ToolCall) else call
+                replace(call, session=session, state=state) if isinstance(call, ToolCall) else call
                 for call in found
             ]
             allowed = self.max_calls if turns.thought[row] < self.max_auxiliary_turns else 0
@@ -232,16 +239,19 @@ class ToolTransform(Transform):
         first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
         return [ToolResult(first, text, error="TooManyCalls")]
 
-    def result_message(self, result: ToolResult) -> dict[str, Any]:
-        """The message that tells the model what came of a call.
+    def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+        """The messages that tell the model what came of the calls of its turn.
 
         Args:
-            result: of the call.
+            results: at least one, in the order of the calls.
 
         Returns:
-            A message dict of role ``tool_name``, with the tool's ``name`` and the call's id where
-            there are any. A result whose call has a tag begins with it.
+            Here a message each, of role ``tool_name``, with the tool's ``name`` and the call's id
+            where there are any. A result whose call has a tag begins with it.
         """
+        return [self._result_message(result) for result in results]
+
+    def _result_message(self, result: ToolResult) -> dict[str, Any]:
         call = result.call
         content = result.content if call.tag is None else f"[{call.tag}] {result.content}"
         message = {"role": self.tool_name, "content": content}
@@ -347,12 +357,14 @@ class _Turns(NamedTuple):
         active: rows that are stepped and not done.
         sessions: ``traj_id`` of each.
         thought: auxiliary turns of each since the last step of the environment.
+        rows: a row as the policy left it, by its index.
     """
 
     messages: Sequence[Any]
     active: list[bool]
     sessions: list[int | None]
     thought: list[int]
+    rows: Callable[[int], TensorDictBase]
 
     @classmethod
     def of(cls, td: TensorDictBase, next_td: TensorDictBase, messages: Sequence[Any]) -> _Turns:
@@ -370,6 +382,7 @@ class _Turns(NamedTuple):
             active,
             [None] * size if ids is None else ids.flatten().tolist(),
             [0] * size if thought is None else thought.tolist(),
+            lambda row: td[row].lock_(),
         )
 
 

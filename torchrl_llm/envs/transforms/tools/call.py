@@ -26,6 +26,7 @@ class ToolCall:
         id: id that the template gives the call, for templates that name it in the result.
         session: which conversation calls (its ``traj_id``), for tools that keep something between
             the calls of one conversation; set by the transform.
+        state: the row that calls, a locked tensordict, where the transform hands it over.
 
     Example:
         >>> ToolCall("add", {"a": 1, "b": 2}).args["b"]
@@ -37,6 +38,7 @@ class ToolCall:
     tag: str | None = None
     id: str | None = None
     session: int | None = None
+    state: Any = field(default=None, repr=False, compare=False)
 
 
 class BrokenCall(NamedTuple):
@@ -76,8 +78,8 @@ class ToolResult:
         content: what the model reads.
         error: name of what went wrong, empty where all went well: ``"MalformedCall"``,
             ``"UnknownTool"``, ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``,
-            ``"NotRun"`` (behind a call of the same turn that never ended), or the name of the
-            exception that the tool raised.
+            ``"NotRun"`` (behind a call of the same turn that failed or did not end), or the name of
+            the exception that the tool raised.
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.

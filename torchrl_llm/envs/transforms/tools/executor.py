@@ -49,6 +49,8 @@ class ToolExecutor:
         max_concurrency: calls that run at a time.
         max_result_chars: characters of a result that the model reads; the middle of what is longer
             is left out, and the result says so.
+        stop_on_error: do not run what follows a call that failed in the same conversation; calls
+            then run one after another, whatever their tools.
 
     Raises:
         ConfigError: two tools of one name, or an impossible number.
@@ -77,6 +79,7 @@ class ToolExecutor:
         timeout: float = 10.0,
         max_concurrency: int = 64,
         max_result_chars: int = 16_384,
+        stop_on_error: bool = False,
     ) -> None:
         if not timeout > 0 or max_concurrency < 1 or max_result_chars < 64:
             raise ConfigError(
@@ -86,6 +89,7 @@ class ToolExecutor:
         self.timeout = timeout
         self.max_concurrency = max_concurrency
         self.max_result_chars = max_result_chars
+        self.stop_on_error = stop_on_error
         self.tools: dict[str, Tool] = {}
         self._lock = threading.Lock()
         self._checkers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
@@ -234,7 +238,8 @@ class ToolExecutor:
     def in_order(self, call: ToolCall) -> bool:
         """Whether a call waits for those before it in the same conversation."""
         tool = self.tools.get(call.tool)
-        return tool is not None and (tool.stateful or tool.kind == "action")
+        stateful = tool is not None and (tool.stateful or tool.kind == "action")
+        return stateful or self.stop_on_error
 
     def _blocked(self, call: ToolCall) -> ToolResult | None:
         if self._hanging[call.tool] < self.max_concurrency:
@@ -290,6 +295,8 @@ class _Chain:
                     return True
                 self.deadline = None
                 self.put(result)
+                if executor.stop_on_error and not result.ok:
+                    self.skip("Not run, because a call before it failed.")
                 changed.notify()
 
     def put(self, result: ToolResult) -> None:
@@ -305,8 +312,11 @@ class _Chain:
         if self.deadline is not None:
             self.run.executor._given_up(call)
         self.put(ToolResult(call, text, error=error, seconds=seconds))
+        self.skip("Not run, because a call before it did not end.")
+
+    def skip(self, text: str) -> None:
+        """Answer the calls that are left."""
         while not self.over:
-            text = "Not run, because a call before it did not end."
             self.put(ToolResult(self.call(), text, error="NotRun"))
 
 
@@ -320,9 +330,14 @@ class _Run:
         self.chains: list[_Chain] = []
         for row, calls in enumerate(batch):
             ordered: list[tuple[int, int]] = []
+            broken = False
             for column, call in enumerate(calls):
                 if isinstance(call, BrokenCall):
                     self.results[row][column] = _broken(call, executor)
+                    broken = executor.stop_on_error
+                elif broken:
+                    text = "Not run, because a call before it failed."
+                    self.results[row][column] = ToolResult(call, text, error="NotRun")
                 elif executor.in_order(call):
                     ordered.append((row, column))
                 else:
@@ -332,7 +347,7 @@ class _Run:
 
     def wait(self) -> None:
         """Until every call is answered or has had its time."""
-        running = self.chains
+        running = list(self.chains)
         with self.changed:
             while running:
                 now = time.monotonic()
@@ -352,6 +367,7 @@ class _Run:
             for chain in self.chains:
                 if not chain.over:
                     chain.give_up("Interrupted", "Interrupted.")
+            self.chains.clear()  # they refer back, and would keep the executor until a collection
 
 
 def shorten(text: str, longest: int) -> tuple[str, bool]:

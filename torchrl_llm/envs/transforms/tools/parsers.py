@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torchrl_llm.envs.modes import message_text
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall
+from torchrl_llm.errors import ConfigError
 
-__all__ = ["MessageCallParser", "ToolParser", "spoken_text"]
+__all__ = ["MessageCallParser", "TextCalls", "TextParser", "ToolParser", "as_parser", "spoken_text"]
 
 Schemas = Mapping[str, Mapping[str, Any]]
+Calls = list[ToolCall | BrokenCall]
 
 
 class ToolParser(ABC):
     """Reads the calls of one message."""
 
     @abstractmethod
-    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> list[ToolCall | BrokenCall]:
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
         """The calls of a message.
 
         Args:
@@ -52,10 +54,83 @@ class MessageCallParser(ToolParser):
         [ToolCall(tool='add', args={'a': 1}, tag=None, id=None, session=None)]
     """
 
-    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> list[ToolCall | BrokenCall]:
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
         """``tool_calls`` and ``tool_call_errors``."""
         calls = [_read(call) for call in message.get("tool_calls") or ()]
         return calls + [BrokenCall(str(e)) for e in message.get("tool_call_errors") or ()]
+
+
+class TextCalls(NamedTuple):
+    """What a text holds.
+
+    Attributes:
+        text: the text without its calls.
+        calls: the calls, in order.
+    """
+
+    text: str
+    calls: Calls
+
+
+class TextParser(ToolParser):
+    """Calls that are written in the text; a subclass writes :meth:`read`.
+
+    Called with a text (or a dict with ``"text"``) it gives what TorchRL's parsers do:
+    ``{"text": ..., "calls": [...], "meta": {"count": ...}}``.
+    """
+
+    @abstractmethod
+    def read(self, text: str, schemas: Schemas) -> TextCalls:
+        """Take the calls out of a text.
+
+        Args:
+            text: what the model wrote behind its reasoning.
+            schemas: see :meth:`ToolParser.parse`.
+        """
+
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
+        """The calls in the text behind the reasoning, see :func:`spoken_text`."""
+        return self.read(spoken_text(message), schemas).calls
+
+    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Parse a text outside of any conversation; what cannot be read is under ``meta``."""
+        text = response if isinstance(response, str) else str(response.get("text", ""))
+        found = self.read(text, {})
+        calls = [call for call in found.calls if isinstance(call, ToolCall)]
+        problems = [call.problem for call in found.calls if isinstance(call, BrokenCall)]
+        meta = {"count": len(calls), **({"errors": problems} if problems else {})}
+        return {"text": found.text, "calls": calls, "meta": meta}
+
+
+class _FunctionParser(ToolParser):
+    """A function from a text to a mapping with ``"calls"``."""
+
+    def __init__(self, function: Callable[[str], Mapping[str, Any]]) -> None:
+        self.function = function
+
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
+        """What the function finds."""
+        return [
+            call
+            if isinstance(call, (ToolCall, BrokenCall))
+            else ToolCall(call.tool, call.args, getattr(call, "tag", None))
+            for call in self.function(spoken_text(message))["calls"]
+        ]
+
+
+def as_parser(parser: ToolParser | Callable[[str], Mapping[str, Any]]) -> ToolParser:
+    """A parser from a parser or a function.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(parser, ToolParser):
+        return parser
+    if not callable(parser):
+        raise ConfigError(
+            f"parser must be a ToolParser or a function of a text, got {type(parser).__name__}"
+        )
+    return _FunctionParser(parser)
 
 
 def spoken_text(message: Mapping[str, Any]) -> str:
