@@ -13,6 +13,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.envs.modes import message_text
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["Evaluation", "evaluate"]
@@ -66,7 +67,8 @@ def evaluate(
             ``reset_dataloader()``; batch size ``[B]``.
         policy: answers; pass a greedy one for greedy accuracy.
         num_prompts: the first so many prompts of the data.
-        max_turns: turns after which a conversation counts as it stands.
+        max_turns: turns after which a conversation counts as it stands. Conversations that have
+            ended wait for the others and are not answered again.
         success_key: bool key under ``"next"`` that says whether an answer is right.
         num_shown: how many conversations are returned as text.
 
@@ -162,6 +164,6 @@ def _texts(td: TensorDictBase) -> list[str]:
     if history is None:
         return list(td.get(("text", "full")).tolist())
     return [
-        "\n".join(f"{message['role']}: {message['content']}" for message in chat)
+        "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)
         for chat in history.full.chats
     ]
