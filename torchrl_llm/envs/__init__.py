@@ -6,11 +6,13 @@ from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
+from torchrl_llm.envs.datasets.math import MATHEnv
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
+from torchrl_llm.envs.reward.math import MATHRewardParser
 from torchrl_llm.envs.transforms import (
     DataLoadingPrimer,
     KLComputation,
@@ -38,6 +40,8 @@ __all__ = [
     "IfEvalScorer",
     "KLComputation",
     "KLRewardTransform",
+    "MATHEnv",
+    "MATHRewardParser",
     "RayDataLoadingPrimer",
     "RetrieveKL",
     "RetrieveLogProb",

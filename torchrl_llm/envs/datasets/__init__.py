@@ -6,6 +6,7 @@ from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
+from torchrl_llm.envs.datasets.math import MATHEnv
 
 __all__ = [
     "ArithmeticEnv",
@@ -14,6 +15,7 @@ __all__ = [
     "GSM8KEnv",
     "GeneratedRows",
     "IFEvalEnv",
+    "MATHEnv",
     "RowLoader",
     "TaskEnv",
     "load_rows",

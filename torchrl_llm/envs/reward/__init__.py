@@ -6,6 +6,7 @@ from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
+from torchrl_llm.envs.reward.math import MATHRewardParser
 
 __all__ = [
     "AnswerBlockParser",
@@ -15,6 +16,7 @@ __all__ = [
     "IFEvalData",
     "IFEvalScoreData",
     "IfEvalScorer",
+    "MATHRewardParser",
     "RewardParser",
     "RewardScore",
 ]

@@ -72,6 +72,10 @@ class AnswerBlockParser(RewardParser):
         """Reasoning and answer of a response, ``None`` where there is none."""
         return extract_tags(response)
 
+    def read_response(self, response: str) -> tuple[str | None, str | None]:
+        """Reasoning and answer of a response; :meth:`extract_tags` if not overridden."""
+        return self.extract_tags(response)
+
     @abstractmethod
     def read_truth(self, answer: Any) -> Any:
         """The row's answer in the form that :meth:`is_right` compares.
@@ -99,7 +103,7 @@ class AnswerBlockParser(RewardParser):
             RewardError: the row's own answer cannot be read.
         """
         truth = self.read_truth(answer)
-        think, block = self.extract_tags(response)
+        think, block = self.read_response(response)
         right = block is not None and self.is_right(block, truth)
         reward = self.correct_reward if right else 0.0 if block is None else self.format_reward
         return RewardScore(reward, right, block is not None, think is not None)
