@@ -26,6 +26,7 @@ from torchrl_llm.trainers.collection import (
     CollectionConfig,
     make_collecting_env,
     make_collecting_policy,
+    rollout_options,
 )
 from torchrl_llm.trainers.config import check_override_keys, ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
@@ -231,12 +232,12 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = print) -> 
     collector = LLMCollector(
         make_collecting_env(what),
         policy=make_collecting_policy(what),
-        dialog_turns_per_batch=config.rows_per_claim,
         yield_completed_trajectories=True,
+        **rollout_options(config),
     )
     # Unique over restarts: the learner refuses who was given up and comes back.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    worker = CollectorWorker(collector, channel, name=name)
+    worker = CollectorWorker(collector, channel, name=name, claim_rows=config.rows_per_claim)
     follower = WeightFollower(worker, _newest(config), in_flight=config.weight_sync.in_flight)
     watch = _Watch(channel, worker, redis.timeout_s)
     with collector:

@@ -24,7 +24,7 @@ from torchrl_llm.collectors.accounts import TokenAccounts
 from torchrl_llm.collectors.staleness import Pacer, sampled_versions
 from torchrl_llm.collectors.transport.base import Delivery, RowChannel, WorkerCounts
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens
 from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weight_update import WeightLedger, WeightUpdater
@@ -47,6 +47,10 @@ class _Held(NamedTuple):
     claims: int
     version: int
 
+    @property
+    def trajectories(self) -> int:
+        return sum(map(ends_trajectory, self.rows))
+
 
 def _oldest(row: TensorDict) -> int:
     if leaf(row, ("trace", "policy_version")) is None:
@@ -65,7 +69,8 @@ class ChannelCollector(BaseCollector):
 
     Args:
         channel: the workers put into it.
-        batch_rows: rows of a batch, reached or exceeded.
+        batch_rows: trajectories of a batch, a row each where they take one turn; reached or
+            exceeded.
         pacer: how many rows are granted, and which slow workers a batch waits for. Without one the
             caller grants, with :meth:`grant`.
         publish: ``publish(weights, version)`` brings weights to where the workers find them, before
@@ -148,7 +153,7 @@ class ChannelCollector(BaseCollector):
             yield self.collect()
 
     def collect(self) -> LazyStackedTensorDict:
-        """The next batch: whole deliveries until there are ``batch_rows`` rows.
+        """The next batch: whole deliveries until ``batch_rows`` trajectories are there.
 
         With a pacer also those of workers whose rows would be too old for the batch after.
 
@@ -159,7 +164,7 @@ class ChannelCollector(BaseCollector):
             # A step that takes more than its rows (some were filtered): others are begun at once.
             self._discard(self._unused)
             self._unused = 0
-        while sum(len(h.rows) for h in self._held) < self.batch_rows or self.stragglers():
+        while sum(h.trajectories for h in self._held) < self.batch_rows or self.stragglers():
             self._held.append(self._take(self.timeout_s))
         # A slow worker's rows may be in the channel by now, behind those of others.
         for _ in range(len(self.channel) if self.pacer is not None and self.pacer.waits else 0):
@@ -170,9 +175,11 @@ class ChannelCollector(BaseCollector):
         # Whatever passed a slow worker by is younger, and can wait.
         self._held.sort(key=lambda held: held.version)
         rows: list[TensorDict] = []
-        while len(rows) < self.batch_rows:
+        taken = 0
+        while taken < self.batch_rows:
             held = self._held.pop(0)
             rows += held.rows
+            taken += held.trajectories
             self._unused += held.claims
         self._iter += 1
         return lazy_rows(rows)
@@ -230,7 +237,7 @@ class ChannelCollector(BaseCollector):
             return None
         self._frames += len(rows)
         # Claims that brought no row are used up at once; the others with the update.
-        claims = min(len(rows), delivery.claimed)
+        claims = min(sum(map(ends_trajectory, rows)), delivery.claimed)
         self._discard(delivery.claimed - claims)
         return _Held(rows, claims, min(map(_oldest, rows), default=self._version))
 
@@ -332,7 +339,7 @@ class ChannelCollector(BaseCollector):
 
     def _relieve(self) -> None:
         logger.warning(
-            f"no worker holds a claim and {sum(len(h.rows) for h in self._held)} of "
+            f"no worker holds a claim and {sum(h.trajectories for h in self._held)} of "
             f"{self.batch_rows} rows are here; "
             f"granting {self.batch_rows} more (rows that a worker claims at once should divide "
             "those of a batch)"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torchrl_llm.collectors.rollout import Lockstep
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import sampled_tokens, split_batch
-from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
+from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch
+from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["Assembly", "TrajectoryRollout", "WaveRollout"]
@@ -42,7 +42,7 @@ class Assembly:
         held = self.open[place]
         held.append(row)
         self.open_tokens += sampled_tokens(row)
-        if leaf(row, ("next", "done")).any():
+        if ends_trajectory(row):
             self.open_tokens -= sum(map(sampled_tokens, held))
             self.finished.append((len(held), held[-1:] if self.last_only else held))
             self.open[place] = []

@@ -27,7 +27,7 @@ from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, typed_node
 
-__all__ = ["row_list", "sampled_tokens", "split_batch", "split_rollout"]
+__all__ = ["ends_trajectory", "row_list", "sampled_tokens", "split_batch", "split_rollout"]
 
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
 _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace, TokenSupport)
@@ -106,6 +106,20 @@ def _flatten(rollout: Any) -> list[TensorDict]:
     inner = rollout.batch_size[dim + 1 :].numel()
     outer = rollout.batch_size[:dim].numel()
     return [rows[o * inner + i] for o in range(outer) for rows in split for i in range(inner)]
+
+
+def ends_trajectory(row: TensorDict) -> bool:
+    """Whether a trajectory ends with this turn; a row that does not say so is one by itself.
+
+    Args:
+        row: a turn, without batch dimension.
+
+    Example:
+        >>> ends_trajectory(TensorDict(next={"done": torch.tensor([False])}))
+        False
+    """
+    done = leaf(row, ("next", "done"))
+    return done is None or bool(done.any())
 
 
 def sampled_tokens(row: TensorDictBase) -> int:

@@ -20,7 +20,7 @@ from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_m
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.rollouts import row_list, sampled_tokens
+from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.ledger import TokenLedger
@@ -127,7 +127,7 @@ class BatchSource:
                 rows = self._next()
                 collected += rows
                 marked, stale = self._judged(rows)
-                fresh += sum(map(_ends, rows)) - stale
+                fresh += sum(map(ends_trajectory, rows)) - stale
                 written += len(self._buffer.extend(marked))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
                     raise DataError(
@@ -159,7 +159,7 @@ class BatchSource:
             if self._staleness is not None and self._too_old(row):
                 row = row.clone(False)  # metrics report the rows as they were collected
                 aged = self._aged(row)
-                num_stale += aged and _ends(row)
+                num_stale += aged and ends_trajectory(row)
             if not aged and self._truncated != "keep" and _was_cut(row):
                 row = row.clone(False)
                 drop = self._truncated == "drop"
@@ -272,11 +272,6 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
             row.set(("next", "reward_valid"), flag)
             dropped += sampled_tokens(row)
     return dropped
-
-
-def _ends(row: TensorDict) -> bool:
-    """Whether a trajectory ends with this turn."""
-    return bool(leaf(row, ("next", "done")).any())
 
 
 def _was_cut(row: TensorDict) -> bool:

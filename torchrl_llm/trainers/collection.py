@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import secrets
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
@@ -28,6 +28,7 @@ from torchrl_llm.trainers.grpo_config.schema import AsyncGRPOConfig
 from torchrl_llm.trainers.recipe import (
     make_policy,
     make_train_env,
+    max_turns,
     seed_everything,
     set_threads,
     wrapper_options,
@@ -35,7 +36,7 @@ from torchrl_llm.trainers.recipe import (
 from torchrl_llm.trainers.run import EvalConfig
 from torchrl_llm.trainers.sampler import engine_arguments
 
-__all__ = ["CollectionConfig", "make_collecting_env", "make_collecting_policy"]
+__all__ = ["CollectionConfig", "make_collecting_env", "make_collecting_policy", "rollout_options"]
 
 
 @dataclass(kw_only=True)
@@ -120,3 +121,17 @@ def make_collecting_env(config: CollectionConfig) -> TaskEnv:
         config: what to build.
     """
     return make_train_env(config, load_tokenizer(config.model.name), seed=secrets.randbits(31))
+
+
+def rollout_options(config: AsyncGRPOConfig) -> dict[str, Any]:
+    """Arguments of a collector whose batches are the trajectories that it claims.
+
+    Where episodes take one turn, that is a number of turns; where they take more, all that its
+    environments begin together.
+
+    Args:
+        config: the recipe's.
+    """
+    if max_turns(config) == 1:
+        return {"dialog_turns_per_batch": config.rows_per_claim}
+    return {"reset_at_each_iter": True}

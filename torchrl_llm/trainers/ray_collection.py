@@ -26,6 +26,7 @@ from torchrl_llm.trainers.collection import (
     CollectionConfig,
     make_collecting_env,
     make_collecting_policy,
+    rollout_options,
 )
 from torchrl_llm.trainers.grpo_config import AsyncGRPOConfig
 from torchrl_llm.weight_update import engine_weights
@@ -224,8 +225,8 @@ def _build(
     return RayLLMCollector(
         make_env,
         policy_factory=make_policy,
-        dialog_turns_per_batch=rows,
         yield_completed_trajectories=True,
+        **rollout_options(config),
         queue=channel,
         claim_rows=rows,
         name=f"collector-{run}-{index}",

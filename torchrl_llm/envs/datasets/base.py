@@ -245,7 +245,7 @@ class TaskEnv(DatasetChatEnv):
         name: str | None = None,
         split: str | None = None,
         compute_reward: bool = True,
-        max_steps: int | None | Literal["task"] = "task",
+        max_steps: int | Literal["task"] | None = "task",
         **kwargs: Any,
     ) -> None:
         if dataset is not None and data_files is not None:
