@@ -95,7 +95,6 @@ def test_numbers_that_yaml_reads_as_text_or_integer_become_floats():
         ({"train": {"optim_batch_size": 4}}, "a group would be cut over two optimizer steps"),
         ({"ref_model": {"name": "x"}}, "has no effect without train.kl_to_ref_coeff"),
         ({"train_model": {"lora": {"r": 4}}}, "no effect without train_model.lora.enabled=true"),
-        ({"env": {"data_files": "a.jsonl"}}, "has no effect"),
         ({"env": {"repeats": 1}}, "at least 2"),
         ({"advantage": {"type": "batch", "batch_size": 100}}, "does not divide the batch of 128"),
         (

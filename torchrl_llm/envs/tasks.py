@@ -6,6 +6,7 @@ Each is a subclass of :class:`~torchrl_llm.envs.datasets.TaskEnv`, imported when
 from __future__ import annotations
 
 import difflib
+import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torchrl_llm.errors import ConfigError
 if TYPE_CHECKING:
     from torchrl_llm.envs.datasets.base import TaskEnv
 
-__all__ = ["TASKS", "check_task", "task_class"]
+__all__ = ["TASKS", "check_task", "task_class", "task_options"]
 
 TASKS: dict[str, str] = {
     "arithmetic": "torchrl_llm.envs.datasets.arithmetic:ArithmeticEnv",
@@ -63,3 +64,35 @@ def task_class(name: str) -> type[TaskEnv]:
     check_task(name)
     module, _, attribute = TASKS[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def task_options(name: str) -> tuple[str, ...]:
+    """The settings that a task has beside those of every task.
+
+    Args:
+        name: a key of :data:`TASKS`.
+
+    Returns:
+        Names of keyword arguments of its class, in their order.
+
+    Raises:
+        ConfigError: for another name.
+
+    Example:
+        >>> task_options("countdown")
+        ('num_count', 'max_number', 'max_target')
+    """
+    from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+
+    shared = {*_keywords(TaskEnv), *_keywords(DatasetChatEnv)}
+    bases = inspect.getmro(task_class(name))
+    own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
+    return tuple(key for key in dict.fromkeys(own) if key not in shared)
+
+
+def _keywords(cls: type) -> list[str]:
+    """Arguments that a class's constructor takes by name alone."""
+    if "__init__" not in vars(cls):
+        return []
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

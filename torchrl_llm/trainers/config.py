@@ -61,7 +61,8 @@ def from_mapping(
     """Build a (nested) dataclass from a (nested) mapping, strictly.
 
     Args:
-        schema: a dataclass type whose fields are plain values, lists or other dataclasses.
+        schema: a dataclass type whose fields are plain values, lists, other dataclasses, or dicts
+            whose keys only their user knows.
         values: any nested mapping, a ``DictConfig`` too.
         renamed: old dotted key -> what to use instead, a key or a sentence.
 
@@ -111,6 +112,19 @@ def _own_keys(schema: type, prefix: str) -> Iterator[str]:
             yield from valid_keys(hints[entry.name], f"{prefix}{entry.name}.")
 
 
+def _open_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Keys whose value is a mapping with names of its own."""
+    if _is_component(schema):
+        return
+    hints = get_type_hints(schema)
+    for entry in fields(schema):
+        hint = hints[entry.name]
+        if is_dataclass(hint):
+            yield from _open_keys(hint, f"{prefix}{entry.name}.")
+        elif get_origin(hint) is dict:
+            yield prefix + entry.name
+
+
 def _is_component(schema: Any) -> bool:
     """Whether it stands for variants, and is not one of them."""
     is_group = isinstance(schema, type) and issubclass(schema, Component)
@@ -135,6 +149,7 @@ def check_override_keys(
             group has been given.
     """
     keys = list(valid_keys(schema))
+    open_keys = tuple(f"{key}." for key in _open_keys(schema))
     hints = get_type_hints(schema)
     components = {name: hint for name, hint in hints.items() if _is_component(hint)}
     overrides: dict[str, str] = {}
@@ -145,6 +160,8 @@ def check_override_keys(
         if separator and not own:
             overrides[key] = value
     for key, value in overrides.items():
+        if key.startswith(open_keys):
+            continue
         if key not in keys:
             raise ConfigError(_refusal(key, keys, renamed or {}))
         group, _, leaf = key.rpartition(".")
@@ -251,8 +268,13 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             if origin is tuple and Ellipsis not in options and len(value) != len(options):
                 raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
             return origin(_convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+    elif origin is dict:
+        if hasattr(value, "items") and all(isinstance(name, str) for name in value):
+            return {
+                name: _convert(item, options[1], f"{path}.{name}") for name, item in value.items()
+            }
     elif hint is Any:
-        return value
+        return list(value) if _is_list(value) else value
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif hint is float and isinstance(value, str):
@@ -278,6 +300,8 @@ def _name(hint: Any) -> str:
         return " or ".join(map(repr, options))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_name(option) for option in options)
+    if get_origin(hint) is dict:
+        return "a group of keys"
     if get_origin(hint) in (list, tuple):
         return "a list of " + " and ".join(_name(o) for o in dict.fromkeys(options) if o is not ...)
     return getattr(hint, "__name__", str(hint))

@@ -276,7 +276,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
     task = task_class(config.env.dataset)
     return task(
         **_data(config, task)[0],
-        **_limit(config),
+        **_settings(config),
         num_envs=config.rows_per_batch,
         repeats=config.env.repeats,
         group_repeats=True,
@@ -300,13 +300,14 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     task = task_class(config.env.dataset)
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
     data = _data(config, task)[1]
-    options = {**data, **_limit(config)}
+    options = {**data, **_settings(config)}
     return task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
 
 
-def _limit(config: RecipeConfig) -> dict[str, int]:
-    """The configured limit of steps, where the task's own is not wanted."""
-    return {} if config.env.max_steps is None else {"max_steps": config.env.max_steps}
+def _settings(config: RecipeConfig) -> dict[str, Any]:
+    """The task's own settings, and the limit of steps where its own is not wanted."""
+    limit = {} if config.env.max_steps is None else {"max_steps": config.env.max_steps}
+    return {**config.env.options, **limit}
 
 
 def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:

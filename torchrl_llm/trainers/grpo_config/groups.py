@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from torchrl_llm.envs.tasks import check_task
+from torchrl_llm.envs.tasks import check_task, task_options
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.trainers.config import ensure
@@ -34,6 +34,8 @@ class EnvConfig:
             or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
             then not trained on.
         repeats: samples a prompt, the size of a group; 1 where ``advantage`` compares none.
+        options: settings of the task itself, arguments of its class (the ``difficulty`` of
+            ``letter_counting``, for instance); those left out keep the class's defaults.
         max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
             for the task's own limit.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
@@ -45,6 +47,7 @@ class EnvConfig:
     dataset: str = "arithmetic"
     data_files: str | None = None
     eval_data_files: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     repeats: int = 8
     max_steps: int | None = None
     max_prompt_length: int | None = None
@@ -60,6 +63,13 @@ class EnvConfig:
             check_task(self.dataset)
         except ConfigError as error:
             raise ConfigError(f"env.dataset: {error}") from None
+        allowed = task_options(self.dataset) if self.options else ()
+        for name in self.options:
+            ensure(
+                name in allowed,
+                f"env.options.{name} is no setting of the task {self.dataset!r}; it has "
+                f"{sorted(allowed)}",
+            )
 
 
 @dataclass(kw_only=True)
