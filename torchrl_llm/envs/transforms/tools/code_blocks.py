@@ -16,10 +16,13 @@ from torchrl_llm.envs.transforms.tools.parsers import ToolParser, spoken_text
 
 __all__ = ["CodeBlockParser", "python_blocks"]
 
+_PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
+# Every fence is tried once, from its beginning: the time stays linear in the text.
+_FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"
 # A fence with a language: of Python anywhere in a line, of others at the beginning of one.
 _OPENING = re.compile(
-    r"(?P<fence>`{3,}|~{3,})[ \t]*(?P<word>(?:python|py)(?:3(?:\.\d+)?)?)\b(?P<rest>[^\n]*)(?:\n|$)"
-    r"|^[ \t]*(?P<other_fence>`{3,}|~{3,})[ \t]*[\w{][^\n`]*\n",
+    rf"(?P<fence>{_FENCE})[ \t]*+{_PYTHON}(?P<rest>[^\n]*+)(?:\n|$)"
+    rf"|^[ \t]*+(?P<other_fence>{_FENCE})[ \t]*+(?!{_PYTHON})[\w{{][^\n`]*+\n",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -41,10 +44,15 @@ def python_blocks(text: str) -> list[str]:
         >>> python_blocks("So:\n``` Python3 \nprint(1)```\nand ```py\nx = 2\nprint(x)")
         ['print(1)', 'x = 2\nprint(x)']
     """
+    text = text.replace("\r\n", "\n")
     blocks, at = [], 0
+    never_closed: set[str] = set()
     while found := _OPENING.search(text, at):
-        if found["other_fence"]:
-            closing = _closing(found["other_fence"]).search(text, found.end())
+        if other := found["other_fence"]:
+            closing = None
+            if other not in never_closed:
+                closing = _closing(other).search(text, found.end())
+                never_closed.update([] if closing else [other])
             at = closing.end() if closing else found.end()
             continue
         within = found["rest"].find(found["fence"])
@@ -60,7 +68,8 @@ def python_blocks(text: str) -> list[str]:
 
 
 def _closing(fence: str) -> re.Pattern[str]:
-    return re.compile(rf"{re.escape(fence[0])}{{{len(fence)},}}[ \t]*\r?$", re.MULTILINE)
+    mark = fence[0]
+    return re.compile(rf"(?<!{mark}){mark}{{{len(fence)},}}+[ \t]*+$", re.MULTILINE)
 
 
 class CodeBlockParser(ToolParser):
