@@ -5,8 +5,12 @@ from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.datasets.gsm8k_text import GSM8KPrepareQuestion, make_gsm8k_env
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.datasets.math import MATHEnv
+from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToeEnv
+from torchrl_llm.envs.hashing import LLMHashingEnv
+from torchrl_llm.envs.llm_env import LLMEnv
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
@@ -33,13 +37,18 @@ __all__ = [
     "DataLoadingPrimer",
     "DatasetChatEnv",
     "GSM8KEnv",
+    "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
+    "GameEnv",
     "IFEvalData",
     "IFEvalEnv",
     "IFEvalScoreData",
     "IfEvalScorer",
     "KLComputation",
     "KLRewardTransform",
+    "KeyDoorEnv",
+    "LLMEnv",
+    "LLMHashingEnv",
     "MATHEnv",
     "MATHRewardParser",
     "RayDataLoadingPrimer",
@@ -48,6 +57,8 @@ __all__ = [
     "RewardParser",
     "RewardScore",
     "TaskEnv",
+    "TicTacToeEnv",
     "as_nested_tensor",
     "as_padded_tensor",
+    "make_gsm8k_env",
 ]
