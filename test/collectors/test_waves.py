@@ -8,9 +8,11 @@ import pytest
 import torch
 from collectors.collecting import Failing, make_env, make_policy
 
-from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors import ChannelCollector, LLMCollector
+from torchrl_llm.collectors.transport import LocalChannel
+from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.errors import ConfigError
 
 
@@ -106,3 +108,20 @@ def _seeded(collector):
 def test_what_begins_together_cannot_be_dropped(policy):
     with pytest.raises(ConfigError, match="cannot drop"):
         _waves(policy)._rollout.drop()
+
+
+def test_a_learner_counts_the_trajectories_that_workers_deliver(policy):
+    channel = LocalChannel(max_size=4)
+    learner = ChannelCollector(channel, batch_rows=4, timeout_s=20)
+    workers = [
+        CollectorWorker(_waves(policy, 3), channel, name=name, claim_rows=3) for name in "ab"
+    ]
+    learner.grant(6)
+    for worker in workers:
+        assert channel.claim(worker.name, 3, timeout_s=0)
+        worker._put(worker.collector.rollout())
+    rows = row_list(learner.collect())
+    # Deliveries are taken whole: three trajectories are too few, six are there.
+    assert sum(map(ends_trajectory, rows)) == 6
+    assert len(rows) == 12  # of one, two and three turns, twice
+    assert all(counts.claimed == 0 for counts in channel.workers().values())
