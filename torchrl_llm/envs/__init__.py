@@ -3,6 +3,7 @@
 from torchrl_llm.envs.chat import ChatEnv
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.calculator import CalculatorEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.gsm8k_text import GSM8KPrepareQuestion, make_gsm8k_env
@@ -31,6 +32,7 @@ from torchrl_llm.envs.transforms import (
 __all__ = [
     "ArithmeticEnv",
     "ArithmeticRewardParser",
+    "CalculatorEnv",
     "ChatEnv",
     "CountdownEnv",
     "CountdownRewardParser",

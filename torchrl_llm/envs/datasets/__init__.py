@@ -2,6 +2,7 @@
 
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.calculator import CalculatorEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
@@ -10,6 +11,7 @@ from torchrl_llm.envs.datasets.math import MATHEnv
 
 __all__ = [
     "ArithmeticEnv",
+    "CalculatorEnv",
     "CountdownEnv",
     "DatasetChatEnv",
     "GSM8KEnv",
