@@ -9,11 +9,13 @@ from typing import Literal
 
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult, SandboxSession
 from torchrl_llm.envs.sandbox.bubblewrap import BubblewrapSandbox
+from torchrl_llm.envs.sandbox.container import ContainerSandbox
 from torchrl_llm.envs.sandbox.plain import SubprocessSandbox
 from torchrl_llm.errors import ConfigError, ResourceError
 
 __all__ = [
     "BubblewrapSandbox",
+    "ContainerSandbox",
     "Limits",
     "Sandbox",
     "SandboxResult",
@@ -22,8 +24,12 @@ __all__ = [
     "make_sandbox",
 ]
 
-SandboxKind = Literal["auto", "bubblewrap", "subprocess"]
-_KINDS = {"bubblewrap": BubblewrapSandbox, "subprocess": SubprocessSandbox}
+SandboxKind = Literal["auto", "bubblewrap", "subprocess", "container"]
+_KINDS = {
+    "bubblewrap": BubblewrapSandbox,
+    "subprocess": SubprocessSandbox,
+    "container": ContainerSandbox,
+}
 
 
 def make_sandbox(kind: SandboxKind = "auto", limits: Limits | None = None) -> Sandbox:

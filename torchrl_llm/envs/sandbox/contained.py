@@ -153,6 +153,11 @@ class Contained:
         """How it ended, negative for a signal; ``None`` where the sandbox failed to run it."""
         return self.process.returncode
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the sandbox itself saw, after the end, that memory was what ended it."""
+        return False
+
     def close_pipes(self) -> None:
         """Close the reading ends."""
         for output in self.outputs:
@@ -220,9 +225,10 @@ class ProcessSandbox(Sandbox):
             contained.kill()
             contained.stdout.drain()
             contained.stderr.drain()
+            exit_code = contained.exit_code() if ended == "exit" else -signal.SIGKILL
             return classify(
-                ended,
-                contained.exit_code() if ended == "exit" else -signal.SIGKILL,
+                "memory" if contained.out_of_memory else ended,
+                exit_code,
                 contained.stdout,
                 contained.stderr,
                 time.monotonic() - start,

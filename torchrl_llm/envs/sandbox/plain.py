@@ -253,7 +253,8 @@ def _kill_marked(mark: str) -> None:
 
 def _remove(folder: str) -> None:
     """Remove a folder that a run may have left in any state."""
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
         # Folders without permissions, or nested deeper than Python removes.
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -69,9 +69,16 @@ class PipeSession(SandboxSession):
     Args:
         start: starts the interpreter; it is given the two descriptors that belong inside.
         limits: of the session.
+        answers_fd: where the answers come from, if not from the second of these.
     """
 
-    def __init__(self, start: Callable[[int, int], Contained], limits: Limits) -> None:
+    def __init__(
+        self,
+        start: Callable[[int, int], Contained],
+        limits: Limits,
+        *,
+        answers_fd: int | None = None,
+    ) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._seconds = 0.0
@@ -79,7 +86,9 @@ class PipeSession(SandboxSession):
         self._why_over = "the session was closed"
         code_r, self._code_w = os.pipe()
         answers_r, answers_w = os.pipe()
-        self._answers = _Answers(answers_r)
+        if answers_fd is not None:
+            os.close(answers_r)
+        self._answers = _Answers(answers_r if answers_fd is None else answers_fd)
         try:
             self._contained = _keeper().call(lambda: start(code_r, answers_w))
         except (OSError, ValueError) as error:
@@ -139,6 +148,7 @@ class PipeSession(SandboxSession):
             contained.kill()
             if ended == "exit":
                 exit_code = contained.exit_code()
+                ended = "memory" if contained.out_of_memory else ended
         contained.stdout.drain()
         contained.stderr.drain()
         self._seconds += time.monotonic() - start
