@@ -12,6 +12,12 @@ from torchrl_llm.data.containers import (
     TokenSupport,
     TokenTrace,
 )
+from torchrl_llm.data.dataset import (
+    TensorDictTokenizer,
+    TokenizedDatasetLoader,
+    create_infinite_iterator,
+    get_dataloader,
+)
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
 from torchrl_llm.data.history import (
     ContentBase,
@@ -21,8 +27,11 @@ from torchrl_llm.data.history import (
 )
 from torchrl_llm.data.interop import TorchRLBufferDataset
 from torchrl_llm.data.kl_controllers import AdaptiveKLController, ConstantKLController, KLController
+from torchrl_llm.data.prompt import PromptData, PromptTensorDictTokenizer
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.replay_buffers.sampler import PromptGroupSampler
+from torchrl_llm.data.reward import PairwiseDataset, RewardData
+from torchrl_llm.data.rollout_from_model import RolloutFromModel
 from torchrl_llm.data.scoring import HeadStates, ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.topk import TopKRewardSelector
 
@@ -40,20 +49,29 @@ __all__ = [
     "LogProbs",
     "MaskReason",
     "Masks",
+    "PairwiseDataset",
+    "PromptData",
     "PromptGroupSampler",
+    "PromptTensorDictTokenizer",
+    "RewardData",
+    "RolloutFromModel",
     "ScoreExtras",
     "Source",
     "Support",
+    "TensorDictTokenizer",
     "Text",
     "TokenRecord",
     "TokenScorer",
     "TokenScores",
     "TokenSupport",
     "TokenTrace",
+    "TokenizedDatasetLoader",
     "Tokens",
     "TopKRewardSelector",
     "TorchRLBufferDataset",
     "TruncationReason",
     "add_chat_template",
+    "create_infinite_iterator",
+    "get_dataloader",
     "remove_chat_template",
 ]

@@ -1,8 +1,9 @@
 """Rows of a data set on their way to an environment: generated, mapped, put into an order.
 
-Where rows come from (a file, Python objects, the hub) is :mod:`torchrl_llm.data.sources`. Task environments expect ``query`` (the user's message, or a list of messages) and
-whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
-on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
+Where rows come from (a file, Python objects, the hub) is :mod:`torchrl_llm.data.sources`. Task
+environments expect ``query`` (the user's message, or a list of messages) and whatever their reward
+reads, usually ``answer``. A generated task is the same thing with rows made on the fly by index
+(:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
 
 Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
 """
