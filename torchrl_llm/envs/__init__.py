@@ -19,17 +19,21 @@ from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
 from torchrl_llm.envs.reward.math import MATHRewardParser
 from torchrl_llm.envs.transforms import (
+    AddThinkingPrompt,
     DataLoadingPrimer,
     KLComputation,
     KLRewardTransform,
     RayDataLoadingPrimer,
     RetrieveKL,
     RetrieveLogProb,
+    TemplateTransform,
+    Tokenizer,
     as_nested_tensor,
     as_padded_tensor,
 )
 
 __all__ = [
+    "AddThinkingPrompt",
     "ArithmeticEnv",
     "ArithmeticRewardParser",
     "CalculatorEnv",
@@ -59,7 +63,9 @@ __all__ = [
     "RewardParser",
     "RewardScore",
     "TaskEnv",
+    "TemplateTransform",
     "TicTacToeEnv",
+    "Tokenizer",
     "as_nested_tensor",
     "as_padded_tensor",
     "make_gsm8k_env",
