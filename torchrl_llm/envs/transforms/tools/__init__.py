@@ -14,6 +14,7 @@ from torchrl_llm.envs.transforms.tools.formats import (
 )
 from torchrl_llm.envs.transforms.tools.ordered import ExecuteToolsInOrder
 from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, TextParser, ToolParser
+from torchrl_llm.envs.transforms.tools.process import ProcessTool
 from torchrl_llm.envs.transforms.tools.registry import ToolRegistry, ToolService
 from torchrl_llm.envs.transforms.tools.simple import SimpleToolTransform
 from torchrl_llm.envs.transforms.tools.tool import FunctionTool, Tool
@@ -27,6 +28,7 @@ __all__ = [
     "LlamaParser",
     "MessageCallParser",
     "PatternParser",
+    "ProcessTool",
     "SimpleToolTransform",
     "SyntaxParser",
     "TextParser",

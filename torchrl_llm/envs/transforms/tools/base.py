@@ -200,8 +200,8 @@ class ToolTransform(Transform):
 
     def _alike(self) -> list[ToolTransform]:
         """The tool transforms here whose parser is of the same kind, this one included."""
-        container = self.container
-        found = container if isinstance(container, Compose) else (self,)
+        stack = getattr(self.container, "transform", None)
+        found = stack if isinstance(stack, Compose) else (self,)
         return [
             transform
             for transform in found

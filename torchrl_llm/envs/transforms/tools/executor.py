@@ -10,6 +10,7 @@ Next: :mod:`torchrl_llm.envs.transforms.tools.base` brings it into an environmen
 from __future__ import annotations
 
 import difflib
+import math
 import threading
 import time
 import weakref
@@ -27,7 +28,7 @@ from torchrl_llm.envs.transforms.tools.arguments import (
 )
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolOutput, ToolResult
 from torchrl_llm.envs.transforms.tools.threads import DaemonThreads
-from torchrl_llm.envs.transforms.tools.tool import Tool, as_text
+from torchrl_llm.envs.transforms.tools.tool import Tool, as_text, failure
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["ToolExecutor", "shorten"]
@@ -190,7 +191,7 @@ class ToolExecutor:
         try:
             output = self._output(call)
         except BaseException as error:  # a tool may raise anything, SystemExit included
-            output = ToolOutput(_said(error), _name_of(error))
+            output = failure(error)
         content, cut = shorten(output.content, self.max_result_chars)
         return ToolResult(
             call,
@@ -359,7 +360,8 @@ class _Run:
                 running = [chain for chain in running if not chain.over]
                 deadlines = [c.deadline for c in running if c.deadline is not None]
                 if running:
-                    self.changed.wait(min(deadlines) - now if deadlines else None)
+                    left = min(deadlines, default=math.inf) - now
+                    self.changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def give_up(self) -> None:
         """Leave what has not ended, when the caller was interrupted."""
@@ -409,20 +411,10 @@ def _broken(call: BrokenCall, executor: ToolExecutor) -> ToolResult:
     return ToolResult(ToolCall(""), text, error="MalformedCall")
 
 
-def _said(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # whatever a tool raises may not even have a text
-        text = ""
-    return f"{_name_of(error)}: {text}" if text else _name_of(error)
-
-
-def _name_of(error: BaseException) -> str:
-    return type(error).__name__
-
-
 def _quietly(tool: Tool, method: Callable[..., None], *args: Any) -> None:
     try:
         method(*args)
     except Exception as error:  # the end of a tool must not be the end of the others
-        logger.warning("%s of the tool %r failed: %s", method.__name__, tool.name, _said(error))
+        logger.warning(
+            "%s of the tool %r failed: %s", method.__name__, tool.name, failure(error).content
+        )

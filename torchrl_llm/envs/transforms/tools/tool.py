@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from torchrl_llm.envs.transforms.tools.call import ToolCall, ToolOutput
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["FunctionTool", "Tool", "ToolKind", "as_text"]
+__all__ = ["FunctionTool", "Tool", "ToolKind", "as_text", "failure"]
 
 ToolKind = Literal["auxiliary", "action"]
 
@@ -198,3 +198,18 @@ def as_text(value: Any) -> str:
         except (TypeError, ValueError, RecursionError):  # keys or cycles that JSON has no form for
             pass
     return str(value)
+
+
+def failure(error: BaseException) -> ToolOutput:
+    """What a model reads of an exception, with its name as the error.
+
+    Example:
+        >>> failure(ValueError("no such file"))[:2]
+        ('ValueError: no such file', 'ValueError')
+    """
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # whatever a tool raises may not even have a text
+        text = ""
+    return ToolOutput(f"{name}: {text}" if text else name, name)
