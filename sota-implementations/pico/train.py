@@ -5,7 +5,8 @@
 
 Nothing is hidden in a trainer, and there is no class but the environment. What is imported is
 arithmetic on tensors (``torchrl_llm.functional``), a chat template that never encodes a sampled
-token twice (``ChatFormatter``), and a model that samples token ids (``TransformersBackend``).
+token twice (``ChatFormatter``), a model that samples token ids (``TransformersBackend``), and the
+problems and scores of the task (``letter_problem``, ``score_counts``).
 ``sota-implementations/grpo`` is the same algorithm at full size; docs/source/howto/pico.rst says
 which part is which, and what picoRL and Ludic call it.
 
@@ -17,11 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
-import string
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -29,31 +27,14 @@ from torchrl import logger
 
 from torchrl_llm.data import Source
 from torchrl_llm.data.formatter import ChatFormatter, assistant_mask
+from torchrl_llm.envs.datasets.letter_counting import TIERS, letter_problem
+from torchrl_llm.envs.datasets.words import word_list
+from torchrl_llm.envs.reward.letter_counting import score_counts
 from torchrl_llm.functional import group_advantages, policy_gradient_loss, token_log_probs
 from torchrl_llm.modules import load_model, load_tokenizer
 from torchrl_llm.modules.backends import SamplingParams, TransformersBackend
 
 # --- 1. The task ----------------------------------------------------------------------------------
-
-WORDS = (Path(__file__).parent / "words.txt").read_text().split()
-# Every fifth word is never trained on.
-TRAIN_WORDS = [word for i, word in enumerate(WORDS) if i % 5]
-TEST_WORDS = WORDS[::5]
-
-# Difficulty 1 to 10: letters of the text, chance that several letters are asked for, and how many.
-# From 6 on the text is random letters.
-TIERS = (
-    ((3, 8), 0.0, (1, 1)),
-    ((5, 12), 0.5, (1, 2)),
-    ((8, 18), 0.6, (2, 3)),
-    ((10, 25), 0.8, (3, 5)),
-    ((15, 35), 0.9, (5, 8)),
-    ((40, 80), 1.0, (8, 12)),
-    ((80, 150), 1.0, (12, 20)),
-    ((150, 250), 1.0, (18, 26)),
-    ((250, 400), 1.0, (25, 26)),
-    ((400, 500), 1.0, (26, 26)),
-)
 
 
 class LetterCounting:
@@ -63,82 +44,26 @@ class LetterCounting:
     this: its mean is a baseline only if all its members answer one question.
     """
 
-    def __init__(self, *, difficulty: int = 1, seed: int = 0, words: list[str] = TRAIN_WORDS):
-        self.tier = min(max(difficulty, 1), len(TIERS))
-        self.words = words
+    def __init__(self, *, difficulty: int = 1, seed: int = 0, split: str = "train"):
+        self.difficulty = min(max(difficulty, 1), len(TIERS))
+        self.words = word_list(split)  # every fifth word is never trained on
         self.rng = random.Random(seed)
-        self.counts: dict[str, int] = {}
+        self.problem = None
         self.last_reward = 0.0
 
     def reset(self) -> list[dict]:
         """The messages of a new problem."""
-        (shortest, longest), several, (fewest, most) = TIERS[self.tier - 1]
-        text = self._text(shortest, longest)
-        wanted = 1
-        if self.rng.random() < several:
-            wanted = self.rng.randint(max(2, fewest), most)
-        self.counts = {letter: text.count(letter) for letter in self._letters(text, wanted)}
-        letters = ", ".join(self.counts)
-        form = "n" if wanted == 1 else json.dumps(dict.fromkeys(self.counts, "n"))
-        question = f"Count {letters} in {text}. Say <answer>{form}</answer>."
-        return [{"role": "user", "content": question}]
+        self.problem = letter_problem(self.rng, self.difficulty, self.words)
+        return [{"role": "user", "content": self.problem.question}]
 
     def step(self, response: str) -> dict | None:
         """Take the answer. The episode is over, so there is no next message."""
-        self.last_reward = score_answer(response, self.counts)
+        self.last_reward = score_counts(response, self.problem.counts)
         return None
 
     def reward(self) -> float:
         """What the last step was worth, between 0 and 1."""
         return self.last_reward
-
-    def _text(self, shortest: int, longest: int) -> str:
-        if self.tier > 5:
-            size = self.rng.randint(shortest, longest)
-            return "".join(self.rng.choices(string.ascii_lowercase, k=size))
-        fitting = [word for word in self.words if shortest <= len(word) <= longest]
-        if fitting:
-            return self.rng.choice(fitting)
-        # No word is that long: run several together.
-        text = ""
-        while len(text) < shortest:
-            text += self.rng.choice(self.words)
-        return text[:longest]
-
-    def _letters(self, text: str, wanted: int) -> list[str]:
-        present = sorted(set(text))
-        absent = sorted(set(string.ascii_lowercase) - set(text))
-        bias = self.rng.uniform(0.3, 0.9)
-        letters = []
-        for _ in range(wanted):
-            from_text = present and (not absent or self.rng.random() < bias)
-            pool = present if from_text else absent
-            letters.append(pool.pop(self.rng.randrange(len(pool))))
-        return letters
-
-
-def score_answer(response: str, counts: dict[str, int]) -> float:
-    """0 without one readable answer tag; else 0.1 and up to 0.9 more for what is right."""
-    answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    if len(answers) != 1:
-        return 0.0
-    answer = answers[0].strip()
-    if len(counts) == 1:
-        # ASCII digits: int() would also take a sign, underscores and other alphabets.
-        if not re.fullmatch(r"[0-9]{1,9}", answer):
-            return 0.0
-        return 1.0 if int(answer) in counts.values() else 0.1
-    try:
-        given = json.loads(answer)
-    except (ValueError, RecursionError):
-        return 0.0
-    # bool is an int in Python; in an answer it is not.
-    if not isinstance(given, dict) or any(type(n) is not int or n < 0 for n in given.values()):
-        return 0.0
-    if given.keys() != counts.keys():
-        return 0.1
-    right = sum(given[letter] == count for letter, count in counts.items())
-    return 0.1 + 0.9 * right / len(counts)
 
 
 # --- 2. Rollouts ----------------------------------------------------------------------------------
@@ -231,7 +156,7 @@ def warm_up(model, formatter, optimizer, *, steps: int, batch: int, difficulty: 
         for _ in range(batch):
             env = LetterCounting(difficulty=difficulty, seed=rng.getrandbits(32))
             chat = env.reset()
-            made_up = {letter: rng.randint(0, 3) for letter in env.counts}
+            made_up = {letter: rng.randint(0, 3) for letter in env.problem.counts}
             answer = json.dumps(made_up) if len(made_up) > 1 else str(*made_up.values())
             chat.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
             ids, mask = assistant_mask(formatter, chat)
@@ -253,7 +178,7 @@ def warm_up(model, formatter, optimizer, *, steps: int, batch: int, difficulty: 
 def evaluate(generate, formatter, *, difficulty: int, problems: int) -> tuple[float, float]:
     """Share of held-out problems that are answered exactly, and mean reward."""
     env_fns = [
-        partial(LetterCounting, difficulty=difficulty, seed=i, words=TEST_WORDS)
+        partial(LetterCounting, difficulty=difficulty, seed=i, split="test")
         for i in range(problems)
     ]
     _, rewards, _ = collect_rollouts(env_fns, generate, formatter)

@@ -48,75 +48,15 @@ def test_environments_of_one_seed_pose_the_same_problems(pico):
     assert len({chat[0]["content"] for chat in first}) == 3
 
 
-@pytest.mark.parametrize("difficulty", range(1, 11))
-def test_problems_keep_to_their_tier(pico, difficulty):
-    (shortest, longest), several, (fewest, most) = pico.TIERS[difficulty - 1]
-    numbers = []
-    for seed in range(40):
-        env = pico.LetterCounting(difficulty=difficulty, seed=seed)
-        question = env.reset()[0]["content"]
-        text = question.split(" in ")[1].split(". Say ")[0]
-        assert shortest <= len(text) <= longest
-        assert {letter: text.count(letter) for letter in env.counts} == env.counts
-        numbers.append(len(env.counts))
-        assert all(n == 1 or max(2, fewest) <= n <= most for n in numbers)
-    if several == 1.0:
-        assert min(numbers) > 1
-    else:
-        assert min(numbers) == 1
-    assert pico.LetterCounting(difficulty=99).tier == 10
-    assert pico.LetterCounting(difficulty=-1).tier == 1
-
-
-def test_asked_letters_are_in_the_word_or_not(pico):
-    present = []
-    for seed in range(200):
-        env = pico.LetterCounting(seed=seed)
-        env.reset()
-        present.append(next(iter(env.counts.values())) > 0)
-    # The bias is uniform in (0.3, 0.9), so its mean is 0.6.
-    assert 0.5 < sum(present) / 200 < 0.7
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("<answer>3</answer>", 1.0),
-        ("r, r, r: <answer> 3 </answer>.", 1.0),
-        ("<answer>2</answer>", 0.1),
-        ("3", 0.0),
-        ("<answer>3</answer><answer>3</answer>", 0.0),
-        ("<answer>three</answer>", 0.0),
-        ("<answer>-3</answer>", 0.0),
-        ("<answer>+3</answer>", 0.0),
-        ("<answer>3</answer", 0.0),
-        ("<answer>" + "9" * 5000 + "</answer>", 0.0),
-    ],
-)
-def test_one_letter_is_right_or_wrong(pico, response, reward):
-    assert pico.score_answer(response, {"r": 3}) == reward
-
-
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        ('{"r": 3, "s": 1}', 1.0),
-        ('{"r": 3, "s": 2}', 0.55),  # 0.1 + 0.9 / 2
-        ('{"r": 0, "s": 0}', 0.1),
-        ('{"r": 3}', 0.1),
-        ('{"r": 3, "s": 1, "t": 0}', 0.1),
-        ('{"r": 3, "s": true}', 0.0),  # true == 1, and is no number
-        ('{"r": 3, "s": -1}', 0.0),
-        ('{"r": 3.0, "s": 1}', 0.0),
-        ("[3, 1]", 0.0),
-        ("3", 0.0),
-        ("{r: 3}", 0.0),
-        ("[" * 100_000, 0.0),
-    ],
-)
-def test_several_letters_are_worth_their_share(pico, answer, reward):
-    given = f"<answer>{answer}</answer>"
-    assert pico.score_answer(given, {"r": 3, "s": 1}) == pytest.approx(reward)
+def test_a_difficulty_is_clamped_and_an_answer_is_scored(pico):
+    assert pico.LetterCounting(difficulty=99).difficulty == 10
+    assert pico.LetterCounting(difficulty=-1).difficulty == 1
+    env = pico.LetterCounting()
+    env.reset()
+    (count,) = env.problem.counts.values()
+    for answer, reward in ((count, 1.0), (count + 1, 0.1), ("many", 0.0)):
+        assert env.step(f"<answer>{answer}</answer>") is None
+        assert env.reward() == reward
 
 
 # -- rollouts --------------------------------------------------------------------------------------

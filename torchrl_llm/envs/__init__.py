@@ -8,7 +8,9 @@ from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.gsm8k_text import GSM8KPrepareQuestion, make_gsm8k_env
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
+from torchrl_llm.envs.datasets.letter_counting import LetterCountingEnv
 from torchrl_llm.envs.datasets.math import MATHEnv
+from torchrl_llm.envs.datasets.text_reversal import TextReversalEnv
 from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToeEnv
 from torchrl_llm.envs.hashing import LLMHashingEnv
 from torchrl_llm.envs.llm_env import LLMEnv
@@ -17,7 +19,9 @@ from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
+from torchrl_llm.envs.reward.letter_counting import LetterCountingRewardParser
 from torchrl_llm.envs.reward.math import MATHRewardParser
+from torchrl_llm.envs.reward.text_reversal import TextReversalRewardParser
 from torchrl_llm.envs.transforms import (
     AddThinkingPrompt,
     DataLoadingPrimer,
@@ -55,6 +59,8 @@ __all__ = [
     "KeyDoorEnv",
     "LLMEnv",
     "LLMHashingEnv",
+    "LetterCountingEnv",
+    "LetterCountingRewardParser",
     "MATHEnv",
     "MATHRewardParser",
     "RayDataLoadingPrimer",
@@ -64,6 +70,8 @@ __all__ = [
     "RewardScore",
     "TaskEnv",
     "TemplateTransform",
+    "TextReversalEnv",
+    "TextReversalRewardParser",
     "TicTacToeEnv",
     "Tokenizer",
     "as_nested_tensor",

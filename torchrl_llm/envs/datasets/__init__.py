@@ -6,8 +6,10 @@ from torchrl_llm.envs.datasets.calculator import CalculatorEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
+from torchrl_llm.envs.datasets.letter_counting import LetterCountingEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
 from torchrl_llm.envs.datasets.math import MATHEnv
+from torchrl_llm.envs.datasets.text_reversal import TextReversalEnv
 
 __all__ = [
     "ArithmeticEnv",
@@ -17,9 +19,11 @@ __all__ = [
     "GSM8KEnv",
     "GeneratedRows",
     "IFEvalEnv",
+    "LetterCountingEnv",
     "MATHEnv",
     "RowLoader",
     "TaskEnv",
+    "TextReversalEnv",
     "load_rows",
     "read_jsonl",
 ]

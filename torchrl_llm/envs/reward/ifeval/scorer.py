@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tensordict import TensorDictBase, is_non_tensor
 from tensordict.utils import NestedKey
@@ -19,6 +19,7 @@ from torchrl.data import Composite
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.blocks import ResponseParts, split_response
 from torchrl_llm.envs.reward.ifeval.data import IFEvalExample, IFEvalScoreData
 from torchrl_llm.envs.reward.ifeval.verdict import Verdict, verify
 from torchrl_llm.envs.reward.running import Outcome
@@ -30,29 +31,6 @@ _ANSWER_BONUS = 0.1
 _THINK_BONUS = 0.05
 # What is written where scores are wanted and no reward.
 _NO_REWARD_KEYS = ("reward_valid", "reward_seconds", "error")
-
-
-class _Parts(NamedTuple):
-    """A response in parts: blocks of reasoning, answer blocks behind it, and all behind it."""
-
-    think: list[str]
-    answer: list[str]
-    behind: str
-
-
-def _blocks(text: str, tag: str) -> list[str]:
-    """The contents of all complete blocks; time is linear, as a lazy pattern's is not."""
-    pieces = text.split(f"</{tag}>")[:-1]
-    found = (piece.rpartition(f"<{tag}>") for piece in pieces)
-    return [content.strip() for _, opened, content in found if opened]
-
-
-def _parts(response: str) -> _Parts:
-    before, closed, behind = response.rpartition("</think>")
-    think = _blocks(before + closed, "think")
-    if closed and not think:
-        think = [before.strip()]  # the prompt opened the reasoning
-    return _Parts(think, _blocks(behind, "answer"), behind.strip())
 
 
 class _VerdictScore(RewardScore):
@@ -229,7 +207,7 @@ class IfEvalScorer(RewardParser):
         Raises:
             RewardError: for an unknown instruction or wrong arguments.
         """
-        parts = _parts(response)
+        parts = split_response(response)
         text = parts.behind if self.scored_part == "response" else (parts.answer or [""])[-1]
         verdict = verify(text, answer.instruction_ids, answer.arguments)
         if self.verbose:
@@ -245,7 +223,7 @@ class IfEvalScorer(RewardParser):
         score.verdict = verdict
         return score
 
-    def _reward(self, verdict: Verdict, parts: _Parts, complete: bool | None) -> Any:
+    def _reward(self, verdict: Verdict, parts: ResponseParts, complete: bool | None) -> Any:
         if self.aggregate_reward is False:
             return 0.0
         data = IFEvalScoreData.row(verdict)
