@@ -1,13 +1,5 @@
 """Games: rules as pure functions, and environments in which language models play them."""
 
-from torchrl_llm.envs.games.actions import (
-    ActionError,
-    ActionParser,
-    ActionTool,
-    BareAction,
-    CallAction,
-    TagAction,
-)
 from torchrl_llm.envs.games.base import GameEnv
 from torchrl_llm.envs.games.game import (
     Agent,
@@ -24,12 +16,7 @@ from torchrl_llm.envs.games.steps import GameSteps
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 
 __all__ = [
-    "ActionError",
-    "ActionParser",
-    "ActionTool",
     "Agent",
-    "BareAction",
-    "CallAction",
     "Game",
     "GameEnv",
     "GameSteps",
@@ -37,7 +24,6 @@ __all__ = [
     "KeyDoor",
     "KeyDoorEnv",
     "Outcome",
-    "TagAction",
     "TicTacToe",
     "TicTacToeEnv",
     "Turn",

@@ -12,15 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torchrl.envs import Transform, TransformedEnv
-
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows, load_rows
-from torchrl_llm.envs.games.actions import ActionForm, ActionTool, CallAction, make_action_parser
+from torchrl_llm.envs.actions import ActionForm, CallAction, make_action_parser
+from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows
 from torchrl_llm.envs.games.game import Game
 from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
 from torchrl_llm.envs.transforms.step_counter import StepCounter
-from torchrl_llm.envs.transforms.tools.base import ToolTransform
+from torchrl_llm.envs.world import WorldEnv
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["GameEnv"]
@@ -29,7 +26,7 @@ _NUM_TRAIN = 65_536
 _NUM_TEST = 1_024
 
 
-class GameEnv(TaskEnv):
+class GameEnv(WorldEnv):
     """A game that language models play, one game a row.
 
     Each row is a seed: it starts a game, whose first observation is the user's message after a
@@ -102,8 +99,8 @@ class GameEnv(TaskEnv):
         template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        parser = make_action_parser(actions, game)
-        rows = self._rows(dataset, data_files, split)
+        parser = make_action_parser(actions, game.action_name, game.action_help)
+        rows = self.read_rows(dataset, data_files, split, columns=("seed",))
         if system_prompt is None:
             system_prompt = f"{game.rules} {parser.help}"
         if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
@@ -132,22 +129,6 @@ class GameEnv(TaskEnv):
             self.append_transform(StepCounter(max_steps=max_steps))
 
     @classmethod
-    def _rows(
-        cls,
-        dataset: Any,
-        data_files: str | Path | list[str | Path] | None,
-        split: str | None,
-    ) -> Any:
-        if dataset is not None and data_files is not None:
-            raise ConfigError("pass dataset or data_files, not both")
-        if data_files is not None:
-            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
-            dataset = [Path(file) for file in files]
-        elif dataset is None:
-            dataset = cls.default_dataset(split)
-        return load_rows(dataset, columns=("seed",))
-
-    @classmethod
     def default_dataset(cls, split: str | None) -> GeneratedRows:
         """The seeds of a split, ``train`` if not given; no seed is in both."""
         if split not in (None, "train", "test"):
@@ -155,26 +136,6 @@ class GameEnv(TaskEnv):
         if split == "test":
             return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
         return GeneratedRows(_seed_row, _NUM_TRAIN)
-
-    def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Append a transform; one with tools comes before the game.
-
-        Args:
-            transform: the transform.
-
-        Raises:
-            ConfigError: the actions are tool calls, and the transform does not know their tool.
-        """
-        games = [i for i, t in enumerate(self.transform) if isinstance(t, GameSteps)]
-        if not isinstance(transform, ToolTransform) or not games:
-            return super().append_transform(transform)
-        parser = self.steps.parser
-        if isinstance(parser, CallAction) and parser.name not in transform.tools:
-            raise ConfigError(
-                f"the transform would answer calls of {parser.name!r} as those of an unknown tool: "
-                f"give it env.action_tool beside {sorted(transform.tools)}"
-            )
-        return self.insert_transform(games[0], transform)
 
     @property
     def steps(self) -> GameSteps:
@@ -185,18 +146,6 @@ class GameEnv(TaskEnv):
     def game(self) -> Game:
         """The rules."""
         return self.steps.game
-
-    @property
-    def action_tool(self) -> ActionTool:
-        """The tool that acts; its ``schema`` is what chat templates take.
-
-        Raises:
-            ConfigError: the actions of this environment are no tool calls.
-        """
-        parser = self.steps.parser
-        if not isinstance(parser, CallAction):
-            raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
-        return parser.tool
 
 
 def _seed_row(index: int) -> Mapping[str, Any]:

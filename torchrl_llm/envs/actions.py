@@ -1,7 +1,9 @@
 """How an answer says an action: in a tag, by a tool call, or as a bare word.
 
 A parser reads the message that the model wrote. What it cannot read is an :class:`ActionError`,
-whose text goes back to the model; the game itself does not move.
+whose text goes back to the model; the world itself does not move.
+
+Next: :mod:`torchrl_llm.envs.world` has the environments whose worlds move by actions.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from torchrl_llm.envs.games.game import Game
 from torchrl_llm.envs.reward.base import extract_block
 from torchrl_llm.envs.transforms.tools.call import ToolCall
 from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
@@ -32,21 +33,22 @@ ActionForm = Literal["tag", "call", "bare"]
 
 
 class ActionError(TorchRLLLMError, ValueError):
-    """An answer holds no action; the message is for the model."""
+    """An answer holds no action that can be carried out; the message is for the model."""
 
 
 class ActionParser(ABC):
     """Reads an action from an answer; subclasses write :meth:`parse` and :attr:`help`.
 
     Args:
-        game: whose actions they are; its ``action_name`` is the name of tag or tool.
+        name: what an action is called, one word; the name of tag or tool.
+        written: how an action is written, for the model: "the number of a free cell".
     """
 
-    form: ClassVar[str]
+    form: ClassVar[ActionForm]
 
-    def __init__(self, game: Game) -> None:
-        self.name = game.action_name
-        self.written = game.action_help
+    def __init__(self, name: str, written: str) -> None:
+        self.name = name
+        self.written = written
 
     @property
     @abstractmethod
@@ -66,14 +68,13 @@ class ActionParser(ABC):
 
 
 class TagAction(ActionParser):
-    """The last ``<move>...</move>`` of an answer, where ``move`` is what the game calls an action.
+    """The last ``<move>...</move>`` of an answer, where ``move`` is what an action is called.
 
     What stands inside the reasoning does not count, nor does reasoning that is never closed.
 
     Example:
-        >>> from torchrl_llm.envs.games import TicTacToe
         >>> answer = "<think><move>1</move>?</think> I take the middle. <move> 5 </move>"
-        >>> TagAction(TicTacToe()).parse({"role": "assistant", "content": answer})
+        >>> TagAction("move", "a cell").parse({"role": "assistant", "content": answer})
         '5'
     """
 
@@ -93,7 +94,12 @@ class TagAction(ActionParser):
 
 
 class BareAction(ActionParser):
-    """The whole answer is the action, reasoning aside."""
+    """The whole answer is the action, reasoning aside.
+
+    Example:
+        >>> BareAction("move", "a cell").parse({"role": "assistant", "content": " 5 "})
+        '5'
+    """
 
     form = "bare"
 
@@ -111,43 +117,41 @@ class BareAction(ActionParser):
 
 
 class ActionTool(Tool):
-    """The tool whose call is an action of a game; what comes of it the game tells.
-
-    Its one argument has the tool's own name: ``move(move="5")``.
+    """A tool whose call is an action; what comes of it the world tells.
 
     Args:
-        game: whose actions they are.
+        name: name of the tool.
+        parameters: JSON schema of its arguments, an object.
+        description: what the model reads about it.
     """
 
     kind = "action"
-    description = "What you do next."
 
-    def __init__(self, game: Game) -> None:
-        self.name = game.action_name
-        argument = {"type": "string", "description": game.action_help}
-        self.parameters = {
-            "type": "object",
-            "properties": {self.name: argument},
-            "required": [self.name],
-        }
+    def __init__(
+        self, name: str, parameters: Mapping[str, Any], description: str = "What you do next."
+    ) -> None:
+        self.name = name
+        self.parameters = dict(parameters)
+        self.description = description
 
     def run(self, call: ToolCall) -> str:
-        """Say that the call has been read; the game's message follows."""
+        """Say that the call has been read; the message of the world follows."""
         return "Received."
 
 
 class CallAction(ActionParser):
-    """A call of the game's :class:`ActionTool`.
+    """A tool call; by default of a tool with one argument, both called as an action is.
 
     Calls of other tools are not looked at; of several calls of this one none counts.
 
     Args:
-        game: see :class:`ActionParser`.
+        name: see :class:`ActionParser`.
+        written: see :class:`ActionParser`.
+        parameters: JSON schema of the arguments, where there is not just the one.
         calls: reads the calls of a message; the message's own ``tool_calls`` if not given.
 
     Example:
-        >>> from torchrl_llm.envs.games import TicTacToe
-        >>> parser = CallAction(TicTacToe())
+        >>> parser = CallAction("move", "the number of a cell")
         >>> call = {"type": "function", "function": {"name": "move", "arguments": {"move": "5"}}}
         >>> parser.parse({"role": "assistant", "content": "", "tool_calls": [call]})
         '5'
@@ -157,9 +161,19 @@ class CallAction(ActionParser):
 
     form = "call"
 
-    def __init__(self, game: Game, calls: ToolParser | None = None) -> None:
-        super().__init__(game)
-        self.tool = ActionTool(game)
+    def __init__(
+        self,
+        name: str,
+        written: str,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        calls: ToolParser | None = None,
+    ) -> None:
+        super().__init__(name, written)
+        if parameters is None:
+            argument = {"type": "string", "description": written}
+            parameters = {"type": "object", "properties": {name: argument}, "required": [name]}
+        self.tool = ActionTool(name, parameters)
         self.calls = MessageCallParser() if calls is None else calls
 
     @property
@@ -167,8 +181,12 @@ class CallAction(ActionParser):
         """How to answer."""
         return f"Act by calling the tool {self.name!r} with {self.written}."
 
-    def parse(self, message: Mapping[str, Any]) -> str:
-        """See :meth:`ActionParser.parse`."""
+    def arguments(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments of the one call.
+
+        Raises:
+            ActionError: there is none, or more than one, or it cannot be read.
+        """
         calls = self.calls.parse(message, {self.name: self.tool.parameters})
         mine = [c for c in calls if isinstance(c, ToolCall) and c.tool == self.name]
         broken = [c.problem for c in calls if not isinstance(c, ToolCall)]
@@ -177,18 +195,23 @@ class CallAction(ActionParser):
         if len(mine) != 1:
             got = f"are {len(mine)} calls" if mine else "is no call"
             raise ActionError(f"Call the tool {self.name!r} once; there {got} of it.")
-        value = mine[0].args.get(self.name)
+        return mine[0].args
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        value = self.arguments(message).get(self.name)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise ActionError(f"The tool {self.name!r} needs the argument {self.name!r}.")
         return str(value)
 
 
-def make_action_parser(form: ActionForm, game: Game) -> ActionParser:
+def make_action_parser(form: ActionForm, name: str, written: str) -> ActionParser:
     """The parser of a form.
 
     Args:
         form: ``"tag"``, ``"call"`` or ``"bare"``.
-        game: whose actions they are.
+        name: see :class:`ActionParser`.
+        written: see :class:`ActionParser`.
 
     Raises:
         ConfigError: for another form.
@@ -196,7 +219,7 @@ def make_action_parser(form: ActionForm, game: Game) -> ActionParser:
     parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction)}
     if form not in parsers:
         raise ConfigError(f"actions must be one of {get_args(ActionForm)}, got {form!r}")
-    return parsers[form](game)
+    return parsers[form](name, written)
 
 
 def _said(message: Mapping[str, Any]) -> str:

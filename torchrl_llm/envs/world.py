@@ -1,0 +1,308 @@
+"""Worlds that move by what the model does: the transform between answers and what comes of them.
+
+A game, a server elsewhere, a simulator: each is a :class:`WorldTransform`, which gets the model's
+turns and says how the world reacts. Messages, rewards, ends and errors are written here, once.
+:class:`WorldEnv` is the environment around one. Plain tasks, whose answer is only scored, are
+:class:`~torchrl_llm.envs.datasets.TaskEnv` with a reward.
+
+Next: :mod:`torchrl_llm.envs.games.steps` plays games, :mod:`torchrl_llm.envs.libs.sessions` drives
+worlds that live elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import Transform, TransformedEnv
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import FinishReason, TruncationReason
+from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
+from torchrl_llm.envs.datasets.base import TaskEnv
+from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.envs.specs import ColumnSpec
+from torchrl_llm.envs.transforms.tools.base import ToolTransform
+from torchrl_llm.errors import ConfigError, RewardError
+
+__all__ = ["CUT_OFF", "ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
+
+CUT_OFF = "Your answer was cut off."
+
+
+class ModelTurn(NamedTuple):
+    """What the model did in one row.
+
+    Attributes:
+        row: index of the row.
+        message: what it wrote; ``None`` where it wrote nothing.
+        cut: the answer was cut at its limit of tokens.
+        answered: a tool transform has answered the calls of this turn.
+    """
+
+    row: int
+    message: Mapping[str, Any] | None
+    cut: bool
+    answered: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reaction:
+    """How the world reacts to a turn.
+
+    Args:
+        observation: what the model is told.
+        reward: of this turn.
+        terminated: the episode has ended by its rules.
+        truncated: the world has cut it.
+        success: the model has done what is asked for.
+        error: what failed, which makes the reward invalid and ends the episode.
+    """
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    error: Exception | None = None
+
+    def checked(self) -> Self:
+        """Itself, or a failure where the reward is no finite number."""
+        if self.error is None and math.isfinite(self.reward):
+            return self
+        error = self.error or RewardError(f"a reward must be finite, got {self.reward}")
+        return replace(self, error=error, terminated=True, truncated=False, success=False)
+
+
+class WorldTransform(Transform):
+    """Lets a world react to the turns of the model; subclasses write :meth:`react`.
+
+    At each step it is asked about the rows that are stepped, but for turns that only called tools
+    to think (``("tools", "auxiliary")``). What the model is told is appended to the next prompt as
+    a user's message, or as a tool's where it answers a call. It writes
+
+    - ``"reward"``, float32 ``[B, 1, 1]``; ``"success"``, bool ``[B, 1, 1]``; ``"reward_valid"``,
+      bool ``[B]``; ``("error", "type")`` and ``("error", "message")``, strings;
+    - ``"done"``, ``"terminated"``, ``"truncated"`` and ``"truncation_reason"`` (``ENV``) where an
+      episode ends.
+
+    A reaction with an error is a row with a NaN reward that is invalid, and ends.
+
+    Args:
+        parser: reads actions.
+        with_reward: write the reward and what goes with it.
+        tool_role: role of the messages that answer a tool call.
+    """
+
+    def __init__(
+        self, parser: ActionParser, *, with_reward: bool = True, tool_role: str = "tool"
+    ) -> None:
+        super().__init__()
+        self.parser = parser
+        self.with_reward = with_reward
+        self.tool_role = tool_role
+
+    @abstractmethod
+    def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> Sequence[Reaction]:
+        """How the world reacts.
+
+        Args:
+            td: all rows, as the policy left them.
+            turns: the rows that act.
+
+        Returns:
+            A reaction for each of ``turns``; what fails is a reaction with an error.
+        """
+
+    def write(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        turns: Sequence[ModelTurn],
+        reactions: Sequence[Reaction],
+    ) -> None:
+        """Write what a world of this kind tells beside; nothing by default.
+
+        Args:
+            td: all rows.
+            next_td: where to write.
+            turns: the rows that acted.
+            reactions: what came of it.
+        """
+
+    def _turns(self, td: TensorDictBase, next_td: TensorDictBase) -> list[ModelTurn]:
+        size = next_td.batch_size.numel()
+        acting = torch.ones(size, dtype=torch.bool)
+        stepped, auxiliary = td.get("_step", None), next_td.get(("tools", "auxiliary"), None)
+        if stepped is not None:
+            acting &= stepped.reshape(size, -1).any(-1).cpu()
+        if auxiliary is not None:
+            acting &= ~auxiliary.reshape(size, -1).any(-1).cpu()
+        messages = self.parent.mode.turns(td)
+        finish = td.get(("tokens", "finish_reason"), None)
+        calls = next_td.get(("tools", "num_calls"), None)
+        nothing = [False] * size
+        cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
+        answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
+        rows = acting.nonzero().flatten().tolist()
+        return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
+
+    def _reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
+        """The message that tells what came of a turn; a tool's where it answers a call."""
+        calls = () if turn.message is None else turn.message.get("tool_calls") or ()
+        if self.parser.form != "call" or not calls or turn.answered:
+            return {"role": self.parent.user_role, "content": text}
+        reply = {"role": self.tool_role, "content": text, "name": self.parser.name}
+        identity = calls[-1].get("id")
+        return reply if identity is None else {**reply, "tool_call_id": identity}
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        size = next_tensordict.batch_size.numel()
+        turns = self._turns(tensordict, next_tensordict)
+        reactions = [reaction.checked() for reaction in self.react(tensordict, turns)]
+        replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
+        by_row: list[Reaction | None] = [None] * size
+        for turn, reaction in zip(turns, reactions, strict=True):
+            replies[turn.row] = [self._reply(turn, reaction.observation)]
+            by_row[turn.row] = reaction
+        self.parent.mode.append(tensordict, next_tensordict, replies)
+        _write_ends(next_tensordict, by_row)
+        if self.with_reward:
+            _write_reward(next_tensordict, by_row)
+        self.write(tensordict, next_tensordict, turns, reactions)
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return tensordict_reset
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the reward's keys."""
+        if not self.with_reward:
+            return reward_spec
+        shape, device = reward_spec.shape, reward_spec.device
+        cell = (*shape, 1, 1)
+        reward_spec["reward"] = Unbounded(shape=cell, device=device)
+        reward_spec["success"] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
+        reward_spec["reward_valid"] = Unbounded(shape=shape, dtype=torch.bool, device=device)
+        text = {name: ColumnSpec((*shape, -1), example_data="") for name in ("type", "message")}
+        reward_spec["error"] = Composite(text, shape=shape, device=device)
+        return reward_spec
+
+
+def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
+    # Rows that do not act keep a neutral reward, as EnvBase gives a row that is not stepped.
+    cell = (len(reactions), 1, 1)
+    errors = [None if reaction is None else reaction.error for reaction in reactions]
+    rewards = [
+        float("nan") if error is not None else 0.0 if reaction is None else reaction.reward
+        for reaction, error in zip(reactions, errors, strict=True)
+    ]
+    success = [reaction is not None and reaction.success for reaction in reactions]
+    td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(cell))
+    td.set("success", torch.tensor(success, device=td.device).view(cell))
+    td.set("reward_valid", torch.tensor([e is None for e in errors], device=td.device))
+    node = TensorDict(batch_size=td.batch_size, device=td.device)
+    node.set("type", Column.of("" if e is None else type(e).__name__ for e in errors))
+    node.set("message", Column.of("" if e is None else str(e) for e in errors))
+    td.set("error", node)
+
+
+def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
+    def flag(ends: Sequence[bool]) -> Tensor:
+        return torch.tensor(ends, dtype=torch.bool, device=td.device).unsqueeze(-1)
+
+    terminated = flag([reaction is not None and reaction.terminated for reaction in reactions])
+    truncated = flag([reaction is not None and reaction.truncated for reaction in reactions])
+    truncated &= ~terminated
+    ends = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+    for name, ended in ends.items():
+        before = td.get(name, None)
+        td.set(name, ended if before is None else before | ended)
+    reason = td.get("truncation_reason")
+    fresh = truncated & (reason == TruncationReason.NONE)
+    td.set("truncation_reason", reason.masked_fill(fresh, int(TruncationReason.ENV)))
+
+
+class WorldEnv(TaskEnv):
+    """Base of the environments with a :class:`WorldTransform`.
+
+    Args:
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv`.
+    """
+
+    @classmethod
+    def read_rows(
+        cls,
+        dataset: Any,
+        data_files: str | Path | list[str | Path] | None,
+        split: str | None,
+        *,
+        columns: Sequence[str],
+    ) -> Any:
+        """The rows that episodes begin with, wherever they are.
+
+        Args:
+            dataset: rows; those of ``split`` if neither this nor ``data_files`` is given.
+            data_files: a JSON-lines file, or several.
+            split: ``"train"`` or ``"test"``.
+            columns: names that rows must have.
+
+        Raises:
+            ConfigError: when both are given.
+            DataError: for data that is missing, malformed or lacks a column.
+        """
+        if dataset is not None and data_files is not None:
+            raise ConfigError("pass dataset or data_files, not both")
+        if data_files is not None:
+            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
+            dataset = [Path(file) for file in files]
+        elif dataset is None:
+            dataset = cls.default_dataset(split)
+        return load_rows(dataset, columns=columns)
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Append a transform; one with tools comes before the world.
+
+        Args:
+            transform: the transform.
+
+        Raises:
+            ConfigError: the actions are tool calls, and the transform does not know their tool.
+        """
+        worlds = [i for i, t in enumerate(self.transform) if isinstance(t, WorldTransform)]
+        if not isinstance(transform, ToolTransform) or not worlds:
+            return super().append_transform(transform)
+        parser = self.world.parser
+        if isinstance(parser, CallAction) and parser.name not in transform.tools:
+            raise ConfigError(
+                f"the transform would answer calls of {parser.name!r} as those of an unknown tool: "
+                f"give it env.action_tool beside {sorted(transform.tools)}"
+            )
+        return self.insert_transform(worlds[0], transform)
+
+    @property
+    def world(self) -> WorldTransform:
+        """The transform whose world it is."""
+        return next(t for t in self.transform if isinstance(t, WorldTransform))
+
+    @property
+    def action_tool(self) -> ActionTool:
+        """The tool that acts; its ``schema`` is what chat templates take.
+
+        Raises:
+            ConfigError: the actions of this environment are no tool calls.
+        """
+        parser = self.world.parser
+        if not isinstance(parser, CallAction):
+            raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
+        return parser.tool
