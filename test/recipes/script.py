@@ -10,13 +10,18 @@ from pathlib import Path
 
 def run_main(monkeypatch, script, folder, *overrides):
     """Run a script with overrides as a user would type them; the rows of its metrics.csv."""
+    run_alone(monkeypatch, script, folder, *overrides)
+    return read_metrics(folder)
+
+
+def run_alone(monkeypatch, script, folder, *overrides):
+    """Run a script with overrides as a user would type them."""
     quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     arguments = [f"hydra.run.dir={folder}", *overrides, *quiet]
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     monkeypatch.syspath_prepend(str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
-    return read_metrics(folder)
 
 
 def read_metrics(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm.evaluation.evaluate import Evaluation, evaluate
+from torchrl_llm.evaluation.evaluate import Evaluation, Outcome, evaluate
+from torchrl_llm.evaluation.records import answer_record, pass_at_k
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "Outcome", "answer_record", "evaluate", "pass_at_k"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -16,7 +17,25 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.modes import message_text
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "Outcome", "evaluate"]
+
+
+class Outcome(NamedTuple):
+    """What came of one conversation.
+
+    Attributes:
+        reward: summed over its turns; 0.0 where it is invalid.
+        valid: whether every turn has a valid reward.
+        success: whether it was answered rightly.
+        length: tokens of the last response.
+        cut: whether the last response was cut by its length limit.
+    """
+
+    reward: float
+    valid: bool
+    success: bool
+    length: int
+    cut: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +75,7 @@ def evaluate(
     max_turns: int = 1,
     success_key: str = "success",
     num_shown: int = 2,
+    on_answer: Callable[[TensorDictBase, Outcome], None] | None = None,
 ) -> Evaluation:
     """Answer held-out prompts and count the right answers.
 
@@ -71,6 +91,8 @@ def evaluate(
             ended wait for the others and are not answered again.
         success_key: bool key under ``"next"`` that says whether an answer is right.
         num_shown: how many conversations are returned as text.
+        on_answer: called for each prompt, in their order, with the row of its last turn and what
+            came of the conversation; see :func:`torchrl_llm.evaluation.answer_record`.
 
     Returns:
         The counts.
@@ -85,11 +107,16 @@ def evaluate(
     shown: list[str] = []
     answered = 0
     while answered < num_prompts:
-        batch = _play(env, policy, max_turns, success_key)
-        shown.extend(batch.pop("texts")[: num_shown - len(shown)])
-        for name, values in batch.items():
-            columns.setdefault(name, []).append(values[: num_prompts - answered])
-        answered += len(columns["reward"][-1])
+        facts, rows = _play(env, policy, max_turns, success_key)
+        facts = {name: values[: num_prompts - answered] for name, values in facts.items()}
+        for name, values in facts.items():
+            columns.setdefault(name, []).append(values)
+        answered += len(facts["reward"])
+        shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
+        if on_answer is not None:
+            outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
+            for (batch, i), outcome in zip(rows, outcomes, strict=False):
+                on_answer(batch[i], Outcome(*outcome))
     flat = {name: torch.cat(values) for name, values in columns.items()}
     valid = flat["valid"]
     return Evaluation(
@@ -105,8 +132,8 @@ def evaluate(
 
 def _play(
     env: EnvBase, policy: TensorDictModuleBase, max_turns: int, success_key: str
-) -> dict[str, Any]:
-    """One batch of conversations to their end; per row sums and the facts of the last turn."""
+) -> tuple[dict[str, Tensor], list[tuple[TensorDictBase, int]]]:
+    """One batch of conversations to their end: facts by row, and where its last turn is."""
     size = env.batch_size.numel()
     facts: dict[str, Tensor] = {
         "reward": torch.zeros(size),
@@ -115,7 +142,7 @@ def _play(
         "length": torch.zeros(size, dtype=torch.int64),
         "cut": torch.zeros(size, dtype=torch.bool),
     }
-    texts = [""] * size
+    rows: list[tuple[TensorDictBase, int]] = []
     running = torch.ones(size, dtype=torch.bool)
     td = env.reset()
     for _ in range(max_turns):
@@ -125,15 +152,13 @@ def _play(
         facts["valid"] &= turn.pop("valid") | ~running
         for name, values in turn.items():
             facts[name] = torch.where(running, values, facts[name])
-        texts = [
-            new if on else old
-            for new, old, on in zip(_texts(td), texts, running.tolist(), strict=True)
-        ]
+        flat = td.reshape(size)
+        rows = [(flat, i) if on else rows[i] for i, on in enumerate(running.tolist())]
         running = running & ~td.get(("next", "done")).reshape(size, -1).any(-1).cpu()
         if not running.any():
             break
         td = env.step_mdp(td).set("_step", running.to(td.device) if td.device else running)
-    return {**facts, "texts": texts}
+    return facts, rows
 
 
 def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]:
@@ -159,11 +184,9 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
     }
 
 
-def _texts(td: TensorDictBase) -> list[str]:
-    history = td.get("history", None)
+def _text(row: TensorDictBase) -> str:
+    history = row.get("history", None)
     if history is None:
-        return list(td.get(("text", "full")).tolist())
-    return [
-        "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)
-        for chat in history.full.chats
-    ]
+        return row.get(("text", "full"))
+    chat = history.full.chats[0]
+    return "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)

@@ -286,6 +286,13 @@ class DataLoadingPrimer(Transform):
         """Names of the columns."""
         return tuple((self._first_row() if self._primers is None else self._primers).keys())
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of an epoch; ``None`` where the loader does not say."""
+        loader = self._feed.loader
+        rows = getattr(loader, "rows", getattr(loader, "dataset", loader))
+        return len(rows) if hasattr(rows, "__len__") else None
+
     def _first_row(self) -> Row:
         # The first row that is seen decides names and specs of the columns, once and for all.
         if self._example is None:

@@ -1,0 +1,53 @@
+"""Score a model on GSM8K, IFEval, HumanEval, or any other task: answers, figures, a table.
+
+    python sota-implementations/evaluate/evaluate.py model.name=outputs/.../step_000500 \
+        tasks=[gsm8k] data_files.gsm8k=test.jsonl
+    python sota-implementations/evaluate/evaluate.py model.name=Qwen/Qwen2.5-0.5B-Instruct \
+        inference_model.backend=vllm data_files.humaneval=HumanEval.jsonl.gz \
+        data_files.ifeval=input_data.jsonl data_files.gsm8k=test.jsonl
+
+The run's folder gets ``answers_<task>.jsonl``, one line an answer, and ``metrics.json``. Every key
+is in config/evaluate.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from evaluate_utils import (
+    EvaluateConfig,
+    answer_task,
+    figures,
+    load_config,
+    make_policy,
+    table,
+)
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from torchrl_llm.trainers import check_override_keys
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="evaluate")
+def main(cfg: DictConfig) -> None:
+    config = load_config(OmegaConf.to_container(cfg, resolve=True))
+    torch.manual_seed(config.seed)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    policy = make_policy(config)
+    results = {}
+    for task in config.tasks:
+        records = answer_task(config, task, policy, folder / f"answers_{task}.jsonl")
+        results[task] = figures(records)
+        # After each task, so that a run that ends early has shown what it knows.
+        (folder / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
+    tqdm.write(f"{table(results)}\nanswers and metrics in {folder}")
+
+
+if __name__ == "__main__":
+    check_override_keys(sys.argv[1:], EvaluateConfig)
+    main()

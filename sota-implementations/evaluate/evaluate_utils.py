@@ -1,0 +1,293 @@
+"""What evaluate.py is made of: its configuration, the model that answers, and the figures.
+
+Every figure is computed from the records that are also written to the files of answers, so that
+anybody can check it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.tasks import check_task, task_class, task_options
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
+from torchrl_llm.modules import (
+    LLMWrapperBase,
+    TransformersWrapper,
+    load_model,
+    load_tokenizer,
+    vLLMWrapper,
+)
+from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.modules.backends.vllm import VLLMBackend
+from torchrl_llm.trainers.config import ensure, from_mapping
+from torchrl_llm.trainers.grpo_config import ModelConfig
+
+_ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
+# Where nothing else ends a conversation.
+_MOST_TURNS = 64
+
+
+@dataclass(kw_only=True)
+class SamplerConfig:
+    """What answers, and how.
+
+    Attributes:
+        backend: ``transformers``, or ``vllm`` for an engine of this process.
+        dtype: of the weights; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+        device: of the weights; ``auto`` for CUDA where there is one.
+        max_tokens: tokens a response may have.
+        temperature: of sampling; 0 for the most probable token each time.
+        top_p: draw from the fewest tokens that reach this probability; 1 for all.
+        top_k: draw from so many of the most probable tokens; 0 for all.
+        min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
+        num_devices: GPUs of the engine (tensor parallel).
+        gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
+        max_model_len: most tokens of prompt and response.
+    """
+
+    backend: Literal["transformers", "vllm"] = "transformers"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    num_devices: int = 1
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            SamplingParams(**self.arguments)
+        except ConfigError as error:
+            raise ConfigError(f"inference_model: {error}") from None
+        elsewhere = ("device",) if self.backend == "vllm" else _ENGINE_KEYS
+        for name in elsewhere:
+            ensure(
+                getattr(self, name) == getattr(type(self), name),
+                f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
+            )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of generation."""
+        return {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+        }
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """How much is asked.
+
+    Attributes:
+        num_prompts: prompts of each task, from the start of its data; ``None`` for all.
+        batch_size: responses that are written together.
+        repeats: samples a prompt.
+        max_steps: steps of an episode; ``None`` for the task's own limit.
+        on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
+            prompt that is not answered, or one cut from the left.
+    """
+
+    num_prompts: int | None = None
+    batch_size: int = 64
+    repeats: int = 1
+    max_steps: int | None = None
+    on_overlong: Literal["error", "drop", "truncate"] = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "batch_size", "repeats", "max_steps"):
+            value = getattr(self, name)
+            ensure(value is None or value >= 1, f"eval.{name} must be at least 1, got {value}")
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """The whole configuration.
+
+    Attributes:
+        seed: of sampling.
+        tasks: names of tasks, see :data:`~torchrl_llm.envs.tasks.TASKS`.
+        data_files: file of each task; those without one have data of their own.
+        options: settings of each task.
+    """
+
+    seed: int = 0
+    tasks: list[str] = field(default_factory=lambda: ["gsm8k", "ifeval", "humaneval"])
+    data_files: dict[str, str | None] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    inference_model: SamplerConfig = field(default_factory=SamplerConfig)
+    eval: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")
+        for name in (*self.tasks, *self.data_files, *self.options):
+            check_task(name)
+        for task, options in self.options.items():
+            for name in options:
+                ensure(
+                    name in task_options(task),
+                    f"options.{task}.{name} is no setting of that task; it has "
+                    f"{sorted(task_options(task))}",
+                )
+        ensure(
+            self.eval.repeats == 1 or self.inference_model.temperature > 0,
+            "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",
+        )
+
+
+def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
+    """The configuration, checked.
+
+    Raises:
+        ConfigError: what it says cannot be.
+    """
+    return from_mapping(EvaluateConfig, values)
+
+
+def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
+    """The model that answers."""
+    wanted = config.inference_model
+    cuda = torch.cuda.is_available()
+    device = torch.device(("cuda" if cuda else "cpu") if wanted.device == "auto" else wanted.device)
+    dtype = wanted.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    tokenizer = load_tokenizer(config.model.name)
+    options = {
+        "tokenizer": tokenizer,
+        "chat_template_name": config.model.chat_template_name,
+        "on_overlong": config.eval.on_overlong,
+        "generate_kwargs": wanted.arguments,
+    }
+    if wanted.backend == "vllm":
+        engine = {name: getattr(wanted, name) for name in _ENGINE_KEYS}
+        backend = VLLMBackend(config.model.name, tokenizer=tokenizer, dtype=dtype, **engine)
+        return vLLMWrapper(backend, **options)
+    return TransformersWrapper(
+        load_model(config.model.name, dtype=dtype, device=device).eval(), **options
+    )
+
+
+def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
+    """The held-out prompts of a task, in the order of its data."""
+    settings = dict(config.options.get(task, {}))
+    if config.eval.max_steps is not None:
+        settings["max_steps"] = config.eval.max_steps
+    path = config.data_files.get(task)
+    data = {"split": "test"} if path is None else {"data_files": path}
+    repeats = config.eval.repeats
+    prompts = max(1, config.eval.batch_size // repeats)
+    return task_class(task)(
+        **data,
+        **settings,
+        shuffle=False,
+        num_envs=min(prompts, config.eval.num_prompts or prompts) * repeats,
+        repeats=repeats,
+        tokenizer=tokenizer,
+    )
+
+
+def answer_task(
+    config: EvaluateConfig, task: str, policy: LLMWrapperBase, path: Path
+) -> list[dict]:
+    """Answer the prompts of a task, and write each answer as soon as it is there.
+
+    Args:
+        config: the recipe's.
+        task: its name.
+        policy: what answers.
+        path: of the file of answers, JSON lines.
+
+    Returns:
+        The records that were written.
+    """
+    env = make_env(config, task, policy.tokenizer)
+    available = env.primer.num_rows
+    num_prompts = min(config.eval.num_prompts or available, available)
+    records: list[dict] = []
+    total = num_prompts * config.eval.repeats
+    with path.open("w", encoding="utf-8") as file, tqdm(total=total, desc=task) as bar:
+
+        def write(row: Any, outcome: Any) -> None:
+            sample = {"prompt": len(records) // config.eval.repeats}
+            records.append(sample | answer_record(row, outcome))
+            file.write(json.dumps(records[-1], ensure_ascii=False, default=str) + "\n")
+            file.flush()
+            bar.update()
+
+        evaluate(
+            env,
+            policy,
+            num_prompts=total,
+            max_turns=type(env).max_turns(config.eval.max_steps) or _MOST_TURNS,
+            on_answer=write,
+        )
+    env.close()
+    return records
+
+
+def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of a task.
+
+    Args:
+        records: one an answer; those of a prompt follow each other.
+
+    Returns:
+        ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` for the samples of
+        a prompt, ``reward`` (mean of the valid ones), ``invalid``, ``truncated`` (fractions),
+        ``response_length`` (mean tokens), ``num_prompts``, and the four accuracies of IFEval.
+    """
+    prompts = defaultdict(list)
+    for record in records:
+        prompts[record["prompt"]].append(bool(record["success"] and record["valid"]))
+    samples = min(map(len, prompts.values()))
+    result = {"accuracy": fmean(map(fmean, prompts.values()))}
+    if samples > 1:
+        chances = [pass_at_k(sum(right), len(right), samples) for right in prompts.values()]
+        result[f"pass@{samples}"] = fmean(chances)
+    result |= {
+        "reward": _mean(record["reward"] for record in records if record["valid"]),
+        "invalid": _mean(not record["valid"] for record in records),
+        "truncated": _mean(record["cut"] for record in records),
+        "response_length": _mean(record["length"] for record in records),
+        "num_prompts": float(len(prompts)),
+    }
+    scored = [r["scores"] for r in records if "scores" in r and r["valid"]]
+    for name in scored[0] if scored else ():
+        result[name] = _mean(flag for scores in scored for flag in scores[name])
+    return result
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return fmean(values) if values else nan
+
+
+def table(results: Mapping[str, Mapping[str, float]]) -> str:
+    """The figures of all tasks, for people."""
+    lines = []
+    for task, result in results.items():
+        lines.append(f"{task} ({result['num_prompts']:.0f} prompts)")
+        lines += [
+            f"  {name:<26}{value:10.4f}" for name, value in result.items() if name != "num_prompts"
+        ]
+    return "\n".join(lines)

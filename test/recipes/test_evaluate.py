@@ -1,0 +1,229 @@
+"""The evaluation script: real files, figures that can be counted again, and settings that fail."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.grpo_helper import run_script
+from recipes.script import run_alone
+
+from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError
+from torchrl_llm.modules import FakeWrapper
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "evaluate" / "evaluate.py"
+IFEVAL = Path(__file__).parents[3] / "shared" / "data" / "ifeval" / "input_data.jsonl"
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def main(folder, *overrides):
+        run_alone(monkeypatch, SCRIPT, folder, *overrides)
+        return json.loads((folder / "metrics.json").read_text())
+
+    return main
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The module beside the script."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("evaluate_utils")
+
+
+def answers(folder, task):
+    return [json.loads(line) for line in (folder / f"answers_{task}.jsonl").open()]
+
+
+# The whole script
+
+
+def test_the_embedded_model_has_the_accuracy_that_training_reports(tmp_path, run, monkeypatch):
+    result = run(tmp_path / "a", "tasks=[arithmetic]", "eval.num_prompts=50")["arithmetic"]
+    table = run_script(
+        monkeypatch, tmp_path / "b", "train.max_steps=1", "eval.num_prompts=50", "optimizer.lr=0"
+    )
+    assert result["accuracy"] == pytest.approx(float(table[0]["eval/accuracy"]))
+    assert result["response_length"] == pytest.approx(float(table[0]["eval/response_length"]))
+    assert result["num_prompts"] == 50
+    assert 0.2 < result["accuracy"] < 1.0
+    records = answers(tmp_path / "a", "arithmetic")
+    assert sum(record["success"] for record in records) == round(50 * result["accuracy"])
+    for record in records:  # what the file says can be counted again
+        numbers = re.findall(r"-?\d+", record["messages"][-1]["content"])
+        assert record["success"] == (numbers[-1:] == [record["answer"]])
+
+
+def test_all_three_files_are_scored_in_one_run(tmp_path, run, gsm8k_dir, humaneval_file, capfd):
+    if not IFEVAL.exists():
+        pytest.skip(f"no IFEval file {IFEVAL}")
+    results = run(
+        tmp_path,
+        f"data_files.gsm8k={gsm8k_dir / 'test.jsonl'}",
+        f"data_files.ifeval={IFEVAL}",
+        f"data_files.humaneval={humaneval_file}",
+        "inference_model.max_tokens=4",
+        "eval.num_prompts=6",
+        "eval.batch_size=4",
+        "eval.on_overlong=truncate",
+    )
+    assert list(results) == ["gsm8k", "ifeval", "humaneval"]
+    for task, result in results.items():
+        records = answers(tmp_path, task)
+        assert len(records) == result["num_prompts"] == 6
+        assert len({record["query"] for record in records}) == 6
+        assert result["invalid"] == 0.0
+        assert all(record["length"] <= 4 for record in records)
+    assert {"inst_level_loose_acc", "prompt_level_strict_acc"} <= set(results["ifeval"])
+    assert "humaneval (6 prompts)" in "".join(capfd.readouterr())
+
+
+def test_samples_of_a_prompt_give_pass_at_k(tmp_path, run, recipe):
+    result = run(
+        tmp_path,
+        "tasks=[arithmetic]",
+        "eval.num_prompts=12",
+        "eval.repeats=4",
+        "eval.batch_size=10",
+        "inference_model.temperature=1.0",
+        "inference_model.max_tokens=6",
+    )["arithmetic"]
+    records = answers(tmp_path, "arithmetic")
+    assert [record["prompt"] for record in records] == [n for n in range(12) for _ in range(4)]
+    right = torch.tensor([record["success"] for record in records]).view(12, 4).float()
+    assert result["accuracy"] == pytest.approx(right.mean().item())
+    assert result["pass@4"] == pytest.approx(right.any(1).float().mean().item())
+    assert recipe.figures(records) == pytest.approx(result)
+
+
+# A model that knows the answers
+
+
+def knowing(recipe, tokenizer, task, rows, reply, path, **settings):
+    """The figures of a model that answers by ``reply(row)``."""
+    values = {"tasks": [task], "data_files": {task: str(path)}, "eval": {"batch_size": 8}}
+    config = recipe.load_config({**values, **settings})
+    column = {"gsm8k": "question", "humaneval": "prompt"}[task]
+
+    def answer(prompt):
+        # The longest problem in the prompt, for one may begin as another.
+        found = [row for row in rows if row[column].strip() in prompt]
+        return reply(max(found, key=lambda row: len(row[column])))
+
+    policy = FakeWrapper(answer, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4096})
+    folder = Path(path).parent
+    return recipe.figures(recipe.answer_task(config, task, policy, folder / "answers.jsonl"))
+
+
+def test_right_and_wrong_answers_to_real_problems_are_told_apart(
+    recipe, tokenizer, tmp_path, gsm8k_dir
+):
+    rows = load_rows(gsm8k_dir / "test.jsonl")[:20]
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+
+    def reply(row):
+        gold = row["answer"].rpartition("####")[2].strip()
+        return f"<answer>{gold if rows.index(row) % 4 else '-1'}</answer>"
+
+    result = knowing(recipe, tokenizer, "gsm8k", rows, reply, path)
+    assert result["accuracy"] == pytest.approx(15 / 20)
+    assert result["num_prompts"] == 20
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+def test_canonical_solutions_of_real_problems_are_right(
+    recipe, tokenizer, tmp_path, humaneval_file
+):
+    rows = load_rows(humaneval_file)[:16]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    canonical = partial(knowing, recipe, tokenizer, "humaneval", rows)
+    assert canonical(lambda row: row["canonical_solution"], path)["accuracy"] == 1.0
+    assert canonical(lambda row: "    pass\n", path)["accuracy"] == 0.0
+
+
+# Figures
+
+
+def record(prompt, success, valid=True, reward=None, **more):
+    reward = float(success) if reward is None else reward
+    facts = {"prompt": prompt, "success": success, "valid": valid, "cut": False, "length": 3}
+    return {**facts, "reward": reward if valid else None, **more}
+
+
+def test_an_invalid_answer_is_not_right_and_no_zero_in_the_reward(recipe):
+    result = recipe.figures([record(0, True), record(1, False, valid=False)])
+    assert (result["accuracy"], result["reward"], result["invalid"]) == (0.5, 1.0, 0.5)
+    nothing = recipe.figures([record(0, False, valid=False)])
+    assert nothing["accuracy"] == 0.0
+    assert nothing["reward"] != nothing["reward"]
+
+
+def test_instruction_level_accuracy_counts_instructions_and_not_prompts(recipe):
+    scores = ({"prompt": [True], "inst": [True]}, {"prompt": [False], "inst": [True, False, False]})
+    rows = [record(n, False, scores=each) for n, each in enumerate(scores)]
+    result = recipe.figures(rows)
+    assert (result["prompt"], result["inst"]) == (0.5, 0.5)
+
+
+def test_the_table_names_every_figure(recipe):
+    text = recipe.table({"gsm8k": recipe.figures([record(0, True)])})
+    assert text.startswith("gsm8k (1 prompts)\n  accuracy ")
+    assert "truncated" in text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tasks=[gsm9k]"], "unknown task 'gsm9k'.*'gsm8k'"),
+        (["tasks=[]"], "nothing to evaluate on"),
+        (["eval.num_prompt=3"], "unknown key 'eval.num_prompt'.*'eval.num_prompts'"),
+        (["eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+        (["eval.repeats=4"], "no effect with inference_model.temperature=0"),
+        (["inference_model.num_devices=2"], "no effect with inference_model.backend=transformers"),
+        (["inference_model.temperature=-1"], "inference_model: "),
+        (["options.ifeval.scored=answer"], "options.ifeval.scored is no setting of that task"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_built(
+    tmp_path, run, overrides, message
+):
+    with pytest.raises(ConfigError, match=message):
+        # a plus, where Hydra itself does not know the key
+        run(tmp_path, *(f"+{o}" if "scored=" in o else o for o in overrides))
+    assert not list(tmp_path.glob("answers*"))
+
+
+def test_missing_data_models_and_packages_are_named(tmp_path, run, monkeypatch):
+    with pytest.raises(DataError, match=r"cannot read the data file .*missing\.jsonl"):
+        run(tmp_path / "a", "tasks=[gsm8k]", "data_files.gsm8k=missing.jsonl")
+    with pytest.raises(ConfigError, match="there is no tokenizer 'nobody/nothing'"):
+        run(tmp_path / "b", "model.name=nobody/nothing")
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    with pytest.raises(MissingExtraError, match="vllm"):
+        run(tmp_path / "c", "inference_model.backend=vllm", "tasks=[arithmetic]")
+
+
+def test_a_prompt_that_is_too_long_is_an_error_unless_it_is_dropped(tmp_path, run):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": "why? " * 1000, "answer": "#### 1"}, {"question": "?", "answer": "#### 2"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = ["tasks=[gsm8k]", f"data_files.gsm8k={path}", "inference_model.max_tokens=4"]
+    with pytest.raises(OverlongError, match="on_overlong"):
+        run(tmp_path / "a", *settings)
+    result = run(tmp_path / "b", *settings, "eval.on_overlong=drop")["gsm8k"]
+    assert result["num_prompts"] == 2
+    assert answers(tmp_path / "b", "gsm8k")[0]["length"] == 0
