@@ -6,7 +6,6 @@ import gzip
 import inspect
 import json
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,8 +36,6 @@ ROWS = {
     "math": [{"problem": f"What is {n}+1?", "solution": f"\\boxed{{{n + 1}}}"} for n in range(16)],
 }
 SHORT = {"key_door": ["env.max_steps=3"], "tic_tac_toe": ["env.max_steps=3"]}
-
-BUILT = sorted(name for name in TASKS if find_spec(TASKS[name].partition(":")[0]))
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def test_every_task_has_a_file_of_settings_and_every_file_a_task():
         assert written.env.dataset == name
 
 
-@pytest.mark.parametrize("task", BUILT)
+@pytest.mark.parametrize("task", sorted(TASKS))
 def test_the_settings_of_a_task_are_valid_and_its_options_are_the_defaults_of_its_class(task):
     config = load_config(composed(f"env={task}", "env.data_files=rows.jsonl"))
     assert config.env.dataset == task
@@ -119,7 +116,7 @@ def test_the_settings_of_every_task_are_not_options():
 # Training
 
 
-@pytest.mark.parametrize("task", BUILT)
+@pytest.mark.parametrize("task", sorted(TASKS))
 def test_every_task_trains_for_two_steps(task, tmp_path, run):
     table = run(
         tmp_path / "run",

@@ -7,6 +7,7 @@ from torchrl_llm.envs.datasets.calculator import CalculatorEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
 from torchrl_llm.envs.datasets.gsm8k_text import GSM8KPrepareQuestion, make_gsm8k_env
+from torchrl_llm.envs.datasets.humaneval import HumanEvalEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.datasets.letter_counting import LetterCountingEnv
 from torchrl_llm.envs.datasets.math import MATHEnv
@@ -18,6 +19,7 @@ from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+from torchrl_llm.envs.reward.humaneval import HumanEvalRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
 from torchrl_llm.envs.reward.letter_counting import LetterCountingRewardParser
 from torchrl_llm.envs.reward.math import MATHRewardParser
@@ -50,6 +52,8 @@ __all__ = [
     "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
     "GameEnv",
+    "HumanEvalEnv",
+    "HumanEvalRewardParser",
     "IFEvalData",
     "IFEvalEnv",
     "IFEvalScoreData",

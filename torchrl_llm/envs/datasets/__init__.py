@@ -5,6 +5,7 @@ from torchrl_llm.envs.datasets.base import DatasetChatEnv, TaskEnv
 from torchrl_llm.envs.datasets.calculator import CalculatorEnv
 from torchrl_llm.envs.datasets.countdown import CountdownEnv
 from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
+from torchrl_llm.envs.datasets.humaneval import HumanEvalEnv
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
 from torchrl_llm.envs.datasets.letter_counting import LetterCountingEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, RowLoader, load_rows, read_jsonl
@@ -18,6 +19,7 @@ __all__ = [
     "DatasetChatEnv",
     "GSM8KEnv",
     "GeneratedRows",
+    "HumanEvalEnv",
     "IFEvalEnv",
     "LetterCountingEnv",
     "MATHEnv",

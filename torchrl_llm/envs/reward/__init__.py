@@ -3,12 +3,16 @@
 from torchrl_llm.envs.reward.answer_block import AnswerBlockParser
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.code import CodeProblem, CodeResult, CodeRewardParser, CodeRunner
 from torchrl_llm.envs.reward.components import BatchScorer, Component, Sample, Scorer
 from torchrl_llm.envs.reward.composite import CompositeReward
 from torchrl_llm.envs.reward.countdown import CountdownRewardParser
 from torchrl_llm.envs.reward.format import FormatReward
+from torchrl_llm.envs.reward.graders import EndpointGrader, WrapperGrader
 from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+from torchrl_llm.envs.reward.humaneval import HumanEvalRewardParser
 from torchrl_llm.envs.reward.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
+from torchrl_llm.envs.reward.judge import Grader, JudgeReward, read_score, read_verdict
 from torchrl_llm.envs.reward.length import LengthReward
 from torchrl_llm.envs.reward.letter_counting import LetterCountingRewardParser
 from torchrl_llm.envs.reward.math import MATHRewardParser
@@ -19,14 +23,22 @@ __all__ = [
     "AnswerBlockParser",
     "ArithmeticRewardParser",
     "BatchScorer",
+    "CodeProblem",
+    "CodeResult",
+    "CodeRewardParser",
+    "CodeRunner",
     "Component",
     "CompositeReward",
     "CountdownRewardParser",
+    "EndpointGrader",
     "FormatReward",
     "GSM8KRewardParser",
+    "Grader",
+    "HumanEvalRewardParser",
     "IFEvalData",
     "IFEvalScoreData",
     "IfEvalScorer",
+    "JudgeReward",
     "LengthReward",
     "LetterCountingRewardParser",
     "MATHRewardParser",
@@ -36,4 +48,7 @@ __all__ = [
     "Scorer",
     "TextReversalRewardParser",
     "TokenRewards",
+    "WrapperGrader",
+    "read_score",
+    "read_verdict",
 ]
