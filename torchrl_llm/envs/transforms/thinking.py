@@ -198,8 +198,10 @@ class AddThinkingPrompt(Transform):
         if not self.edit_last_turn:
             return chat + [{"role": self.role, "content": prompt}]
         last = chat.messages[-1]
+        # A thought that was never closed is all of the turn.
+        place = "reasoning_content" if "unclosed_reasoning" in last.get("flags", ()) else "content"
         kept = {key: value for key, value in last.items() if key not in ("raw", "flags")}
-        message = {**kept, "content": edit_turn(last["content"], prompt), "is_complete": False}
+        message = {**kept, place: edit_turn(last[place], prompt), "is_complete": False}
         return Chat([*chat.messages[:-1], message], self._record(chat, prompt))
 
     def _record(self, chat: Chat, prompt: str) -> TokenRecord:
