@@ -203,16 +203,22 @@ class RewardParser(Transform):
         return response_reader(self._input_mode, self.tokenizer)
 
     def _answers(self, td: TensorDictBase, size: int) -> list[Any]:
-        answers = td.get(self._answer_key, None)
+        answers = self._column(td, self._answer_key, size)
         if answers is None:
             raise DataError(
                 f"the rows lack {self._answer_key!r}, which the reward needs; they have "
                 f"{sorted(str(key) for key in td.keys())}"
             )
-        if is_non_tensor(answers):
-            values = answers.tolist()
-            return values if isinstance(values, list) and len(values) == size else [values] * size
-        return list(answers)
+        return answers
+
+    @staticmethod
+    def _column(td: TensorDictBase, key: NestedKey, size: int) -> list[Any] | None:
+        """The values of a column, one a row."""
+        values = td.get(key, None)
+        if values is None or not is_non_tensor(values):
+            return values if values is None else list(values)
+        values = values.tolist()
+        return values if isinstance(values, list) and len(values) == size else [values] * size
 
     # Scoring
 

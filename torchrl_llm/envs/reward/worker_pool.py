@@ -33,8 +33,8 @@ __all__ = ["WorkerPool"]
 
 _SCRIPT = Path(__file__).with_name("worker_process.py")
 _LENGTH = struct.Struct("!Q")
-# An interpreter that imports torch on a busy machine.
-_START_TIMEOUT_S = 120.0
+# An interpreter that imports torch on a machine that is busy with much else.
+_START_TIMEOUT_S = 600.0
 
 
 class WorkerPool:
