@@ -191,7 +191,7 @@ def test_environments_share_a_service_on_ray(queries, answer):
 
     from torchrl_llm.envs import ChatEnv
 
-    start_ray()
+    start_ray(ray, num_cpus=2)
     try:
         made = RayPythonExecutor("shared", namespace="tools", pool_size=2, timeout=5.0)
         found = RayPythonExecutor("shared", namespace="tools")

@@ -227,7 +227,8 @@ def _block(block: Any) -> str:
         return getattr(resource, "text", None) or f"[{resource.mime_type} {resource.uri}]"
     if block.type == "resource_link":
         return f"[{block.name}: {block.uri}]"
-    return f"[{block.mime_type}, {len(block.data) * 3 // 4} bytes]"
+    size = len(block.data) * 3 // 4 - block.data[-2:].count("=")  # it is in base64
+    return f"[{block.mime_type}, {size} bytes]"
 
 
 async def _close_all(connections: Mapping[str, MCPConnection]) -> None:
