@@ -17,7 +17,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import uuid
 import warnings
@@ -29,7 +28,7 @@ from torchrl_llm.envs.sandbox import supervisor
 from torchrl_llm.envs.sandbox.base import Limits
 from torchrl_llm.envs.sandbox.contained import ENVIRONMENT, Contained, ProcessSandbox, data_fd
 from torchrl_llm.envs.sandbox.limits import STACK_BYTES, unused_uid
-from torchrl_llm.envs.sandbox.pythons import candidates
+from torchrl_llm.envs.sandbox.pythons import candidates, own_python
 from torchrl_llm.envs.sandbox.seccomp import filter_program
 from torchrl_llm.envs.sandbox.watch import Capture, cpu_seconds
 from torchrl_llm.errors import ResourceError
@@ -199,9 +198,8 @@ def _spawn(
             "parent": os.getpid(),
         }
         opened.append(data_fd(json.dumps(orders).encode()))
-        own = getattr(sys, "_base_executable", None) or sys.executable
         return _Supervised(
-            [own, "-I", "-S", "-B", supervisor.__file__, str(opened[1]), str(report_w)],
+            [own_python(), "-I", "-S", "-B", supervisor.__file__, str(opened[1]), str(report_w)],
             folder=folder,
             mark=mark,
             report=report,
@@ -245,10 +243,23 @@ def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | 
 def _kill_marked(mark: str) -> None:
     """Kill the processes that still carry a run's mark in the environment that they began with."""
     needle = f"{_MARK}={mark}".encode()
-    for name in os.listdir("/proc"):
+    stopped: set[int] = set()
+    for _ in range(64):
+        new = set()
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
+                    new.add(int(name))
+        new -= stopped
+        if not new:
+            break
+        for pid in new:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
         with contextlib.suppress(OSError):
-            if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
-                os.kill(int(name), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _remove(folder: str) -> None:

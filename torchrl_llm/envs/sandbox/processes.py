@@ -86,11 +86,11 @@ class ProcessTable:
 
     def _table(self) -> tuple[dict[int, _Entry], dict[int, list[int]]]:
         with self._lock:
-            start = time.monotonic()
-            if start - self._read_at > max(self.max_age_s, 10 * self._cost_s):
+            if time.monotonic() - self._read_at > max(self.max_age_s, 10 * self._cost_s):
+                start = time.thread_time()
                 self._read()
+                self._cost_s = time.thread_time() - start
                 self._read_at = time.monotonic()
-                self._cost_s = self._read_at - start
             return self._entries, self._children
 
     def _read(self) -> None:

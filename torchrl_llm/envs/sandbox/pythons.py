@@ -9,12 +9,18 @@ from pathlib import Path
 
 from torchrl_llm.errors import ResourceError
 
-__all__ = ["ROOT_FOLDERS", "candidates"]
+__all__ = ["ROOT_FOLDERS", "candidates", "own_python"]
 
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders of the system beside ``/usr``; links into it on most distributions."""
 
 _SYSTEM = "/usr/bin/python3"
+
+
+def own_python() -> str:
+    """The interpreter that the trainer's environment was made from, or else that environment's."""
+    base = getattr(sys, "_base_executable", None)
+    return base if base and os.access(base, os.X_OK) else sys.executable
 
 
 def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
@@ -28,7 +34,7 @@ def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
     """
     if python is not None:
         return [(python, _folders(python))]
-    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    own = os.path.realpath(own_python())
     pythons = [(own, _outside_usr(sys.base_prefix, os.path.dirname(own)))]
     if own != os.path.realpath(_SYSTEM):
         pythons.append((_SYSTEM, ()))

@@ -31,6 +31,9 @@ _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 <<
 _TCP = 0b11  # to bind, to connect
 _SCOPES = 0b11  # abstract sockets, signals
 
+# Processes that others of the same user may start meanwhile.
+_SLACK = 128
+
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -111,7 +114,7 @@ def _become(orders: dict) -> None:
     num_processes = orders["num_processes"]
     if uid is None:
         # The limit counts all that the user runs; the watcher in the trainer holds the run itself.
-        num_processes += _threads_of(os.getuid()) + 512
+        num_processes += _threads_of(os.getuid()) + _SLACK
     for name, (soft, hard) in orders["limits"].items():
         kind = getattr(resource, name)
         most = resource.getrlimit(kind)[1]
@@ -171,20 +174,85 @@ def _reap() -> tuple[dict[int, int], bool]:
         ended[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _kill_all(exit_codes: dict[int, int]) -> None:
-    """Kill every process below this one, however fast they start others."""
+def _enter_domain(outside: int) -> bool:
+    """Have signals of this process reach nothing but its own descendants; whether they do now.
+
+    Args:
+        outside: a process that they must not reach any more.
+    """
+    if landlock_version() < 6:
+        return False
+    with contextlib.suppress(OSError):
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        rules = _syscall(
+            _LANDLOCK_CREATE,
+            struct.pack("=QQQ", 0, 0, _SCOPES),
+            ctypes.c_size_t(24),
+            ctypes.c_uint(0),
+        )
+        _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(rules), ctypes.c_uint(0))
+        os.close(rules)
+        try:
+            os.kill(outside, 0)
+        except PermissionError:
+            return True
+    return False
+
+
+def _kill_all(exit_codes: dict[int, int], *, alone: bool, uid: int | None) -> None:
+    """Kill every process below this one, however fast they start others.
+
+    A signal to all is delivered at one instant, in which nothing can be started; where it would
+    reach others too, the processes are stopped first, one after another until no new one is found.
+
+    Args:
+        exit_codes: of the processes that ended, to be filled.
+        alone: whether a signal to all reaches only what is below.
+        uid: a user of theirs alone.
+    """
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         ended, left = _reap()
         exit_codes.update(ended)
         if not left:
             return
-        for pid in _below(os.getpid()):
+        if alone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        elif uid is not None:
+            _kill_user(uid)
+        else:
+            _stop_and_kill()
+        time.sleep(0.001)
+
+
+def _kill_user(uid: int) -> None:
+    helper = os.fork()
+    if helper == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+
+
+def _stop_and_kill() -> None:
+    stopped: set[int] = set()
+    for _ in range(64):
+        new = set(_below(os.getpid())) - stopped
+        if not new:
+            break
+        for pid in new:
             with contextlib.suppress(OSError, ValueError):
                 resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it starts no more
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _main() -> None:
@@ -197,6 +265,7 @@ def _main() -> None:
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != orders["parent"]:
         return
+    alone = orders["landlock"] and _enter_domain(orders["parent"])
     child = os.fork()
     if child == 0:
         try:
@@ -212,7 +281,7 @@ def _main() -> None:
         if signal.sigwaitinfo(_SIGNALS).si_signo != signal.SIGCHLD:
             break
         exit_codes.update(_reap()[0])
-    _kill_all(exit_codes)
+    _kill_all(exit_codes, alone=alone, uid=orders["uid"])
     os.write(report_fd, json.dumps({"exit_code": exit_codes.get(child)}).encode() + b"\n")
 
 
