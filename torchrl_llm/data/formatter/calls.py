@@ -19,6 +19,8 @@ __all__ = ["Call", "CallSyntax", "ParsedCalls", "syntax_of"]
 
 _NAME_PATTERN = r"([\w.\-/]+?)"
 _DECODER = json.JSONDecoder()
+# Looking for more of them costs time that grows with their square, and tells nobody anything.
+_MOST_ERRORS = 64
 
 
 class Call(NamedTuple):
@@ -66,7 +68,7 @@ class _Marked(CallSyntax):
         calls: list[Call] = []
         errors: list[str] = []
         cursor = 0
-        while (at := text.find(self.opening, cursor)) >= 0:
+        while len(errors) < _MOST_ERRORS and (at := text.find(self.opening, cursor)) >= 0:
             try:
                 read, end = self.read(text, at, schemas)
             except ValueError as error:

@@ -225,6 +225,7 @@ class ToolExecutor:
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name[:80], self.tools, 1)
+        near = near or [tool for tool in self.tools if len(name) > 2 and name in tool]
         shown = repr(name if len(name) <= 80 else name[:77] + "...")
         there = f"Did you mean {near[0]!r}?" if near else f"There are {sorted(self.tools)}."
         return f"There is no tool {shown}. {there}"
