@@ -48,6 +48,7 @@ def test_the_trainers_files_cannot_be_written_or_removed(attack, trainer):
             lambda: open(path, "a").write("x"), lambda: os.remove(path), lambda: os.chmod(path, 0),
             lambda: os.rename(path, path + "2"), lambda: os.link(path, "mine"),
             lambda: os.truncate(path, 0), lambda: open(path + "3", "w"),
+            lambda: os.utime(path, (0, 0)), lambda: os.setxattr(path, "user.x", b"x"),
         ):
             try: act(); done.append(act)
             except OSError: pass
@@ -240,7 +241,8 @@ def test_links_out_of_its_folder_lead_nowhere(attack, trainer):
 def test_a_folder_left_in_the_worst_state_is_removed(attack):
     mess = """
         print(os.getcwd())
-        os.mkdir("locked"); open("locked/file", "w").close(); os.chmod("locked", 0)
+        os.mkdir("locked"); open("locked/file", "w").close()
+        locked = os.open("locked", os.O_RDONLY); os.fchmod(locked, 0)
         os.mkfifo("pipe")
         for _ in range(1500): os.mkdir("d"); os.chdir("d")
     """

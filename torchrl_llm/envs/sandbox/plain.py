@@ -44,6 +44,9 @@ _WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", 
 class SubprocessSandbox(ProcessSandbox):
     """Runs programs as plain processes with limits; it warns of what that leaves open.
 
+    There are no sockets inside. Where the trainer is an ordinary user, a run has that user's rights,
+    and cannot change the mode, owner or times of a file by its path, its own files included.
+
     Args:
         limits: of each run; ``None`` for the defaults.
         python: the interpreter. ``None`` for the one that the trainer's environment was made from,
@@ -191,7 +194,7 @@ def _spawn(
             "limits": _limits(limits),
             "num_processes": limits.num_processes,
             "landlock": True,
-            "filter": (filter_program(families=()) or b"").hex(),
+            "filter": (filter_program(families=(), attributes=uid is not None) or b"").hex(),
             "read": [*_READ, *_READ_FILES, *read_only],
             "write": list(_WRITE),
             "close": list(pass_fds),

@@ -49,6 +49,24 @@ _FORBIDDEN = {
     "process_vm_writev": (311, 271),
     "kexec_load": (246, 104),
 }
+# What Landlock does not know: modes, owners, times and attributes of files by their paths. Where a
+# call does not exist on one architecture its number is that of a call for the same purpose.
+_ATTRIBUTES = {
+    "chmod": (90, 53),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, 54),
+    "lchown": (94, 54),
+    "fchownat": (260, 54),
+    "utime": (132, 88),
+    "utimes": (235, 88),
+    "futimesat": (261, 88),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+}
 _SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
@@ -61,13 +79,17 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 @functools.cache
 def filter_program(
-    machine: str | None = None, families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6)
+    machine: str | None = None,
+    *,
+    families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6),
+    attributes: bool = True,
 ) -> bytes | None:
     """The filter, as ``bwrap --seccomp`` reads it.
 
     Args:
         machine: name of the processor's architecture; this machine's if not given.
         families: sockets that may be opened.
+        attributes: whether modes, owners and times of files may be changed by their paths.
 
     Returns:
         Instructions of eight bytes; ``None`` for an architecture whose numbers are not listed.
@@ -80,6 +102,8 @@ def filter_program(
     if machine not in _AUDIT_ARCH:
         return None
     column = list(_AUDIT_ARCH).index(machine)
+    forbidden = _FORBIDDEN if attributes else _FORBIDDEN | _ATTRIBUTES
+    numbers = sorted({numbers[column] for numbers in forbidden.values()})
     lines: list[tuple[int, int, str | None] | str] = [
         (_LOAD, _ARCH_AT, None),
         (_EQUAL, _AUDIT_ARCH[machine], "known"),
@@ -92,7 +116,7 @@ def filter_program(
         (_EQUAL, _CLONE[column], "clone"),
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
         (_EQUAL, _CLONE3[column], "absent"),
-        *((_EQUAL, numbers[column], "forbid") for numbers in _FORBIDDEN.values()),
+        *((_EQUAL, number, "forbid") for number in numbers),
         "allow",
         (_RETURN, _ALLOW, None),
         "forbid",
