@@ -216,6 +216,8 @@ def test_data_has_a_spec_and_reads_rows():
     assert spec["key"].dtype == torch.int64
     with pytest.raises(DataError, match="key a whole number"):
         IFEvalData.from_rows([ROW | {"key": None}])
+    with pytest.raises(DataError, match="at least one row"):
+        IFEvalData.from_rows([])
 
 
 def test_all_540_real_prompts_load_and_name_all_25_instructions(real_file, real_rows):

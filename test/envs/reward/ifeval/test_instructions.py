@@ -122,7 +122,8 @@ TABLE = [
         "detectable_format:number_highlighted_sections",
         {"num_highlights": 2},
         ["*one* and *two*", "**one**, *two*", "*a b*\n* item\n***c***", "*ü* *ö* *ä*"],
-        ["*one*", "", "**one**", "* one\n* two", "** ** **  **", "*a\nb* *c\nd*", "***one***"],
+        ["*one*", "", "**one**", "* one\n* two", "** ** **  **", "*a\nb* *c\nd*", "***one***"]
+        + ["* a **b**", "* a * b", "* x *one*"],
     ),
     (
         "detectable_format:multiple_sections",
@@ -135,7 +136,8 @@ TABLE = [
         "detectable_format:json_format",
         {},
         ['{"a": [1, null]}', '```json\n{"a": "ü"}\n```', "  ```JSON [1]```  ", "```\n[]\n```"],
-        ["{'a': 1}", "", 'Here: {"a": 1}', '{"a": 1}\nDone.', "```json```", "NaN", "[" * 100_000],
+        ["{'a': 1}", "", 'Here: {"a": 1}', '{"a": 1}\nDone.', "```json```", "NaN", "[" * 100_000]
+        + ['```{"a": 1} json```', "```jsonl\n[]\n```"],
     ),
     (
         "detectable_format:title",

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_llm.envs.reward.ifeval.text import split_paragraphs, split_sentences, split_words
+from torchrl_llm.envs.reward.ifeval.text import (
+    split_paragraphs,
+    split_parts,
+    split_sentences,
+    split_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,3 +89,10 @@ def test_paragraphs():
     assert split_paragraphs("") == []
     assert split_paragraphs("a\nb") == ["a\nb"]
     assert split_paragraphs("\n\na\n\n\n\nb\n \t\n\nc\n") == ["a", "b", "c"]
+
+
+def test_parts_between_dividers():
+    assert split_parts("", "***") == split_parts("***", "***") == []
+    assert split_parts("a", "***") == ["a"]
+    assert split_parts("***\na\n***b***", "***") == ["a", "b"]
+    assert split_parts("a******b", "***") == ["a", "", "b"]

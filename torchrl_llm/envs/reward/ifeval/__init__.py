@@ -12,7 +12,7 @@ instruction and common checkers of it part, the words win:
 - the number of a list is no sentence, and abbreviations end none.
 """
 
-from torchrl_llm.envs.reward.ifeval import content, format, keywords, language, length
+from torchrl_llm.envs.reward.ifeval import content, keywords, language, length, markup
 from torchrl_llm.envs.reward.ifeval.data import IFEvalData, IFEvalExample, IFEvalScoreData
 from torchrl_llm.envs.reward.ifeval.registry import INSTRUCTIONS, Instruction, check, instruction
 from torchrl_llm.envs.reward.ifeval.scorer import IfEvalScorer
@@ -28,11 +28,11 @@ __all__ = [
     "Verdict",
     "check",
     "content",
-    "format",
     "instruction",
     "keywords",
     "language",
     "length",
     "loose_forms",
+    "markup",
     "verify",
 ]

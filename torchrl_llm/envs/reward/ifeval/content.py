@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from torchrl_llm.envs.reward.ifeval.registry import instruction
+from torchrl_llm.envs.reward.ifeval.text import split_parts
 
 __all__ = [
     "ends_with",
@@ -73,9 +74,5 @@ def has_two_responses(response: str) -> bool:
 
     A divider at the very beginning or end divides nothing.
     """
-    parts = [part.strip() for part in response.split("******")]
-    if not parts[0]:
-        parts = parts[1:]
-    if parts and not parts[-1]:
-        parts = parts[:-1]
+    parts = split_parts(response, "******")
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]

@@ -158,9 +158,11 @@ class IFEvalData(TensorClass["nocast"]):
             responses: one a row.
 
         Raises:
-            DataError: for a malformed row.
+            DataError: for a malformed row, or none at all.
         """
         read = [read_row(row) for row in rows]
+        if not read:
+            raise DataError("a batch needs at least one row")
         keys = torch.tensor([row.pop("key") for row in read], dtype=torch.int64)
         columns = {name: Column.of(row[name] for row in read) for name in read[0]}
         if responses is not None:

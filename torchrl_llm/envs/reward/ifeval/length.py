@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 
 from torchrl_llm.envs.reward.ifeval.registry import Relation, holds, instruction
-from torchrl_llm.envs.reward.ifeval.text import split_paragraphs, split_sentences, split_words
+from torchrl_llm.envs.reward.ifeval.text import (
+    split_paragraphs,
+    split_parts,
+    split_sentences,
+    split_words,
+)
 
 __all__ = [
     "begins_nth_paragraph",
@@ -34,11 +39,7 @@ def has_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     A divider at the very beginning or end divides nothing; two dividers with nothing between them
     are an empty paragraph, and no answer.
     """
-    parts = [part.strip() for part in re.split(r"\*\*\*", response)]
-    if not parts[0]:
-        parts = parts[1:]
-    if parts and not parts[-1]:
-        parts = parts[:-1]
+    parts = split_parts(response, "***")
     return all(parts) and len(parts) == num_paragraphs
 
 

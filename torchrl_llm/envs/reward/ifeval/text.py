@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["split_paragraphs", "split_sentences", "split_words"]
+__all__ = ["split_paragraphs", "split_parts", "split_sentences", "split_words"]
 
 
 def _set(words: str) -> frozenset[str]:
@@ -119,3 +119,16 @@ def split_paragraphs(text: str) -> list[str]:
         ['One.', 'Two,\nstill two.']
     """
     return [part.strip() for part in re.split(r"\n[^\S\n]*\n", text) if part.strip()]
+
+
+def split_parts(text: str, divider: str) -> list[str]:
+    """Parts between dividers, stripped; a divider at the very beginning or end divides nothing.
+
+    Example:
+        >>> split_parts("*** a *** b ******", "***")
+        ['a', 'b', '']
+    """
+    parts = [part.strip() for part in text.split(divider)]
+    if not parts[0]:
+        parts = parts[1:]
+    return parts[:-1] if parts and not parts[-1] else parts

@@ -20,7 +20,9 @@ _OPTIONS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 _BULLET = re.compile(r"^[ \t]*[*-][ \t]+\S", re.MULTILINE)
 # Bold first, or its inner stars would be read as an empty highlight.
 _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
+_BULLET_STAR = re.compile(r"^[ \t]*\*[ \t]+", re.MULTILINE)
 _FENCE = "```"
+_LABEL = re.compile(r"\A[ \t]*json\b", re.IGNORECASE)
 
 
 @instruction("detectable_format:number_bullet_lists")
@@ -38,8 +40,12 @@ def is_constrained(response: str) -> bool:
 
 @instruction("detectable_format:number_highlighted_sections")
 def has_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """Whether at least so many pieces of a line stand between stars, ``*so*`` or ``**so**``."""
-    pieces = (match[1] or match[2] for match in _HIGHLIGHT.finditer(response))
+    """Whether at least so many pieces of a line stand between stars, ``*so*`` or ``**so**``.
+
+    The star of a bullet begins no such piece.
+    """
+    text = _BULLET_STAR.sub("", response)
+    pieces = (match[1] or match[2] for match in _HIGHLIGHT.finditer(text))
     return sum(bool(piece.strip()) for piece in pieces) >= num_highlights
 
 
@@ -58,7 +64,7 @@ def is_json(response: str) -> bool:
     """Whether the whole response is JSON, in a Markdown fence or not."""
     text = response.strip()
     if len(text) > 6 and text.startswith(_FENCE) and text.endswith(_FENCE):
-        text = re.sub(r"\s*json\b", "", text[3:-3], count=1, flags=re.IGNORECASE)
+        text = _LABEL.sub("", text[3:-3])
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
