@@ -1,4 +1,4 @@
-"""Judges: what they say is read, what cannot be read is invalid, and equal questions are asked once."""
+"""Judges: what they say is read, and what cannot be read is invalid."""
 
 from __future__ import annotations
 
