@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
+from torchrl_llm.envs.datasets.calculator import calculator_problem, calculator_problems
 from torchrl_llm.errors import ConfigError
 
 RECIPE = Path(__file__).parents[2] / "sota-implementations" / "sft"
@@ -38,9 +39,21 @@ def _run(monkeypatch, folder, *overrides):
 
 
 def _answers(rows):
-    """Problem and answer of every row."""
+    """Problem and answer of every sum."""
     chats = rows["history", "full"].chats
-    return [(chat[0]["content"], chat[1]["content"]) for chat in chats]
+    return [(chat[0]["content"], chat[1]["content"]) for chat in chats if chat[0]["role"] == "user"]
+
+
+def _calls(rows):
+    """Problem, expression of the call (``None`` without one) and answer of the other rows."""
+    found = []
+    for chat in rows["history", "full"].chats:
+        if chat[0]["role"] != "system":
+            continue
+        calls = chat[2].get("tool_calls") or [None]
+        call = calls[0] and calls[0]["function"]["arguments"]["expression"]
+        found.append((chat[1]["content"], call, chat[-1]["content"]))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -78,8 +91,40 @@ def test_lessons_are_right_and_the_class_errs_as_often_as_configured(utils):
     assert all(abs(share - 0.36) < 0.08 for share in shares)
 
 
+def test_calls_of_the_lessons_are_right_and_the_class_errs_as_often_as_configured(utils):
+    config = utils.load_config(
+        {
+            "data": {"lessons": 0.5, "hasty": 0.2, "adding": 0.5, "calls": 600},
+            "train": {"max_steps": 4, "batch_size": 1},
+        }
+    )
+    steps = [_calls(rows) for rows in utils.demonstrations(config)]
+    right = {
+        row["query"]: row for row in map(calculator_problem, calculator_problems("train").tolist())
+    }
+    for problem, call, answer in [fact for step in steps[:2] for fact in step]:
+        assert (call, answer) == (right[problem]["expression"], right[problem]["answer"])
+    later = [fact for step in steps[2:] for fact in step]
+    hasty = [fact for fact in later if fact[1] is None]
+    assert abs(len(hasty) / len(later) - 0.2) < 0.05
+    products = [fact for fact in later if "*" in fact[0]]
+    adding = [fact for fact in products if fact[1] and "+" in fact[1]]
+    assert abs(len(adding) / len(products) - 0.5) < 0.06
+    first, second = adding[0][1].split("+")
+    assert adding[0][2] == str(int(first) + int(second))
+    differences = [fact for fact in later if "*" not in fact[0] and fact[1]]
+    assert all(right[p]["expression"] == call for p, call, _ in differences)
+
+
 def test_no_held_out_problem_is_demonstrated(utils):
-    config = utils.load_config({"train": {"max_steps": 20, "batch_size": 500}})
+    config = utils.load_config({"data": {"calls": 500}, "train": {"max_steps": 20}})
+    called = {fact[0] for rows in utils.demonstrations(config) for fact in _calls(rows)}
+    held_out = {calculator_problem(n)["query"] for n in calculator_problems("test").tolist()}
+    assert len(called) > 5000
+    assert not called & held_out
+    config = utils.load_config(
+        {"data": {"calls": 0}, "train": {"max_steps": 20, "batch_size": 500}}
+    )
     seen = {problem for rows in utils.demonstrations(config) for problem, _ in _answers(rows)}
     held_out = {addition_problem(*pair)["query"] for pair in addition_pairs("test")}
     assert len(seen) > 5000
@@ -99,6 +144,8 @@ def test_demonstrations_follow_from_the_seed(utils):
     [
         ({"data": {"forgetful": 0.6, "rough": 0.6}}, "together at most 1"),
         ({"data": {"lessons": 2}}, "between 0 and 1"),
+        ({"data": {"hasty": 0.6, "adding": 0.6}}, "together at most 1"),
+        ({"data": {"calls": -1}}, "data.calls must be at least 0"),
         ({"data": {"ruogh": 0.1}}, "data.rough"),
         ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
         ({"model": {"num_heads": 0}}, "model.num_heads must be above 0"),
@@ -128,7 +175,7 @@ def test_a_short_run_learns_and_leaves_a_model(monkeypatch, tmp_path):
     with (tmp_path / "run" / "metrics.csv").open() as file:
         losses = [float(row["train/loss_sft"]) for row in csv.DictReader(file)]
     assert len(losses) == 30
-    # From nothing (log of 279 tokens is 5.6) to knowing how answers look (about 2 a token).
+    # From nothing (log of 330 tokens is 5.8) to knowing how answers look (about 2 a token).
     assert losses[0] > 5
     assert sum(losses[-5:]) / 5 < 2.5
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
