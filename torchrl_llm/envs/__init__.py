@@ -14,6 +14,7 @@ from torchrl_llm.envs.datasets.math import MATHEnv
 from torchrl_llm.envs.datasets.text_reversal import TextReversalEnv
 from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToeEnv
 from torchrl_llm.envs.hashing import LLMHashingEnv
+from torchrl_llm.envs.libs import MLGymWrapper, OpenEnvEnv, make_mlgym
 from torchrl_llm.envs.llm_env import LLMEnv
 from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
@@ -67,6 +68,8 @@ __all__ = [
     "LetterCountingRewardParser",
     "MATHEnv",
     "MATHRewardParser",
+    "MLGymWrapper",
+    "OpenEnvEnv",
     "RayDataLoadingPrimer",
     "RetrieveKL",
     "RetrieveLogProb",
@@ -81,4 +84,5 @@ __all__ = [
     "as_nested_tensor",
     "as_padded_tensor",
     "make_gsm8k_env",
+    "make_mlgym",
 ]

@@ -35,14 +35,14 @@ class Observed(NamedTuple):
     """What a world shows after a reset or a step.
 
     Attributes:
-        text: what the model is told.
+        text: what the model is told; after a reset it may be the first messages, as dicts.
         reward: of the step.
         terminated: the episode has ended.
         truncated: the episode was cut.
         success: the model has done what is asked for.
     """
 
-    text: str
+    text: str | Sequence[Mapping[str, Any]]
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -144,7 +144,7 @@ class SessionSteps(WorldTransform):
             texts[row] = text
         return tensordict.set(self.data_key, Column.of(texts))
 
-    def _begin(self, item: tuple[int, Mapping[str, Any]]) -> str:
+    def _begin(self, item: tuple[int, Mapping[str, Any]]) -> str | Sequence[Mapping[str, Any]]:
         row, options = item
         self._lost.pop(row, None)
         try:
@@ -232,7 +232,7 @@ class SessionEnv(WorldEnv):
         compute_reward: write the reward.
         max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is
             ``MAX_STEPS``.
-        system_prompt: instead of ``instructions`` and the form of an answer.
+        system_prompt: instead of ``instructions`` and the form of an answer; empty for none.
         template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the tool that acts is added to
             ``tools`` in text and tokens mode.
         kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
@@ -271,7 +271,7 @@ class SessionEnv(WorldEnv):
             dataset=MappedRows(rows, partial(_as_options, data_key)),
             compute_reward=False,
             max_steps=None,
-            system_prompt=system_prompt,
+            system_prompt=system_prompt or None,
             template_kwargs=template_kwargs,
             data_key=data_key,
             **kwargs,
