@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.envs.transforms.tools.background import BackgroundLoop
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.envs.transforms.tools.browser_driver import BrowserDriver, BrowserError
@@ -188,7 +189,7 @@ class BrowserTransform(ToolTransform):
             :class:`BrowserTool`, which also explains what is not allowed.
         headless: without a window.
         timeout: seconds that an action may take.
-        tokenizer: not needed; the environment and the policy have it.
+        tokenizer: with one, it is checked at once that its chat template writes calls and results.
         tool_name: role of the appended messages.
         parser: how calls are written; by default as the chat template writes them.
         executable_path: the browser; by default a Chromium on the path, else Playwright's own.
@@ -198,6 +199,7 @@ class BrowserTransform(ToolTransform):
 
     Raises:
         ConfigError: an impossible argument.
+        TemplateError: the tokenizer's template drops calls or results.
 
     Example:
         >>> tools = BrowserTransform(["example.org"])
@@ -210,6 +212,7 @@ class BrowserTransform(ToolTransform):
         allowed_domains: Sequence[str] | None = None,
         headless: bool = True,
         timeout: float = 30.0,
+        tokenizer: Any = None,
         tool_name: str = "tool",
         *,
         parser: ToolParser | None = None,
@@ -218,6 +221,8 @@ class BrowserTransform(ToolTransform):
         page_chars: int = 8000,
         **kwargs: Any,
     ) -> None:
+        if tokenizer is not None and parser is not None:
+            raise ConfigError("tokenizer has no effect with a parser: calls are not the template's")
         browser = BrowserTool(
             allowed_domains,
             headless=headless,
@@ -228,3 +233,5 @@ class BrowserTransform(ToolTransform):
         )
         super().__init__([browser], parser, tool_name=tool_name, timeout=timeout, **kwargs)
         self.browser = browser
+        if tokenizer is not None:
+            ChatFormatter(tokenizer, tools=self.schemas)

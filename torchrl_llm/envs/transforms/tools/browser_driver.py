@@ -286,6 +286,8 @@ class BrowserDriver:
         except _errors().TimeoutError:
             raise TimeoutError from None
         except _errors().Error as error:
+            if not self._browser.is_connected():
+                raise
             # Chromium shows its own page for the error a moment later, in the way of what follows.
             await self._renew(seat)
             reason = _first_line(error)
