@@ -23,13 +23,25 @@ from torchrl_llm.envs.transforms.template import TemplateTransform
 from torchrl_llm.envs.transforms.text_tokenizer import Tokenizer
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
+from torchrl_llm.envs.transforms.tools import (
+    ExecuteToolsInOrder,
+    JSONCallParser,
+    SimpleToolTransform,
+    ToolCall,
+    ToolRegistry,
+    ToolService,
+    ToolTransform,
+    XMLBlockParser,
+)
 
 __all__ = [
     "AddThinkingPrompt",
     "ContextStrategy",
     "DataLoadingPrimer",
+    "ExecuteToolsInOrder",
     "FullDialog",
     "IncrementalTokenizer",
+    "JSONCallParser",
     "KLComputation",
     "KLRewardTransform",
     "OverlongPenalty",
@@ -39,11 +51,17 @@ __all__ = [
     "RetrieveLogProb",
     "RetrieveTeacherLogProb",
     "RetrieveValues",
+    "SimpleToolTransform",
     "SlidingWindow",
     "StepCounter",
     "TemplateTransform",
     "Tokenizer",
+    "ToolCall",
+    "ToolRegistry",
+    "ToolService",
+    "ToolTransform",
     "TruncatedThinking",
+    "XMLBlockParser",
     "as_nested_tensor",
     "as_padded_tensor",
 ]
