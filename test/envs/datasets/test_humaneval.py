@@ -67,15 +67,17 @@ def test_whole_functions_and_continuations_are_scored_in_every_mode(mode, tokeni
         BODY + "\n\nprint(half(3))\n\nThis function halves.",
         "def half(x):\n    return floor(x / 2)",
         "```python\n    return x // 2\n```",
+        "for _ in range(1):\n        x = floor(x / 2)\n    return x\n",
+        "```py\nx = x / 2\nreturn floor(x)\n```",
         "    return x / 2\n",
         "    pass",
         "I cannot.",
     ]
     feed = iter(replies)
     policy = AnsweringPolicy(mode, lambda prompt: next(feed), tokenizer)
-    env = LocalEnv(dataset=[ROW], num_envs=8, repeats=8, input_mode=mode, tokenizer=tokenizer)
+    env = LocalEnv(dataset=[ROW], num_envs=10, repeats=10, input_mode=mode, tokenizer=tokenizer)
     td = env.step(policy(env.reset()))["next"]
-    expected = [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, -0.1]
+    expected = [1.0] * 7 + [0.0, 0.0, -0.1]
     assert td["reward"].flatten().tolist() == pytest.approx(expected)
     assert td["reward_valid"].all()
     assert td["terminated"].all()

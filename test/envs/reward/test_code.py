@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from envs.reward.local_sandbox import LocalSandbox
 
-from torchrl_llm.envs.code_blocks import code_blocks
 from torchrl_llm.envs.reward.code import (
     CodeProblem,
     CodeRewardParser,
@@ -355,15 +354,16 @@ def test_impossible_limits_are_refused():
 @pytest.mark.parametrize(
     ("response", "code"),
     [
-        ("```python\na\n```", "a\n"),
-        ("```py  \na\n```", "a\n"),
-        ("``` python\na\n```", "a\n"),
+        ("```python\na\n```", "a"),
+        ("```py  \na\n```", "a"),
+        ("``` python\na\n```", "a"),
         ("~~~\na\n~~~", "a\n"),
-        ("````md\n```python\na\n```\n````\n```\nb\n```", "b\n"),
-        ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1\n"),
-        ("```python\ndef f(): 1\n```\n```\ndef f(): 2\n```", "def f(): 2\n"),
-        ("```python\ndef f(): 1\n```\n```bash\npip\n```", "def f(): 1\n"),
-        ("```python\ndef f():\n    return 1", "def f():\n    return 1\n"),
+        ("```\na\n```\n```\ndef f(): 1\n```\n```\nb", "def f(): 1\n"),
+        ("````md\n```python\na\n```\n````\n```py\nb\n```", "b"),
+        ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1"),
+        ("```python\ndef f(): 1\n```\n```\ndef f(): 2\n```", "def f(): 1"),
+        ("```python\ndef f(): 1\n```\n```bash\npip\n```", "def f(): 1"),
+        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
         ("<think>```python\ndef f(): 0\n```</think>\ndef f(): 1", "\ndef f(): 1"),
         ("    return 1\n", "    return 1\n"),
         (" \n\t", None),
@@ -375,8 +375,9 @@ def test_the_code_of_a_response(response, code):
 
 
 def test_a_long_line_of_fences_takes_linear_time():
-    assert len(code_blocks("```\nx\n```\n" * 20_000)) == 20_000
-    assert code_blocks("`" * 200_000) == []
+    assert extract_code("```\nx\n```\n" * 20_000, "f") == "x\n"
+    assert extract_code("`" * 200_000, "f") == "`" * 200_000
+    assert extract_code("```\n" * 100_000, "f") is None
 
 
 def test_answers_survive_json():

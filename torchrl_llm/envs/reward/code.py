@@ -24,10 +24,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torchrl_llm.envs.code_blocks import PYTHON, code_blocks
 from torchrl_llm.envs.reward import code_judge
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult
+from torchrl_llm.envs.transforms.tools.code_blocks import python_blocks
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 
 __all__ = ["CodeProblem", "CodeResult", "CodeRewardParser", "CodeRunner", "defines", "extract_code"]
@@ -36,6 +36,7 @@ CompileStatus = Literal["success", "syntax", "import", "timeout", "unknown", "no
 RunStatus = Literal[
     "success", "wrong", "runtime", "timeout", "memory", "killed", "not_run", "sandbox_error"
 ]
+_BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
 # What another run could find otherwise is not remembered.
 _LASTING = ("success", "wrong", "runtime", "not_run")
 
@@ -153,8 +154,9 @@ def _asserts(statement: ast.stmt) -> bool:
 def extract_code(response: str, entry_point: str) -> str | None:
     r"""The Python code of a response.
 
-    What stands in front of ``</think>`` is no part of the answer. Of several fenced blocks it is
-    the last that defines the function, or else the last; without any, the whole text.
+    What stands in front of ``</think>`` is no part of the answer. Of several Python blocks it is
+    the last that defines the function, or else the last; where there are none, blocks that name no
+    language count likewise, and where there are none of these either, it is the whole text.
 
     Args:
         response: what the model wrote.
@@ -165,10 +167,10 @@ def extract_code(response: str, entry_point: str) -> str | None:
 
     Example:
         >>> extract_code("Sure!\n```python\ndef f():\n    return 1\n```", "f")
-        'def f():\n    return 1\n'
+        'def f():\n    return 1'
     """
     answer = response.rpartition("</think>")[2]
-    blocks = [block.code for block in code_blocks(answer) if block.language in PYTHON]
+    blocks = python_blocks(answer) or [found[2] for found in _BARE_BLOCK.finditer(answer)]
     defining = [code for code in blocks if defines(code, entry_point)]
     code = (defining or blocks or [answer])[-1]
     return code if code.strip() else None

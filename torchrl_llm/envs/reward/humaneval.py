@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import indent
+
 from torchrl_llm.envs.reward.code import CodeProblem, CodeRewardParser, defines
 
 __all__ = ["HumanEvalRewardParser"]
@@ -22,7 +24,16 @@ class HumanEvalRewardParser(CodeRewardParser):
         """The code as it is where it defines the function, else as the end of the prompt."""
         if defines(code, problem.entry_point):
             return [code]
-        lines = code.split("\n")
-        # The first line belongs to the body even where its indentation was lost in decoding.
-        end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
-        return [problem.prelude + code, problem.prelude + "\n".join(lines[:end])]
+        body = code.lstrip("\n")
+        bodies = [body]
+        if not body[:1].isspace():
+            # Decoding takes the indentation of the first line, a fenced block that of all lines.
+            bodies = ["    " + body, indent(body, "    ")]
+        return [problem.prelude + each for each in (*bodies, _first_part(bodies[0]))]
+
+
+def _first_part(body: str) -> str:
+    """What stands in front of the next line without indentation."""
+    lines = body.split("\n")
+    end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
+    return "\n".join(lines[:end])
