@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import uuid
 from pathlib import Path
@@ -176,6 +177,9 @@ class Trainer:
         assert result.sentinel == self.calm.sentinel
         assert result.grown < 48 << 20
         assert result.open_files == self.calm.open_files
+        patience = time.monotonic() + 60  # a large folder is removed behind
+        while list(self.folders.iterdir()) and time.monotonic() < patience:
+            time.sleep(0.1)
         assert list(self.folders.iterdir()) == []
         return result
 
