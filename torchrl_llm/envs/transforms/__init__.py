@@ -24,8 +24,12 @@ from torchrl_llm.envs.transforms.text_tokenizer import Tokenizer
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 from torchrl_llm.envs.transforms.tools import (
+    BrowserTransform,
     ExecuteToolsInOrder,
     JSONCallParser,
+    MCPToolTransform,
+    PythonExecutorService,
+    PythonInterpreter,
     SimpleToolTransform,
     ToolCall,
     ToolRegistry,
@@ -36,6 +40,7 @@ from torchrl_llm.envs.transforms.tools import (
 
 __all__ = [
     "AddThinkingPrompt",
+    "BrowserTransform",
     "ContextStrategy",
     "DataLoadingPrimer",
     "ExecuteToolsInOrder",
@@ -44,8 +49,11 @@ __all__ = [
     "JSONCallParser",
     "KLComputation",
     "KLRewardTransform",
+    "MCPToolTransform",
     "OverlongPenalty",
     "PolicyVersion",
+    "PythonExecutorService",
+    "PythonInterpreter",
     "RayDataLoadingPrimer",
     "RetrieveKL",
     "RetrieveLogProb",
