@@ -359,6 +359,8 @@ def checked_score(score: Any) -> RewardScore:
     """
     full = score if isinstance(score, RewardScore) else None
     value = score if full is None else full.reward
+    if full is not None and type(value) is float and math.isfinite(value):
+        return full
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
