@@ -47,6 +47,7 @@ from torchrl_llm.trainers.recipe import (
     autocast,
     make_evaluation,
     make_policy,
+    max_turns,
     minibatches,
     overlong_metrics,
     seed_everything,
@@ -68,12 +69,18 @@ def main(cfg: DictConfig) -> None:
     collector = LLMCollector(
         env,
         policy=policy,
-        dialog_turns_per_batch=config.rows_per_batch,
         yield_completed_trajectories=True,
+        reset_at_each_iter=True,
     )
     algorithm = make_algorithm(config, policy, teachers)
     buffer = make_buffer(config, algorithm)
-    source = BatchSource(collector, buffer, credit=algorithm.credit, num_rows=config.rows_per_batch)
+    source = BatchSource(
+        collector,
+        buffer,
+        credit=algorithm.credit,
+        num_rows=config.rows_per_batch,
+        rows_per_trajectory=max_turns(config),
+    )
     loss_module = algorithm.loss
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm.algorithms import Algorithm, make_mopd, make_opd
 from torchrl_llm.data import ChatHistory, History
@@ -34,7 +33,7 @@ from torchrl_llm.trainers.grpo_config import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_llm.trainers.recipe import device_of, make_envs
+from torchrl_llm.trainers.recipe import device_of, make_envs, make_step_buffer
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 # Sums whose units carry, and sums whose units do not.
@@ -339,9 +338,4 @@ def make_algorithm(
 
 def make_buffer(config: DistillationConfig, algorithm: Algorithm) -> ReplayBuffer:
     """A buffer of one step's rows, which reach it as rows to train on."""
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(config.rows_per_batch),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=config.train.optim_batch_size or config.rows_per_batch,
-    )
-    return algorithm.append_to(buffer)
+    return algorithm.append_to(make_step_buffer(config))

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from tensordict import LazyStackedTensorDict
-from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm.data import TopKRewardSelector
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -28,7 +27,7 @@ from torchrl_llm.trainers.grpo_config import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_llm.trainers.recipe import make_reference
+from torchrl_llm.trainers.recipe import make_reference, make_step_buffer
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 
@@ -144,11 +143,7 @@ def make_buffer(
 ) -> tuple[ReplayBuffer, TopKRewardSelector]:
     """A buffer of one step's best answers, and the transform in it that selects them."""
     selector = TopKRewardSelector(config.env.repeats, config.select.topk_size, verbose=False)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(config.rows_per_batch),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=config.train.optim_batch_size or config.rows_per_batch,
-    )
+    buffer = make_step_buffer(config)
     # The transform appended last sees the rows first: selection, one row a trajectory, reference.
     if config.needs_reference:
         buffer.append_transform(RetrieveLogProb(make_reference(config, policy)))

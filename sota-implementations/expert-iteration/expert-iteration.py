@@ -36,6 +36,7 @@ from torchrl_llm.trainers.recipe import (
     make_envs,
     make_evaluation,
     make_policy,
+    max_turns,
     minibatches,
     overlong_metrics,
     seed_everything,
@@ -54,8 +55,8 @@ def main(cfg: DictConfig) -> None:
     collector = LLMCollector(
         env,
         policy=policy,
-        dialog_turns_per_batch=config.rows_per_batch,
         yield_completed_trajectories=True,
+        reset_at_each_iter=True,
     )
     buffer, selector = make_buffer(config, policy)
     source = BatchSource(
@@ -64,6 +65,7 @@ def main(cfg: DictConfig) -> None:
         credit=selector,
         num_rows=config.rows_per_batch,
         truncated=config.select.truncated,
+        rows_per_trajectory=max_turns(config),
     )
     loss_module = make_loss(config, policy)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 from torchrl.envs import Transform
 
 from torchrl_llm.algorithms import Algorithm
@@ -25,7 +24,7 @@ from torchrl_llm.envs.transforms import (
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SPOAdvantage
 from torchrl_llm.trainers.grpo_config import GRPOConfig
-from torchrl_llm.trainers.recipe import make_reference, max_turns
+from torchrl_llm.trainers.recipe import make_reference, make_step_buffer
 
 
 def make_algorithm(config: GRPOConfig, policy: TransformersWrapper) -> Algorithm:
@@ -80,14 +79,7 @@ def read_by_the_loss(
 
 def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
     """A buffer of one step's rows, which reach it as rows to train on."""
-    # A trajectory is one row, or as many as turns where its history is rewritten between them.
-    capacity = config.rows_per_batch * max_turns(config)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(capacity),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=config.train.optim_batch_size or capacity,
-    )
-    return algorithm.append_to(buffer)
+    return algorithm.append_to(make_step_buffer(config))
 
 
 def parts_of(policy: TransformersWrapper) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy
 import torch
 import transformers
 from tensordict import LazyStackedTensorDict
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
@@ -54,6 +55,7 @@ __all__ = [
     "make_evaluation",
     "make_policy",
     "make_reference",
+    "make_step_buffer",
     "make_train_env",
     "max_turns",
     "minibatches",
@@ -260,6 +262,22 @@ def max_turns(config: RecipeConfig) -> int:
             "env.max_steps"
         )
     return turns
+
+
+def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
+    """A buffer that holds what is trained in one step, each row once an epoch.
+
+    A trajectory is one row in it, or as many as turns where its history is rewritten between them.
+
+    Args:
+        config: the recipe's.
+    """
+    capacity = config.rows_per_batch * max_turns(config)
+    return ReplayBuffer(
+        storage=LazyStackStorage(capacity),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=config.train.optim_batch_size or capacity,
+    )
 
 
 def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
