@@ -34,7 +34,7 @@ from torchrl_llm.envs.transforms.tools import (
 sys.path.insert(0, str(Path(__file__).parent))
 from tools_of_bench import add, compute, sleep
 
-ROWS, ROUNDS = 64, 3
+ROWS, ROUNDS = 64, 5
 
 
 def seconds(function):
@@ -84,5 +84,5 @@ def step_cost():
 
 if __name__ == "__main__":
     ratio("sleep", FunctionTool(sleep), {"seconds": 0.05})
-    ratio("compute", ProcessTool(compute), {"rounds": 400_000})
+    ratio("compute", ProcessTool(compute), {"rounds": 150_000})
     step_cost()

@@ -208,3 +208,58 @@ def test_a_policy_that_writes_text_only_gets_the_results_as_text(tokenizer):
         text = env.step(td)["next", "text"]._tensordict.get("prompt").tolist()[0]
         results = "".join(f"<|im_start|>tool\n{HOSTILE} {n}<|im_end|>\n" for n in (0, 1))
         assert text == prompt + "aaa<|im_end|>\n" + results + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_rows_of_a_policy_only_grow_as_well(mode, tokenizer):
+    answers = {"Hi": "a", "How are you?": "bbbb bbbb"}
+    policies = [
+        FakeWrapper(
+            lambda prompt: answers["How are you?" if "How" in prompt else "Hi"],
+            tokenizer=tokenizer,
+            input_mode=mode,
+            pad_output=padded,
+        )
+        for padded in (False, True)
+    ]
+    prompts = []
+    for policy in policies:
+        env = make_env(mode, tokenizer, 2)
+        td = env.reset(TensorDict({"query": list(answers)}, batch_size=(2,)))
+        for _ in range(2):
+            td = env.step(policy(td))["next"]
+        if mode == "history":
+            prompts.append([chat.messages for chat in td["history"].prompt.chats])
+        else:
+            prompts.append([ids.tolist() for ids in read_rows(td, ("tokens", "prompt"))])
+        env.close()
+    assert prompts[0] == prompts[1]
+
+
+def test_the_ids_beside_the_conversations_hold_the_results(tokenizer):
+    env = ChatEnv.with_tokenizer(tokenizer, batch_size=(2,))
+    env.append_transform(ToolTransform([Echo()], EveryTurnCalls()))
+    policy = FakeWrapper(lambda prompt: "aaa", tokenizer=tokenizer)
+    rows = play(policy, env, ["Hi", "Ho"], 3)
+    check(rows, ChatFormatter(tokenizer), 2)
+    td = env.reset(TensorDict({"query": ["Hi", "Ho"]}, batch_size=(2,)))
+    td = env.step(policy(td))["next"]
+    assert "tool\n" + HOSTILE in tokenizer.decode(read_rows(td, ("tokens", "prompt"))[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_without_a_call_stay_as_the_environment_made_them(mode, tokenizer):
+    class Never(ToolParser):
+        def parse(self, message, schemas):
+            return []
+
+    policy = FakeWrapper(lambda prompt: "aaa", tokenizer=tokenizer, input_mode=mode)
+    ends = []
+    for parser in (None, Never()):
+        options = {"tokenizer": tokenizer} if mode != "history" else {}
+        env = ChatEnv(input_mode=mode, batch_size=(2,), **options)
+        if parser is not None:
+            env = env.append_transform(ToolTransform([Echo()], parser))
+        rows = play(policy, env, ["Hi", "Ho"], 2)
+        ends.append([ids.tolist() for ids in rows[1][1]])
+    assert ends[0] == ends[1]
