@@ -38,7 +38,7 @@ def bubblewrap_works():
     return True
 
 
-def survivors(token):
+def _survivors(token):
     """Processes of the machine whose command line holds a token."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -54,7 +54,7 @@ def survivors(token):
 def kill(token):
     """End survivors, so that a test that fails harms no other."""
     stopped = set()
-    while new := {pid for pid, _ in survivors(token)} - stopped:
+    while new := {pid for pid, _ in _survivors(token)} - stopped:
         for pid in new:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
@@ -168,7 +168,7 @@ class Trainer:
         token = uuid.uuid4().hex
         files = digest(self.home)
         result = self._ask(code, limits, stdin, token)
-        left = survivors(token)
+        left = _survivors(token)
         kill(token)
         assert left == []
         assert result.took <= (DEFAULTS | limits)["wall_s"] + 2
@@ -218,3 +218,15 @@ def trainer(request):
 def attack(trainer):
     """Run hostile code in the trainer's sandbox, with the checks that hold after any attack."""
     return trainer.attack
+
+
+@pytest.fixture(scope="session")
+def bubblewrap():
+    """Whether bubblewrap works on this machine."""
+    return sys.platform.startswith("linux") and bubblewrap_works()
+
+
+@pytest.fixture(scope="session")
+def survivors():
+    """Find the processes whose command line holds a token."""
+    return _survivors

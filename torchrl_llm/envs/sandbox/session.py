@@ -1,7 +1,8 @@
 """Sessions: an interpreter in a sandbox that is given one piece of code after another.
 
 No text marks where an answer ends, so nothing that the code holds or prints can be taken for such a
-mark. Errors on standard error are no failure by themselves.
+mark. Errors on standard error are no failure by themselves. What background work prints between two
+pieces comes with the later one.
 """
 
 from __future__ import annotations
@@ -126,7 +127,6 @@ class PipeSession(SandboxSession):
     def _run(self, contained: Contained, code: str, wall_s: float) -> SandboxResult:
         start = time.monotonic()
         for output in (contained.stdout, contained.stderr):
-            output.drain()  # what background work wrote since the last piece belongs to neither
             output.reset()
         payload = json.dumps({"code": code}).encode()
         ended = pump(
