@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,6 +135,20 @@ def test_all_canonical_solutions_pass_in_the_sandbox_64_at_once_and_none_without
     assert wrong["reward_valid"].all()
     assert torch.equal(wrong["reward"], torch.zeros(164, 1, 1))
     assert not wrong["success"].any()
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+def test_64_programs_run_at_the_same_time():
+    runner = CodeRunner(make_sandbox("bubblewrap"), timeout_s=30.0, cache_size=0)
+    problem = CodeProblem("f", "assert f(0.5) == 1")
+    code = "import time\ndef f(seconds):\n    time.sleep(seconds)\n    return 1"
+    started = time.monotonic()
+    with ThreadPoolExecutor(64) as pool:
+        results = list(pool.map(lambda _: runner.run(code, problem), range(64)))
+    assert all(result.all_passed for result in results)
+    # One after another they would take as long as all of them together.
+    assert sum(result.seconds for result in results) > 8 * (time.monotonic() - started)
 
 
 @pytest.mark.sandbox
