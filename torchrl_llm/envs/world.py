@@ -33,7 +33,7 @@ from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.errors import ConfigError, RewardError
 
-__all__ = ["CUT_OFF", "ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
+__all__ = ["ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
 
 CUT_OFF = "Your answer was cut off."
 
