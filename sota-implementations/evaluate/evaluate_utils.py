@@ -35,6 +35,8 @@ from torchrl_llm.trainers.config import ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import ModelConfig
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
+# The hub's IFEval is all for evaluation, and has one split of this name.
+_SPLITS = {"ifeval": "train"}
 # Where nothing else ends a conversation.
 _MOST_TURNS = 64
 
@@ -193,7 +195,7 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
     if config.eval.max_steps is not None:
         settings["max_steps"] = config.eval.max_steps
     path = config.data_files.get(task)
-    data = {"split": "test"} if path is None else {"data_files": path}
+    data = {"split": _SPLITS.get(task, "test")} if path is None else {"data_files": path}
     repeats = config.eval.repeats
     prompts = max(1, config.eval.batch_size // repeats)
     return task_class(task)(

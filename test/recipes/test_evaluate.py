@@ -7,8 +7,10 @@ import importlib
 import json
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +184,30 @@ def test_the_table_names_every_figure(recipe):
     assert "truncated" in text
 
 
+def test_without_files_the_hub_is_asked_for_the_split_that_it_has(recipe, monkeypatch):
+    hub = {
+        "openai/gsm8k": {"train": [], "test": [{"question": "?", "answer": "#### 1"}]},
+        "google/IFEval": {
+            "train": [
+                {
+                    "key": 1,
+                    "prompt": "Hi",
+                    "instruction_id_list": ["punctuation:no_comma"],
+                    "kwargs": [{}],
+                }
+            ]
+        },
+        "openai/openai_humaneval": {
+            "test": [{"prompt": "def f():\n", "entry_point": "f", "test": "assert f()"}]
+        },
+    }
+    fake = SimpleNamespace(load_dataset=lambda source, name: hub[source])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    config = recipe.load_config({})
+    for task in config.tasks:
+        assert recipe.make_env(config, task, None).primer.num_rows == 1
+
+
 # Bad input
 
 
@@ -212,7 +238,7 @@ def test_missing_data_models_and_packages_are_named(tmp_path, run, monkeypatch):
         run(tmp_path / "a", "tasks=[gsm8k]", "data_files.gsm8k=missing.jsonl")
     with pytest.raises(ConfigError, match="there is no tokenizer 'nobody/nothing'"):
         run(tmp_path / "b", "model.name=nobody/nothing")
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError, match="vllm"):
         run(tmp_path / "c", "inference_model.backend=vllm", "tasks=[arithmetic]")
 
