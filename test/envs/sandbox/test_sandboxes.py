@@ -14,11 +14,11 @@ from torchrl_llm.envs.sandbox import (
     Limits,
     SandboxResult,
     SubprocessSandbox,
-    bubblewrap as module,
     make_sandbox,
     plain,
     supervisor,
 )
+from torchrl_llm.envs.sandbox import bubblewrap as module
 from torchrl_llm.envs.sandbox.seccomp import filter_program
 from torchrl_llm.errors import ConfigError, ResourceError
 

@@ -276,6 +276,9 @@ def _command_line(
     line += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
     for folder in (*layout.read_only, *read_only):
+        # Made by bubblewrap itself, they would be for their owner alone.
+        for parent in reversed(PurePosixPath(folder).parents[:-1]):
+            line += ["--perms", "0755", "--dir", str(parent)]
         line += ["--ro-bind", folder, folder]
     line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
     # Bubblewrap's own first process counts too.

@@ -141,7 +141,19 @@ def _become(orders: dict) -> None:
         address = ctypes.c_ulong(ctypes.addressof(whole))
         _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, address)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    os.execvpe(orders["argv"][0], orders["argv"], orders["env"])
+    _execute(orders["argv"], orders["env"])
+
+
+def _execute(argv: list[str], env: dict[str, str]) -> None:
+    # os.execvpe would import a module, which may be out of reach by now.
+    folders = [""] if "/" in argv[0] else env["PATH"].split(":")
+    problem = ""
+    for folder in folders:
+        try:
+            os.execve(f"{folder}/{argv[0]}" if folder else argv[0], argv, env)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    os.write(2, f"{argv[0]}: {problem}\n".encode(errors="replace"))
 
 
 def _below(pid: int) -> list[int]:
