@@ -10,6 +10,7 @@ Shape legend: ``K`` components, ``N`` rows, ``R`` tokens of a response.
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -134,7 +135,7 @@ class Component:
         run: ``"inline"``, one row after another; ``"threads"``, for what waits (for a server);
             ``"processes"``, for what keeps a CPU busy or may not end. A scorer for processes must
             be importable by name.
-        num_workers: threads or processes.
+        num_workers: threads, 8 if not given; or processes, as many as CPUs but at most 4.
         timeout: seconds that a row may take (of a :class:`BatchScorer`, all rows); needs threads or
             processes. Only a process is stopped when its time is over.
 
@@ -147,7 +148,7 @@ class Component:
     _: KW_ONLY
     optional: bool = False
     run: Where = "inline"
-    num_workers: int = 8
+    num_workers: int | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -164,6 +165,9 @@ class Component:
             raise ConfigError(f"run must be one of {get_args(Where)}, got {self.run!r}")
         if not math.isfinite(self.weight):
             raise ConfigError(f"weight must be finite, got {self.weight}")
+        if self.num_workers is None:
+            number = min(4, os.cpu_count() or 1) if self.run == "processes" else 8
+            object.__setattr__(self, "num_workers", number)
         if self.num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {self.num_workers}")
         if self.run == "processes" and isinstance(self.scorer, BatchScorer):
