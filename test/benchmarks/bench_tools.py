@@ -34,7 +34,7 @@ from torchrl_llm.envs.transforms.tools import (
 sys.path.insert(0, str(Path(__file__).parent))
 from tools_of_bench import add, compute, sleep
 
-ROWS, ROUNDS = 64, 5
+ROWS, ROUNDS = 64, 3
 
 
 def seconds(function):
