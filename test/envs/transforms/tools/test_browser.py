@@ -43,7 +43,7 @@ def browser(site):
 @pytest.fixture(scope="module")
 def hasty(site):
     """A browser with little patience."""
-    tool = BrowserTool([site.host], timeout=5.0, start_timeout=120.0)
+    tool = BrowserTool([site.host], timeout=10.0, start_timeout=120.0)
     yield tool
     tool.close()
 
@@ -192,7 +192,7 @@ def test_arguments_are_checked_before_the_browser_sees_them(browser):
 def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, act):
     answer = act("navigate", tool=hasty, url=f"{site.url}/hang")
     assert answer.error == "TimeoutError"
-    assert "did not answer within 5 s" in answer.content
+    assert "did not answer within 10 s" in answer.content
     assert hasty.num_pages == 1
     assert act("navigate", tool=hasty, url=f"{site.url}/plain").content.endswith("plain words")
     act("navigate", tool=hasty, url=site.url)
