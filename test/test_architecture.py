@@ -28,7 +28,8 @@ FLOORS = {
     "langmarl": 4,
     "cli": 4,
 }
-ROOT_HELPERS = {"errors", "_imports", "_registry", "_ray", "_redis", "assets", "__version__"}
+ROOT_HELPERS = {"errors", "_http", "_imports", "_registry", "_ray", "_redis", "assets"}
+ROOT_HELPERS |= {"__version__"}
 # What a room of floor 3 may take from its own floor; `trainers` may use all of it.
 SAME_FLOOR = {
     "collectors": {"weight_update"},

@@ -11,13 +11,13 @@ from typing import Any
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
+from torchrl_llm._http import HTTPClient
 from torchrl_llm.data.containers import ChatHistory
 from torchrl_llm.data.history import History
 from torchrl_llm.envs.modes import response_reader
 from torchrl_llm.envs.reward.judge import Grader, Messages
 from torchrl_llm.envs.reward.running import run_rows
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.modules.backends.http import HTTPClient
 
 __all__ = ["EndpointGrader", "WrapperGrader"]
 

@@ -21,13 +21,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from torchrl_llm._http import Cancellation, HTTPClient
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError, WorkerError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends import openai_protocol as protocol
 from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
-from torchrl_llm.modules.backends.http import Cancellation, HTTPClient
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from torchrl_llm._http import HTTPClient, Reply
 from torchrl_llm._imports import require
 from torchrl_llm.errors import (
     BackendError,
@@ -28,7 +29,6 @@ from torchrl_llm.errors import (
     WeightUpdateError,
     WorkerError,
 )
-from torchrl_llm.modules.backends.http import HTTPClient, Reply
 from torchrl_llm.modules.backends.weights import DeltaSource, WeightReceipt, WeightSource, checked
 
 __all__ = ["EXTENSION", "InFlight", "VLLMServer"]
