@@ -32,6 +32,7 @@ class GuessingServer:
     def __init__(self, max_sessions=64):
         self.max_sessions = max_sessions
         self.open = set()
+        self._lock = threading.Lock()
         self._server = serve(self._handle, "127.0.0.1", 0, process_request=self._http)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -48,11 +49,14 @@ class GuessingServer:
         return Response(status.value, status.phrase, headers, body)
 
     def _handle(self, connection):
-        if len(self.open) >= self.max_sessions:
+        with self._lock:
+            full = len(self.open) >= self.max_sessions
+            if not full:
+                self.open.add(connection)
+        if full:
             data = {"message": "too many", "code": "CAPACITY_REACHED"}
             connection.send(json.dumps({"type": "error", "data": data}))
             return
-        self.open.add(connection)
         episode = {"number": 0, "step_count": 0, "episode_id": None}
         try:
             for raw in connection:
