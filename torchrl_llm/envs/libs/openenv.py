@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -109,7 +110,9 @@ class OpenEnvClient:
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         socket = self._connected()
         try:
-            socket.send(json.dumps(message))
+            # A server without room says so and hangs up, perhaps before it is asked.
+            with suppress(Exception):
+                socket.send(json.dumps(message))
             answer = json.loads(socket.recv(timeout=self.message_timeout_s))
         except TimeoutError as error:
             self.close()
