@@ -92,7 +92,7 @@ class CalculatorEnv(TaskEnv):
         >>> env = CalculatorEnv(num_envs=1, split="test", shuffle=False)
         >>> td = env.reset()
         >>> td["history"].prompt.content, td["answer"][0]
-        ([['Use the calculator.', 'What is 978-36?']], '942')
+        ([['Use the calculator.', 'What is 938*64?']], '60032')
     """
 
     COLUMNS = ("query", "answer")
