@@ -19,8 +19,13 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # The models here are so small that a second thread only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("torchrl_llm", deadline=None)
+hypothesis.settings.load_profile("torchrl_llm")
 
 CHATML = (
     "{%- for message in messages -%}"

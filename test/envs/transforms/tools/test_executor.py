@@ -1,7 +1,7 @@
 """The executor: whatever a tool does becomes a result, in time, and at once for the whole batch."""
 
-import _thread
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -454,13 +454,18 @@ def test_two_tools_of_one_name_are_refused():
 def test_an_interrupted_caller_leaves_a_working_executor(release):
     def interrupt(call):
         if not release.is_set():
-            _thread.interrupt_main()
+            time.sleep(0.3)  # by then the caller has handed its calls over, and waits
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             release.wait()
         return "done"
 
     executor = ToolExecutor([Do(interrupt)], max_concurrency=1, timeout=60)
     with pytest.raises(KeyboardInterrupt):
         executor.run([[ToolCall("do")]] * 3)
+    assert executor.num_hanging == 1
     release.set()
+    patience = time.monotonic() + 60
+    while executor.num_hanging and time.monotonic() < patience:
+        time.sleep(0.01)  # the call that was given up comes back
     assert [r.content for [r] in executor.run([[ToolCall("do")]] * 3)] == ["done"] * 3
     executor.close()
