@@ -14,7 +14,7 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.fingerprint import weights_digest
-from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.wire import unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import FakeBackend, FakeWrapper, TransformersWrapper
@@ -310,6 +310,35 @@ def test_conversations_in_flight_can_be_dropped_instead(model_policy):
     # Two turns of two conversations, of up to four tokens each.
     assert 4 <= dropped <= 16
     assert delivery.generated == delivery.sent
+
+
+def test_rows_that_are_given_up_while_the_policy_waits_its_turn_are_not_continued(model_policy):
+    collector = LLMCollector(
+        make_env(2, 3),
+        policy=model_policy,
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=6,
+    )
+    gate, drops = collector._calls, []
+
+    class Late:
+        """A gate at which weights come in between the look at the flag and the call."""
+
+        def work(self):
+            drops.append(len(drops))
+            if len(drops) == 3:  # the last turn of the conversations
+                collector.load_weights(
+                    _source(model_policy.model, 1.5), version=1, in_flight="abort"
+                )
+            return gate.work()
+
+    collector._rollout.calls = Late()
+    versions = {
+        version
+        for row in row_list(next(iter(collector)))
+        for version in row["trace", "policy_version"].tolist()
+    }
+    assert versions - {-1} == {1}
 
 
 def test_changing_weights_within_a_call_needs_a_backend_that_counts(model_policy):

@@ -131,8 +131,11 @@ class Rollout(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
 
-    def _act(self, carrier: TensorDictBase) -> TensorDictBase:
+    def _act(self, carrier: TensorDictBase) -> TensorDictBase | None:
+        """The policy's answers; ``None`` where the rows were given up while this waited to ask."""
         with self.calls.work(), torch.no_grad():
+            if self._dropping:
+                return None
             acted = self.policy(self.stamp(carrier))
         self.sampled += sum(tokens_of_call(acted))
         if self.after_call is not None:
@@ -193,16 +196,20 @@ class Lockstep(Rollout):
         self._dropping, self.carrier = False, None
         return True
 
-    def _step(self) -> TensorDictBase:
+    def _step(self) -> TensorDictBase | None:
         """One step of all rows; the carrier moves on only when it has succeeded.
 
-        The policy writes into the carrier, whose inner nodes may be those of the step before: split
-        or copy a step before the next one.
+        ``None`` where the rows were given up before the policy was asked. The policy writes into
+        the carrier, whose inner nodes may be those of the step before: split or copy a step before
+        the next one.
         """
         if self.carrier is None:
             self.carrier = self.env.reset()
+        acted = self._act(self.carrier)
+        if acted is None:
+            return None
         with torch.no_grad():
-            stepped, carrier = self.env.step_and_maybe_reset(self._act(self.carrier))
+            stepped, carrier = self.env.step_and_maybe_reset(acted)
         self.carrier = self.without_stale(carrier)
         return stepped
 
@@ -248,7 +255,9 @@ class StepRollout(Lockstep):
             self._log(collected)
             if self._drop_now():
                 self.steps.clear()
-            self.steps.append(self._step().clone(recurse=False))
+            step = self._step()
+            if step is not None:
+                self.steps.append(step.clone(recurse=False))
         steps, self.steps = self.steps, []
         self.turns += collected
         rollout = lazy_stack(steps, -1)

@@ -116,7 +116,8 @@ class TrajectoryRollout(Lockstep):
             self._log(finished)
             if self._drop_now():
                 self.assembly.clear_open()
-            for place, row in enumerate(split_batch(self._step())):
+            step = self._step()
+            for place, row in enumerate([] if step is None else split_batch(step)):
                 self.assembly.add(place, row)
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
