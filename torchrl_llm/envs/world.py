@@ -28,13 +28,14 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
 from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.envs.datasets.loading import GeneratedRows, load_rows
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.errors import ConfigError, RewardError
 
 __all__ = ["ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
 
+_NUM_TRAIN, _NUM_TEST = 65_536, 1_024
 CUT_OFF = "Your answer was cut off."
 
 
@@ -241,6 +242,15 @@ class WorldEnv(TaskEnv):
     """
 
     @classmethod
+    def default_dataset(cls, split: str | None) -> GeneratedRows:
+        """The seeds of a split, ``train`` if not given; no seed is in both."""
+        if split not in (None, "train", "test"):
+            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
+        if split == "test":
+            return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
+        return GeneratedRows(_seed_row, _NUM_TRAIN)
+
+    @classmethod
     def read_rows(
         cls,
         dataset: Any,
@@ -306,3 +316,7 @@ class WorldEnv(TaskEnv):
         if not isinstance(parser, CallAction):
             raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
         return parser.tool
+
+
+def _seed_row(index: int) -> Mapping[str, Any]:
+    return {"seed": index}

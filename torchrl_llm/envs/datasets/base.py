@@ -261,6 +261,14 @@ class TaskEnv(DatasetChatEnv):
             self.append_transform(tool)
         if compute_reward:
             self.append_transform(self.make_reward())
+        self.limit_steps(max_steps)
+
+    def limit_steps(self, max_steps: int | Literal["task"] | None) -> None:
+        """Cut episodes after so many steps.
+
+        Args:
+            max_steps: as for the constructor.
+        """
         max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
         if max_steps is not None:
             self.append_transform(StepCounter(max_steps=max_steps))

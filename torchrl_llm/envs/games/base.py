@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torchrl_llm.envs.actions import ActionForm, CallAction, make_action_parser
-from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows
+from torchrl_llm.envs.datasets.loading import MappedRows
 from torchrl_llm.envs.games.game import Game
 from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
-from torchrl_llm.envs.transforms.step_counter import StepCounter
 from torchrl_llm.envs.world import WorldEnv
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 __all__ = ["GameEnv"]
-
-_NUM_TRAIN = 65_536
-_NUM_TEST = 1_024
 
 
 class GameEnv(WorldEnv):
@@ -124,18 +120,7 @@ class GameEnv(WorldEnv):
                 with_reward=compute_reward,
             )
         )
-        max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
-        if max_steps is not None:
-            self.append_transform(StepCounter(max_steps=max_steps))
-
-    @classmethod
-    def default_dataset(cls, split: str | None) -> GeneratedRows:
-        """The seeds of a split, ``train`` if not given; no seed is in both."""
-        if split not in (None, "train", "test"):
-            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
-        if split == "test":
-            return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
-        return GeneratedRows(_seed_row, _NUM_TRAIN)
+        self.limit_steps(max_steps)
 
     @property
     def steps(self) -> GameSteps:
@@ -146,10 +131,6 @@ class GameEnv(WorldEnv):
     def game(self) -> Game:
         """The rules."""
         return self.steps.game
-
-
-def _seed_row(index: int) -> Mapping[str, Any]:
-    return {"seed": index}
 
 
 def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:

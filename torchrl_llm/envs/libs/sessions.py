@@ -20,15 +20,13 @@ from tensordict import TensorDictBase
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.envs.actions import ActionError, ActionParser, CallAction
-from torchrl_llm.envs.datasets.loading import GeneratedRows, MappedRows
-from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.datasets.loading import MappedRows
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
 
 __all__ = ["Observed", "Session", "SessionEnv", "SessionSteps"]
 
 OPTIONS_KEY = "reset_options"
-_NUM_TRAIN, _NUM_TEST = 65_536, 1_024
 
 
 class Observed(NamedTuple):
@@ -288,22 +286,7 @@ class SessionEnv(WorldEnv):
         )
         # A reset passes the transforms last to first: the rows are drawn, then the worlds begin.
         self.insert_transform(0, steps)
-        max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
-        if max_steps is not None:
-            self.append_transform(StepCounter(max_steps=max_steps))
-
-    @classmethod
-    def default_dataset(cls, split: str | None) -> GeneratedRows:
-        """Seeds; no seed is in both splits."""
-        if split not in (None, "train", "test"):
-            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
-        if split == "test":
-            return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
-        return GeneratedRows(_seed_row, _NUM_TRAIN)
-
-
-def _seed_row(index: int) -> Mapping[str, Any]:
-    return {"seed": index}
+        self.limit_steps(max_steps)
 
 
 def _as_options(data_key: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
