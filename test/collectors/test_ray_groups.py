@@ -212,20 +212,27 @@ def test_collectors_fill_one_buffer_and_groups_complete_across_them(buffer, prim
         collectors = list(threads.map(lambda name: build(name=name), ("a", "b")))
     for collector in collectors:
         collector.start()
+
+    def processes_by_group():
+        groups = {}
+        for row in buffer[:].unbind(0):
+            # The high bits of an id say which process gave it out.
+            groups.setdefault(row["group_id"].item(), []).append(row["traj_id"].item() >> 47)
+        return groups
+
+    def some_group_is_of_both():
+        return any(len(set(members)) == 2 for members in processes_by_group().values())
+
     deadline = time.monotonic() + PATIENCE_S
-    while len(buffer) < 20:
+    # One of them may be ready long before the other.
+    while len(buffer) < 20 or not some_group_is_of_both():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for collector in collectors:
         collector.check()
         collector.shutdown()
     rows = buffer[:].unbind(0)
-    groups = {}
-    for row in rows:
-        # The high bits of an id say which process gave it out.
-        groups.setdefault(row["group_id"].item(), []).append(row["traj_id"].item() >> 47)
-    assert all(len(members) == 2 for members in groups.values())
-    assert any(len(set(members)) == 2 for members in groups.values())
+    assert all(len(members) == 2 for members in processes_by_group().values())
     assert all("advantage" in row for row in rows)
     primer.shutdown()
     with pytest.raises(WorkerError, match="questions"):
