@@ -82,7 +82,9 @@ def test_it_trains_beside_collectors_that_may_die_stops_and_goes_on(tmp_path, ru
 
     monkeypatch.setattr(RayCollection, "start", remembered)
     monkeypatch.setattr(BatchSource, "fill", struck)
-    table = run(tmp_path, "train.max_steps=6")
+    # Small updates: a sampler one version behind is near, one with other weights is not.
+    small = "optimizer.lr=1.0e-4"
+    table = run(tmp_path, "train.max_steps=6", small)
     assert killed, "the run must have been asynchronous"
     assert [step["train/step"] for step in table] == ["0", "1", "2", "3", "4", "5", "6"]
     # The first batch is of the first weights; later ones were begun before the update.
@@ -93,7 +95,7 @@ def test_it_trains_beside_collectors_that_may_die_stops_and_goes_on(tmp_path, ru
     check_accounts(table)
     first = weights(tmp_path, 6)
 
-    table = run(tmp_path, "train.max_steps=8", "checkpoint.resume=auto")
+    table = run(tmp_path, "train.max_steps=8", "checkpoint.resume=auto", small)
     assert [step["train/step"] for step in table][-2:] == ["7", "8"]
     assert max(column(table, "train/policy_age_max")) == 1
     check_accounts(table)
