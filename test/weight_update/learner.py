@@ -45,13 +45,17 @@ def scores(backend):
     return backend.token_scores(rows, [torch.arange(20) > 0] * 3).log_probs
 
 
-def assert_same_model(engine, trainer, tolerance=1e-5):
-    """Same greedy ids and same log-probs, of what is sampled and of what is scored."""
+def assert_same_model(engine, trainer, tolerance=2e-5):
+    """Same greedy ids and same log-probs, of what is sampled and of what is scored.
+
+    Kernels differ from processor to processor in the last bits of float32: of log-probs of a few nats,
+    the sixth digit.
+    """
     ours, theirs = greedy(engine), greedy(trainer)
     assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
     sampled = (torch.cat([c.log_probs for c in both]) for both in (ours, theirs))
-    torch.testing.assert_close(*sampled, rtol=0, atol=tolerance)
-    torch.testing.assert_close(scores(engine), scores(trainer), rtol=0, atol=tolerance)
+    torch.testing.assert_close(*sampled, rtol=tolerance / 2, atol=tolerance)
+    torch.testing.assert_close(scores(engine), scores(trainer), rtol=tolerance / 2, atol=tolerance)
 
 
 class Faulty(Backend):

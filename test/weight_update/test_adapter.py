@@ -44,7 +44,7 @@ def test_a_sampler_follows_ten_steps_of_an_adapter(make_tiny_model, merge):
     for _ in range(10):
         learner.step()
         updater.push_weights()
-        assert_same_model(sampler, learner.reference, tolerance=1e-5 if merge else 0.0)
+        assert_same_model(sampler, learner.reference, tolerance=2e-5 if merge else 0.0)
     # Two layers, two adapted modules each: A and B, or the merged weight and one bias.
     assert updater.receipts[0].num_tensors == (6 if merge else 8)
     assert torch.equal(base, before)

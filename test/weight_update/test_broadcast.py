@@ -151,7 +151,7 @@ def test_a_real_model_elsewhere_scores_as_the_trainer_does_after_each_step(tiny_
         with torch.no_grad():
             mine = TransformersBackend(trained).token_scores([ids], [select]).log_probs
             theirs = engine.token_scores([ids], [select]).log_probs
-        torch.testing.assert_close(theirs, mine, atol=1e-5, rtol=0)
+        torch.testing.assert_close(theirs, mine, atol=1e-5, rtol=1e-5)
         seen.append(float(mine.sum()))
     assert seen[0] < seen[1] < seen[2]
 

@@ -88,7 +88,7 @@ def test_adapters_are_merged_into_copies(adapted, tiny_model):
     plain = copy.deepcopy(tiny_model)
     plain.load_state_dict(weights, strict=False)
     assert not torch.allclose(tiny_model(ids).logits, expected, atol=1e-3)
-    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)
     # Training goes on with the adapters as they were.
     assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
     torch.testing.assert_close(adapted(ids).logits, expected, atol=0, rtol=0)

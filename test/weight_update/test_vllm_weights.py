@@ -69,8 +69,10 @@ def pair(request, make_tiny_model):
 def _follow(learner, updater, backend, *, steps=10, ledger=None):
     """After every step the engine is the trained model, and was not before the push."""
     for _ in range(steps):
-        before = backend.version
+        before, old = backend.version, scores(backend)
         learner.step()
+        # Far more than the tolerance of assert_same_model: an engine left behind would be found.
+        assert float((scores(learner.reference) - old).abs().max()) > 1e-3
         updater.push_weights()
         assert backend.version == updater.version == updater.receipts[0].version != before
         assert_same_model(backend, learner.reference)
@@ -167,7 +169,7 @@ def test_a_collector_samples_shared_weights_only_by_the_version_that_was_pushed(
             ids = batch["tokens", "full"][row]
             with torch.no_grad():
                 wanted = learner.reference.token_scores([ids], [sampled]).log_probs
-            assert torch.allclose(log_probs[row][sampled], wanted, atol=1e-5, rtol=0)
+            assert torch.allclose(log_probs[row][sampled], wanted, atol=1e-5, rtol=1e-5)
         learner.step()
         with pytest.raises(WeightUpdateError, match="changed since they were last pushed"):
             collector.rollout()
@@ -254,7 +256,7 @@ def test_cached_prefixes_of_old_weights_are_not_used(llama):
     updater.push_weights()
     [[ours]], [[theirs]] = (b.generate(long, params) for b in (llama, learner.reference))
     assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-    assert float((ours.log_probs - theirs.log_probs).abs().max()) <= 1e-5
+    assert float((ours.log_probs - theirs.log_probs).abs().max()) <= 5e-5
 
 
 def _with_lora(model, **options):

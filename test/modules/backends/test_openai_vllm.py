@@ -74,7 +74,7 @@ class TestOpenAIBackendOnVLLM(BackendConformance):
         second = flatten(backend.generate(prompts(), params))
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a.token_ids, b.token_ids)
-            torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=1e-5)
 
 
 def assert_same(backend, trained, *, atol=1e-5):
@@ -85,7 +85,7 @@ def assert_same(backend, trained, *, atol=1e-5):
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.finish_reason == b.finish_reason
-        torch.testing.assert_close(a.log_probs, b.log_probs, atol=atol, rtol=0)
+        torch.testing.assert_close(a.log_probs, b.log_probs, atol=atol, rtol=1e-5)
 
 
 def test_penalties_and_stop_strings_choose_the_same_tokens_as_transformers(url, trained, tokenizer):
@@ -106,7 +106,7 @@ def test_penalties_and_stop_strings_choose_the_same_tokens_as_transformers(url, 
         for a, b in zip(ours, theirs, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist(), options
             assert a.finish_reason == b.finish_reason
-            torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_that_fills_the_context_is_scored_to_its_last_token(url, trained, tokenizer):
@@ -117,7 +117,7 @@ def test_a_row_that_fills_the_context_is_scored_to_its_last_token(url, trained, 
     with torch.no_grad():
         wanted = trained.token_scores([ids], [mask]).log_probs
     got = backend.token_scores([ids], [mask]).log_probs
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_grammar_binds_what_is_sampled(url, tokenizer):
@@ -144,7 +144,7 @@ def test_after_each_of_ten_steps_the_server_computes_with_the_new_weights(
     url, trained, tokenizer, tmp_path, path
 ):
     backend = connect(url, tokenizer, exchange_dir=tmp_path if path == "folder" else None)
-    canary = CanaryCheck(trained, tolerance=1e-5)
+    canary = CanaryCheck(trained, tolerance=1e-4)
     kind = DeltaWeights if path == "delta" else EngineWeights
     updater = kind(backend, model=trained.module, canary=canary)
     model = trained.module
@@ -234,7 +234,7 @@ def test_a_policy_over_a_url_answers_chats(url, tokenizer):
         strict=True,
     ):
         assert mask.any()
-        torch.testing.assert_close(a[mask], b[mask], atol=1e-5, rtol=0)
+        torch.testing.assert_close(a[mask], b[mask], atol=1e-5, rtol=1e-5)
 
 
 def test_a_thousand_requests_from_64_threads_return_to_their_own_caller(url, tokenizer):

@@ -216,7 +216,7 @@ def test_every_updater_of_engines_reaches_a_server(serve, tmp_path, kind):
     fake, url = serve()
     backend = connect(url)
     trained = FakeBackend(vocab_size=VOCAB, eos_token_ids=(2,), seed=9)
-    options = {"model": trained.module, "canary": CanaryCheck(trained, tolerance=1e-5)}
+    options = {"model": trained.module, "canary": CanaryCheck(trained, tolerance=1e-4)}
     if kind == "broadcast":
         updater = BroadcastWeights(backend, device="cpu", timeout_s=20, **options)
     elif kind == "double_buffer":

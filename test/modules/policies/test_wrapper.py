@@ -55,7 +55,7 @@ def test_later_turns_keep_provenance_and_log_probs_of_earlier_ones(tokenizer):
     assert torch.equal(mask, sampled)
     scorer = policy.get_new_version(generate=False)
     [again] = read_rows(scorer(second), ("log_probs", "full"))
-    torch.testing.assert_close(again[sampled], log_probs[sampled], atol=1e-5, rtol=0)
+    torch.testing.assert_close(again[sampled], log_probs[sampled], atol=1e-5, rtol=1e-5)
 
 
 def test_a_response_that_was_cut_is_continued_not_answered(tokenizer):
@@ -344,7 +344,7 @@ def test_defect_18_models_with_another_argument_order_are_scored():
         read_rows(scored, ("log_probs", "full")),
         strict=True,
     ):
-        torch.testing.assert_close(a, b[-len(a) :], atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, b[-len(a) :], atol=1e-5, rtol=1e-5)
 
 
 def test_defect_31_a_group_of_repeats_is_encoded_once_and_text_is_never_encoded(
