@@ -48,8 +48,8 @@ def scores(backend):
 def assert_same_model(engine, trainer, tolerance=2e-5):
     """Same greedy ids and same log-probs, of what is sampled and of what is scored.
 
-    Kernels differ from processor to processor in the last bits of float32: of log-probs of a few nats,
-    the sixth digit.
+    Kernels differ from processor to processor in the last bits of float32: of log-probs of a few
+    nats, the sixth digit.
     """
     ours, theirs = greedy(engine), greedy(trainer)
     assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
