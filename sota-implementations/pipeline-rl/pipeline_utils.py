@@ -74,9 +74,10 @@ class PipelineWeightSyncConfig:
         type: ``redis`` for models that are small beside what it and the network carry;
             ``double_buffer`` through files that learner and actors share.
         folder: of those files.
-        in_flight: what new weights do with responses that are being collected: ``wait`` until the
-            batch of an actor is whole, ``keep`` what is there and go on with the new weights, or
-            ``abort``: drop it and begin anew.
+        in_flight: what new weights do with conversations that are being collected: ``wait`` until
+            all have their present answer, and go on with the new weights; ``keep`` what is there
+            of the answers too (each token knows its version); or ``abort``: drop them and begin
+            others.
     """
 
     type: Literal["redis", "double_buffer"] = "redis"
@@ -163,9 +164,9 @@ def load_config(values: Mapping[str, Any]) -> PipelineConfig:
     return from_mapping(PipelineConfig, values, renamed=RENAMED)
 
 
-def check_arguments(arguments: list[str]) -> None:
-    """Refuse unknown and renamed keys on the command line."""
-    check_override_keys(arguments, PipelineConfig, renamed=RENAMED)
+def check_arguments(arguments: list[str]) -> list[str]:
+    """Refuse unknown and renamed keys on the command line; the rest is for Hydra."""
+    return check_override_keys(arguments, PipelineConfig, renamed=RENAMED)
 
 
 # -- the learner's end ----------------------------------------------------------------------------

@@ -105,9 +105,51 @@ def _seeded(collector):
     return iter(collector)
 
 
-def test_what_begins_together_cannot_be_dropped(policy):
-    with pytest.raises(ConfigError, match="cannot drop"):
-        _waves(policy)._rollout.drop()
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_begins_together_is_dropped_together(policy, calls):
+    collector = _waves(policy)
+    asked = 0
+
+    def drop():
+        nonlocal asked
+        asked += 1
+        if asked == calls:
+            collector._rollout.drop()
+
+    collector.after_call = drop
+    batch = next(iter(collector))
+    # After one call a trajectory has ended, and has gone with the two that had not.
+    assert sorted(_facts(batch)) == [
+        ("question 3", 0),
+        ("question 4", 0),
+        ("question 4", 1),
+        ("question 5", 0),
+        ("question 5", 1),
+        ("question 5", 2),
+    ]
+    assert asked == calls + 3
+    assert collector.tokens_in_flight == 0
+    assert collector.sampled_tokens > sum(map(sampled_tokens, batch.unbind(0)))
+    assert len(_facts(next(iter(collector)))) == 6
+
+
+def test_a_wave_that_is_given_up_while_the_policy_waits_its_turn_is_not_continued(policy):
+    collector = _waves(policy)
+    gate, entered = collector._calls, []
+
+    class Late:
+        """A gate at which the wave is given up between the look at the flag and the call."""
+
+        def work(self):
+            entered.append(len(entered))
+            if len(entered) == 3:
+                collector._rollout.drop()
+            return gate.work()
+
+    collector._rollout.calls = Late()
+    batch = next(iter(collector))
+    assert {query for query, _ in _facts(batch)} == {"question 3", "question 4", "question 5"}
+    assert len(entered) == 6
 
 
 def test_a_learner_counts_the_trajectories_that_workers_deliver(policy):

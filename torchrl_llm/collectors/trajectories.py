@@ -141,7 +141,8 @@ class TrajectoryRollout(Lockstep):
 class WaveRollout(TrajectoryRollout):
     """Batches of all trajectories that begin together, one a row of the environment.
 
-    Rows that have ended wait for the others: they are neither stepped nor answered.
+    Rows that have ended wait for the others: they are neither stepped nor answered. What is dropped
+    is the whole batch.
 
     Args:
         **kwargs: of :class:`TrajectoryRollout`; ``turns_per_batch`` is not used.
@@ -151,27 +152,16 @@ class WaveRollout(TrajectoryRollout):
         super().__init__(*args, **kwargs)
         self.running: Tensor | None = None
 
-    def check_drop(self) -> None:
-        """Refused: the batch would miss a part of its rows.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a batch of trajectories that begin together cannot drop some of them; leave "
-            "reset_at_each_iter out, or let them end under the new weights (in_flight='wait')"
-        )
-
-    def drop(self) -> None:
-        """Refused, see :meth:`check_drop`."""
-        self.check_drop()
-
     def collect(self) -> TensorDictBase:
         """Rows ``[N]`` of as many trajectories as the environment has rows."""
         if self.running is None:
             self.running = torch.ones(self.env.batch_size, dtype=torch.bool)
         while self.running.any():
             self._log(self.assembly.finished_turns)
+            if self._drop_now():
+                # What has ended goes with what has not: another wave cannot complete its groups.
+                self.assembly = Assembly(len(self.running), self.assembly.last_only)
+                self.running = torch.ones_like(self.running)
             self._step_running()
         self.running = None
         taken, rows = self.assembly.take(self.assembly.finished_turns)
@@ -181,8 +171,11 @@ class WaveRollout(TrajectoryRollout):
     def _step_running(self) -> None:
         if self.carrier is None:
             self.carrier = self.env.reset()
+        acted = self._act(self.carrier)
+        if acted is None:  # given up before the policy was asked
+            return
         with torch.no_grad():
-            stepped = self.env.step(self._act(self.carrier))
+            stepped = self.env.step(acted)
         running = self.running.tolist()
         done = stepped.get(("next", "done")).reshape(len(running), -1).any(-1).cpu()
         still = self.running & ~done

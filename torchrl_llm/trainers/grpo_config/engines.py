@@ -111,9 +111,10 @@ class AsyncWeightSyncConfig:
     into them.
 
     Attributes:
-        in_flight: what new weights do with responses that are being collected: ``wait`` until the
-            batch of a collector is whole, ``keep`` what is there and go on with the new weights
-            (each token knows its version), or ``abort``: drop it and begin anew.
+        in_flight: what new weights do with conversations that are being collected: ``wait`` until
+            all have their present answer, and go on with the new weights; ``keep`` what is there
+            of the answers too (each token knows its version); or ``abort``: drop them and begin
+            others.
     """
 
     in_flight: Literal["wait", "keep", "abort"] = "wait"
