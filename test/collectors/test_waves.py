@@ -13,7 +13,6 @@ from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
-from torchrl_llm.errors import ConfigError
 
 
 @pytest.fixture
