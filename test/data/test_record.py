@@ -47,9 +47,21 @@ def test_pickling_keeps_values_and_types(record):
         a, b = getattr(record, name), getattr(twin, name)
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-    for name in ("num_messages", "finish_reason", "response_start", "fork_cause"):
+    for name in ("num_messages", "finish_reason", "response_start", "fork_cause", "earlier_turns"):
         assert getattr(record, name) == getattr(twin, name)
     assert torch.equal(copy.deepcopy(record).token_ids, record.token_ids)
+
+
+def test_turns_are_counted_on_behind_a_fork():
+    nothing = torch.zeros(0, dtype=torch.int64)
+    prompt = TokenRecord.from_prompt(nothing, nothing, 0, fork_cause="window", earlier_turns=3)
+    one = torch.tensor([7]), torch.tensor([-0.5]), 0, FinishReason.STOP
+    answered = prompt.respond(*one)
+    record = pickle.loads(pickle.dumps(answered.extend(*[torch.tensor([1])] * 2, 2))).respond(*one)
+    assert record.turn.tolist() == [3, -1, 4]
+    assert record.num_turns == 5
+    # what was cut off is not counted again
+    assert record.cut(0, 0).num_turns == 3
 
 
 def test_kept_ids_follow_the_tokens_over_turns_cuts_and_pickles():

@@ -125,7 +125,8 @@ def test_plain_values_come_back_with_their_types(value):
 
 
 def test_chats_records_and_supports_come_back():
-    prompt = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    ids, source = torch.tensor([5, 6]), torch.tensor([0, 1])
+    prompt = TokenRecord.from_prompt(ids, source, 1, fork_cause="window", earlier_turns=4)
     support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
     record = prompt.respond(
         torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP, support
@@ -146,6 +147,7 @@ def test_chats_records_and_supports_come_back():
             assert (got.record is None) == (chat.record is None)
     got = back[1]._tensordict["chat"].data.record
     assert got.policy_version.tolist() == record.policy_version.tolist()
+    assert got.earlier_turns == record.earlier_turns == 4
     assert [part.tolist() for part in got.support] == [part.tolist() for part in record.support]
     assert (got.response_start, got.num_messages) == (2, 2)
     assert back[0]._tensordict["chat"].data.record.support is None

@@ -15,7 +15,7 @@ from torchrl_llm.data.wire import cell, leaf, new_node, own_rows, pack_rows, typ
 
 
 def _chat(length: int, answer: str) -> Chat:
-    record = TokenRecord.from_prompt(torch.arange(length), torch.ones(length), 1)
+    record = TokenRecord.from_prompt(torch.arange(length), torch.ones(length), 1, earlier_turns=2)
     record = record.respond(torch.tensor([9, 8]), torch.tensor([-0.5, -1.5]), 3, FinishReason.STOP)
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
     return Chat(messages, record)
@@ -71,7 +71,7 @@ def test_rows_come_back_with_tensors_objects_records_and_types():
     assert record.token_ids.tolist() == [0, 1, 2, 3, 4, 9, 8]
     assert record.log_probs.tolist() == [0, 0, 0, 0, 0, -0.5, -1.5]
     assert record.policy_version.tolist() == [-1] * 5 + [3, 3]
-    assert (record.num_messages, record.response_start) == (2, 5)
+    assert (record.num_messages, record.response_start, record.earlier_turns) == (2, 5, 2)
     assert record.finish_reason is FinishReason.STOP
     assert record.turn.dtype == torch.int16
 

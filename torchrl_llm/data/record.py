@@ -29,7 +29,8 @@ class TokenRecord:
     Args:
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
-        turn: int16 ``[T]``, the model's turn that sampled the token, -1 where not sampled.
+        turn: int16 ``[T]``, the model's turn that sampled the token, counted over the whole
+            conversation, -1 where not sampled.
         policy_version: int32 ``[T]``, version of the weights that sampled it, -1 where not sampled.
         log_probs: float32 ``[T]`` in nats, log p(x_t | x_<t) under the sampling distribution; 0.0
             where not sampled.
@@ -39,6 +40,8 @@ class TokenRecord:
         fork_cause: why these ids do not extend the ids before them; ``None`` where they do.
         support: the ids that truncated sampling kept for each of the ``T`` tokens (none where not
             sampled); ``None`` where nobody asked for it.
+        earlier_turns: turns of the conversation before what these ids hold, where a fork gave them
+            up; the next turn has at least this number.
 
     Example:
         >>> record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
@@ -57,6 +60,7 @@ class TokenRecord:
     response_start: int | None = None
     fork_cause: str | None = None
     support: Support | None = None
+    earlier_turns: int = 0
 
     def __reduce__(self) -> tuple:
         # As arrays: a tensor pickles the whole storage that it is a view of, and takes ten times
@@ -68,12 +72,19 @@ class TokenRecord:
             "response_start": self.response_start,
             "fork_cause": self.fork_cause,
             "support": self.support and tuple(column.numpy() for column in self.support),
+            "earlier_turns": self.earlier_turns,
         }
         return _rebuild, (columns, rest)
 
     @classmethod
     def from_prompt(
-        cls, token_ids: Tensor, source: Tensor, num_messages: int, *, fork_cause: str | None = None
+        cls,
+        token_ids: Tensor,
+        source: Tensor,
+        num_messages: int,
+        *,
+        fork_cause: str | None = None,
+        earlier_turns: int = 0,
     ) -> TokenRecord:
         """Record of a prompt in which nothing was sampled.
 
@@ -82,6 +93,7 @@ class TokenRecord:
             source: integer codes ``[T]``.
             num_messages: messages that the ids encode.
             fork_cause: why an earlier record of the same conversation was given up.
+            earlier_turns: how many of the model's turns that record had.
         """
         length = token_ids.shape[0]
         return cls(
@@ -92,10 +104,11 @@ class TokenRecord:
             log_probs=torch.zeros(length),
             num_messages=num_messages,
             fork_cause=fork_cause,
+            earlier_turns=earlier_turns,
         )
 
     @classmethod
-    def forked(cls, cause: str) -> TokenRecord:
+    def forked(cls, cause: str, *, earlier_turns: int = 0) -> TokenRecord:
         """Record of no tokens, for a conversation whose messages were rewritten.
 
         It covers no message: whoever continues it encodes the whole conversation anew, and the new
@@ -103,19 +116,21 @@ class TokenRecord:
 
         Args:
             cause: why the earlier ids were given up.
+            earlier_turns: how many of the model's turns the conversation had by then.
 
         Example:
-            >>> record = TokenRecord.forked("window")
-            >>> record.num_messages, record.token_ids.tolist(), record.fork_cause
-            (0, [], 'window')
+            >>> record = TokenRecord.forked("window", earlier_turns=3)
+            >>> record.num_messages, record.token_ids.tolist(), record.fork_cause, record.num_turns
+            (0, [], 'window', 3)
         """
         nothing = torch.zeros(0, dtype=torch.int64)
-        return cls.from_prompt(nothing, nothing, 0, fork_cause=cause)
+        return cls.from_prompt(nothing, nothing, 0, fork_cause=cause, earlier_turns=earlier_turns)
 
     @property
     def num_turns(self) -> int:
-        """How many of the model's turns these ids hold."""
-        return int(self.turn.max()) + 1 if self.turn.numel() else 0
+        """How many turns of the model the conversation has, those among them that were given up."""
+        held = int(self.turn.max()) + 1 if self.turn.numel() else 0
+        return max(held, self.earlier_turns)
 
     def extend(self, token_ids: Tensor, source: Tensor, num_messages: int) -> TokenRecord:
         """Append tokens that were not sampled (closers, new messages, generation prompt).
@@ -169,6 +184,7 @@ class TokenRecord:
             response_start=self.token_ids.shape[0],
             fork_cause=self.fork_cause,
             support=self.support_with(support, count),
+            earlier_turns=self.earlier_turns,
         )
 
     def support_with(self, more: Support | None, count: int) -> Support | None:

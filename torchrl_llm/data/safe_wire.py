@@ -169,7 +169,7 @@ class _Writer:
         columns = {name: self.column(column) for name, column in records.columns.items()}
         finish = [None if reason is None else int(reason) for reason in records.finish_reason]
         rest = [records.num_messages, finish, records.response_start, records.fork_cause]
-        return [columns, *rest]
+        return [columns, *rest, records.earlier_turns]
 
     def value(self, value: Any) -> Any:
         """A plain value as JSON: itself, or a list that begins with the name of its type."""
@@ -334,18 +334,19 @@ class _Reader:
         return tuple(_typed(message, dict) for message in _typed(chat, list))
 
     def records(self, content: Any) -> _Records:
-        columns, num_messages, finish, starts, causes = content
+        columns, num_messages, finish, starts, causes, turns = content
         count = len(_naturals(num_messages, _MAX_ROWS))
         names = set(_typed(columns, dict))
         wanted = set(_RECORD_COLUMNS)
         _check(names in (wanted, wanted | set(_SUPPORT_COLUMNS)), "wrong columns of records")
-        lists = [_typed(part, list) for part in (finish, starts, causes)]
+        lists = [_typed(part, list) for part in (finish, starts, causes, turns)]
         _check(all(len(part) == count for part in lists), "a record is missing")
         _naturals([start for start in starts if start is not None], 1 << 40)
+        _naturals(turns, 1 << 15)
         _check(all(cause is None or type(cause) is str for cause in causes), "a cause of forks")
         built = {name: self.tensor_column(None, count, part) for name, part in columns.items()}
         reasons = [None if code is None else enums.FinishReason(code) for code in finish]
-        records = _Records(built, num_messages, reasons, starts, causes)
+        records = _Records(built, num_messages, reasons, starts, causes, turns)
         for record in records.split():
             _check_record(record)
         return records

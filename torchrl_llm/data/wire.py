@@ -111,6 +111,7 @@ class _Records:
     finish_reason: list[Any]
     response_start: list[int | None]
     fork_cause: list[str | None]
+    earlier_turns: list[int]
 
     @classmethod
     def of(cls, records: list[TokenRecord]) -> _Records:
@@ -121,7 +122,7 @@ class _Records:
             supports = [r.support or Support.whole(0) for r in records]
             for name, column in zip(_SUPPORT, zip(*supports, strict=True), strict=True):
                 columns[name] = _Tensors.of(None, list(column))
-        rest = ("num_messages", "finish_reason", "response_start", "fork_cause")
+        rest = ("num_messages", "finish_reason", "response_start", "fork_cause", "earlier_turns")
         return cls(columns, *([getattr(r, name) for r in records] for name in rest))
 
     def split(self) -> list[TokenRecord]:
@@ -134,6 +135,7 @@ class _Records:
                 finish_reason=self.finish_reason[i],
                 response_start=self.response_start[i],
                 fork_cause=self.fork_cause[i],
+                earlier_turns=self.earlier_turns[i],
                 support=None
                 if supports[0] is None or not supports[1][i].numel()
                 else Support(supports[0][i], supports[1][i]),

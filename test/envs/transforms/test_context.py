@@ -214,7 +214,7 @@ def test_in_a_fork_nothing_of_the_prompt_counts_as_sampled(tokenizer, queries):
             start = record.response_start
             assert not (record.source[:start] == Source.SAMPLED).any()
             assert (record.source[start:] == Source.SAMPLED).all()
-            assert set(record.turn[start:].tolist()) == {0}
+            assert set(record.turn[start:].tolist()) == {turn}
 
 
 @pytest.mark.parametrize(

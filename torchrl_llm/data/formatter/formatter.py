@@ -49,7 +49,9 @@ class Encoded(NamedTuple):
     source: Tensor
     assistant: Tensor
 
-    def prompt_record(self, chat: Messages, *, fork_cause: str | None = None) -> TokenRecord:
+    def prompt_record(
+        self, chat: Messages, *, fork_cause: str | None = None, earlier_turns: int = 0
+    ) -> TokenRecord:
         """Record of these ids as a prompt.
 
         A prompt that ends inside an unfinished message of the model's is recorded as a response
@@ -58,10 +60,15 @@ class Encoded(NamedTuple):
         Args:
             chat: the conversation that was encoded.
             fork_cause: why an earlier record of it was given up.
+            earlier_turns: how many of the model's turns that record had.
         """
         messages = _messages(chat)
         record = TokenRecord.from_prompt(
-            self.token_ids, self.source, len(messages), fork_cause=fork_cause
+            self.token_ids,
+            self.source,
+            len(messages),
+            fork_cause=fork_cause,
+            earlier_turns=earlier_turns,
         )
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant" or last.get("is_complete") is not False:
@@ -340,14 +347,14 @@ class ChatFormatter:
         """
         messages = _messages(chat)
         if record is None:
-            return self._fresh(messages, tools, None)
+            return self._fresh(messages, tools, None, 0)
         covered, finish = record.num_messages, record.finish_reason
         if covered > len(messages):
-            return self._fresh(messages, tools, "history_changed")
+            return self._fresh(messages, tools, "history_changed", record.num_turns)
         if covered == len(messages) and finish in (None, FinishReason.LENGTH, FinishReason.ABORT):
             return record
         if finish is None and not bool((record.source == Source.SAMPLED).any()):
-            return self._fresh(messages, tools, record.fork_cause)
+            return self._fresh(messages, tools, record.fork_cause, record.num_turns)
         if finish is None:
             # A prompt that was not answered gets more messages: go on from the last response.
             record, covered = _last_response(record, messages)
@@ -361,7 +368,11 @@ class ChatFormatter:
         )
         if extension.forked:
             return TokenRecord.from_prompt(
-                extension.token_ids, extension.source, len(messages), fork_cause=extension.cause
+                extension.token_ids,
+                extension.source,
+                len(messages),
+                fork_cause=extension.cause,
+                earlier_turns=record.num_turns,
             )
         added = extension.token_ids[extension.num_kept :]
         return record.extend(added, extension.source, len(messages))
@@ -371,8 +382,11 @@ class ChatFormatter:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None,
         cause: str | None,
+        turns: int,
     ) -> TokenRecord:
-        return self.encode(messages, tools=tools).prompt_record(messages, fork_cause=cause)
+        return self.encode(messages, tools=tools).prompt_record(
+            messages, fork_cause=cause, earlier_turns=turns
+        )
 
     # -- responses --------------------------------------------------------------------------------
 

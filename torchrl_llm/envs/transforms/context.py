@@ -40,18 +40,21 @@ Message = Mapping[str, Any]
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-def forked(messages: Sequence[Message], cause: str) -> Chat:
+def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = None) -> Chat:
     """A conversation whose messages were rewritten: it is encoded anew, and its record says why.
 
     Args:
         messages: what the model sees from now on.
         cause: a word for it, found again as ``record.fork_cause`` of whatever is answered to it.
+        before: the conversation as it was: the model's turns are counted on from there.
 
     Example:
         >>> forked([{"role": "user", "content": "Hi"}], "window").record.fork_cause
         'window'
     """
-    return Chat(messages, TokenRecord.forked(cause))
+    record = None if before is None else before.record
+    turns = 0 if record is None else record.num_turns
+    return Chat(messages, TokenRecord.forked(cause, earlier_turns=turns))
 
 
 class ContextStrategy(Transform):
@@ -101,7 +104,7 @@ class ContextStrategy(Transform):
             return chat
         if not messages:
             raise ConfigError(f"{type(self).__name__} leaves nothing of a conversation")
-        return Chat(messages) if starts else forked(messages, self.cause)
+        return Chat(messages) if starts else forked(messages, self.cause, before=chat)
 
     def _chats(self, td: TensorDictBase) -> list[Chat]:
         history = td.get(("history", "prompt"), None)

@@ -208,7 +208,9 @@ class AddThinkingPrompt(Transform):
         record, codec = chat.record, self._codec or self._make_codec()
         known = record is not None and record.num_messages == len(chat)
         if codec is None or not known or record.response_start is None:
-            return TokenRecord.forked(_CAUSE)
+            # The model goes on with the turn that it has begun.
+            turns = 0 if record is None else max(record.num_turns - 1, 0)
+            return TokenRecord.forked(_CAUSE, earlier_turns=turns)
         return _reopened(record, codec, prompt)
 
     def _make_codec(self) -> Codec | None:

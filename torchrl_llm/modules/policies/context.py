@@ -96,4 +96,5 @@ def _last(record: TokenRecord, kept: int) -> TokenRecord:
         cut + kept,
         response_start=None if start is None else max(start - cut, 0),
         fork_cause="overlong",
+        earlier_turns=record.num_turns,
     )

@@ -91,6 +91,7 @@ def respond(
             response_start=_response_start(prompt),
             fork_cause=prompt.fork_cause,
             support=prompt.support_with(completion.support, sizes[row]),
+            earlier_turns=prompt.earlier_turns,
         )
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]

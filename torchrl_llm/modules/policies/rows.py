@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +157,17 @@ class RowReader(ABC):
         """Keys that :meth:`scored_view` writes."""
         return []
 
+    @staticmethod
+    def _turns(blocks: Blocks, count: int) -> list[int]:
+        """How many turns each conversation has had, where an environment counts them; else zeros.
+
+        What a fork has left of a conversation does not tell.
+        """
+        rows = tensor_rows(blocks, "turn")
+        if rows is None or any(row.numel() != 1 or row.is_floating_point() for row in rows):
+            return [0] * count
+        return [int(row) for row in rows]
+
     def _missing(self) -> DataError:
         return DataError(f"the input has no column {self.key!r}, which this policy reads")
 
@@ -230,10 +241,12 @@ class HistoryRows(RowReader):
             else None
             for chat in chats
         ]
-        self._encode_new(chats, records)
+        self._encode_new(chats, records, self._turns(blocks, len(chats)))
         return Prompts(records, chats, [False] * len(chats))
 
-    def _encode_new(self, chats: list[Chat], records: list[TokenRecord | None]) -> None:
+    def _encode_new(
+        self, chats: list[Chat], records: list[TokenRecord | None], turns: Sequence[int]
+    ) -> None:
         # The repeats of a group stand side by side and are one conversation: encode it once.
         new: list[Chat] = []
         place: dict[int, int] = {}
@@ -250,6 +263,8 @@ class HistoryRows(RowReader):
         ]
         for row, index in place.items():
             records[row] = made[index]
+            if turns[row]:
+                records[row] = replace(made[index], earlier_turns=turns[row])
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """Ids of whole conversations, from their records or the row's ids where these are whole."""
@@ -357,17 +372,17 @@ class TokensRows(RowReader):
         fields = ("source", "turn", "policy_version")
         trace = [tensor_rows(blocks, (names.trace, field)) for field in fields]
         traced = all(column is not None and _aligned(column, rows) for column in trace)
+        turns = self._turns(blocks, len(rows))
         if not traced:
-            prompt = [torch.full_like(ids, Source.PROMPT) for ids in rows]
-            made = [TokenRecord.from_prompt(i, s, 0) for i, s in zip(rows, prompt, strict=True)]
+            made = [_of_text(ids, turns=turn) for ids, turn in zip(rows, turns, strict=True)]
             return Prompts(made, None, [False] * len(rows))
         scored = tensor_rows(blocks, (names.log_probs, "prompt"))
         known = scored is not None and _aligned(scored, rows)
         if not known:
             scored = [torch.zeros(ids.shape) for ids in rows]
         records = [
-            TokenRecord(*columns, num_messages=0)
-            for columns in zip(rows, *trace, scored, strict=True)
+            TokenRecord(*columns, num_messages=0, earlier_turns=turn)
+            for *columns, turn in zip(rows, *trace, scored, turns, strict=True)
         ]
         return Prompts(records, None, [not known] * len(rows))
 
@@ -390,8 +405,9 @@ class TextRows(RowReader):
             raise self._missing()
         stored = tensor_rows(blocks, (self.names.tokens, "prompt")) if self.prefer_tokens else None
         if stored is None:
-            encoded = self.codec.encode(texts)
-            return Prompts([_of_text(ids) for ids in encoded], None, [False] * len(texts))
+            encoded = zip(self.codec.encode(texts), self._turns(blocks, len(texts)), strict=True)
+            made = [_of_text(ids, turns=turn) for ids, turn in encoded]
+            return Prompts(made, None, [False] * len(texts))
         as_tokens = TokensRows(
             self.key, self.names, formatter=None, codec=self.codec, prefer_tokens=True
         )
@@ -409,7 +425,7 @@ class TextRows(RowReader):
                 continue
             # Another text than these ids: somebody rewrote it, and the ids are history.
             cause = "history_changed" if ids.shape[0] else None
-            records[row] = _of_text(self.codec.encode([text])[0], cause)
+            records[row] = _of_text(self.codec.encode([text])[0], cause, records[row].num_turns)
             unscored[row] = False
         return Prompts(records, None, unscored)
 
@@ -440,8 +456,9 @@ class TextRows(RowReader):
         return [(self.names.text, part) for part in ("prompt", "response", "full")]
 
 
-def _of_text(ids: Tensor, cause: str | None = None) -> TokenRecord:
-    return TokenRecord.from_prompt(ids, torch.full_like(ids, Source.PROMPT), 0, fork_cause=cause)
+def _of_text(ids: Tensor, cause: str | None = None, turns: int = 0) -> TokenRecord:
+    source = torch.full_like(ids, Source.PROMPT)
+    return TokenRecord.from_prompt(ids, source, 0, fork_cause=cause, earlier_turns=turns)
 
 
 def text_node(
