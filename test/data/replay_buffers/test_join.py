@@ -288,6 +288,61 @@ def test_an_invalid_turn_makes_the_row_invalid_and_hands_on_its_error():
     assert row["next", "error", "message"] == "boom"
 
 
+def _component(value, *, valid=True, error="", seconds=0.5):
+    return TensorDict(
+        {
+            "value": torch.full((1, 1), value),
+            "valid": torch.tensor(valid),
+            "seconds": torch.tensor(seconds),
+            "error": cell(error),
+        }
+    )
+
+
+def test_components_and_parts_of_the_reward_are_joined_as_the_reward_is():
+    first, second = _two_turns()
+    first["next", "rewards"] = TensorDict({"a": _component(0.5), "b": _component(1.0)})
+    second["next", "rewards"] = TensorDict({"a": _component(0.25), "b": _component(2.0)})
+    for turn, right in ((first, 0.25), (second, 1.0)):
+        turn["next", "reward_right"] = torch.full((1, 1), right)
+        turn["next", "reward_seconds"] = torch.tensor(0.125)
+        turn["next", "success"] = torch.full((1, 1), right == 1.0)
+    (row,) = _write([first, second])[0][:].unbind(0)
+
+    assert row["next", "rewards", "a", "value"].tolist() == [[0.75]]
+    assert row["next", "rewards", "b", "value"].tolist() == [[3.0]]
+    assert row["next", "rewards", "a", "seconds"].item() == 1.0
+    assert row["next", "rewards", "a", "valid"].item() is True
+    assert row["next", "rewards", "a", "error"] == ""
+    assert row["next", "reward_right"].tolist() == [[1.25]]
+    assert row["next", "reward_seconds"].item() == 0.25
+    assert row["next", "success"].item() is True
+    assert first["next", "rewards", "a", "value"].item() == 0.5
+
+
+def test_a_component_that_failed_in_any_turn_is_invalid_and_says_why():
+    first, second = _two_turns()
+    failed = _component(float("nan"), valid=False, error="nobody there")
+    first["next", "rewards"] = TensorDict({"a": failed, "b": _component(1.0)})
+    second["next", "rewards"] = TensorDict({"a": _component(1.0), "b": _component(1.0)})
+    (row,) = _write([first, second])[0][:].unbind(0)
+
+    assert row["next", "rewards", "a", "value"].isnan().all()
+    assert row["next", "rewards", "a", "valid"].item() is False
+    assert row["next", "rewards", "a", "error"] == "nobody there"
+    assert row["next", "rewards", "b", "valid"].item() is True
+    assert row["next", "rewards", "b", "value"].item() == 2.0
+
+
+def test_components_that_not_every_turn_has_are_the_last_turns():
+    first, second = _two_turns()
+    second["next", "rewards"] = TensorDict({"a": _component(1.0)})
+    second["next", "reward_right"] = torch.ones(1, 1)
+    (row,) = _write([first, second])[0][:].unbind(0)
+    assert row["next", "rewards", "a", "value"].item() == 1.0
+    assert row["next", "reward_right"].item() == 1.0
+
+
 def _with_credit_first(rows, **options):
     # the transform appended last runs first
     buffer = ReplayBuffer(transform=JoinTurns())

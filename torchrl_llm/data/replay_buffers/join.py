@@ -65,8 +65,11 @@ class JoinTurns(Transform):
     The joined row has the first turn's prompt; everything after it is the response, tool results
     and templates included, which ``trace`` tells apart. Log-probs, masks, trace and kept ids of
     each response are those of the turn that sampled it; the reward is the sum of the turns' rewards
-    (``[1, 1]``, or ``[R, 1]`` when they are per token); an advantage that is already there is kept
-    if the turns agree, else spread over the tokens, ``[T, 1]``. Everything else is the last turn's.
+    (``[1, 1]``, or ``[R, 1]`` when they are per token), and so are its parts: the floats called as
+    the reward with a suffix (``reward_right``, ``reward_seconds``), and value and seconds of each
+    ``("next", "rewards", name)``, which is valid where it is in all turns. An advantage that is
+    already there is kept if the turns agree, else spread over the tokens, ``[T, 1]``. Everything
+    else is the last turn's.
     ``"num_turns"``, int64, says how many turns a row holds.
 
     Args:
@@ -183,12 +186,12 @@ class JoinTurns(Transform):
         rewards = [turn.get(self.reward_key, None) for turn in turns]
         if all(reward is not None for reward in rewards):
             changed[as_path(self.reward_key)] = _sum_rewards(rewards, spans)
+        changed |= _sum_parts(turns, as_path(self.reward_key))
         flag_key = ("next", "reward_valid")
         flags = [turn.get(flag_key, None) for turn in turns]
         if all(flag is not None for flag in flags):
             changed[flag_key] = torch.stack(flags).all(0)
-            broken = next((t for t, flag in zip(turns, flags, strict=True) if not flag.all()), None)
-            error = None if broken is None else broken.get(("next", "error"), None)
+            error = turns[_broken(flags)].get(("next", "error"), None)
             if error is not None:
                 changed["next", "error"] = error
         advantages = [turn.get(self.advantage_key, None) for turn in turns]
@@ -311,6 +314,39 @@ def _sum_rewards(rewards: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
         begin = end - 1 if reward.numel() == 1 else begin
         total[begin - start : end - start] += reward.reshape(-1, 1)
     return total
+
+
+def _sum_parts(turns: list[TensorDict], reward: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
+    """The parts of a reward and its components, each as the reward itself."""
+    *above, name = reward
+    last = leaf(turns[-1], tuple(above))
+    summed = {
+        (*above, part): [leaf(turn, (*above, part)) for turn in turns]
+        for part in (() if last is None else plain_node(last).keys())
+        if part.startswith(f"{name}_")
+    }
+    changed: dict[tuple[str, ...], Any] = {}
+    components = [leaf(turn, ("next", "rewards")) for turn in turns]
+    shared = [] if any(node is None for node in components) else plain_node(components[-1]).keys()
+    for part in shared:
+        path = ("next", "rewards", part)
+        for field in ("value", "seconds"):
+            summed[*path, field] = [leaf(turn, (*path, field)) for turn in turns]
+        valid = [leaf(turn, (*path, "valid")) for turn in turns]
+        if all(flag is not None for flag in valid):
+            changed[*path, "valid"] = torch.stack(valid).all(0)
+            error = leaf(turns[_broken(valid)], (*path, "error"))
+            if error is not None:
+                changed[*path, "error"] = error
+    for path, values in summed.items():
+        if all(isinstance(v, Tensor) and v.is_floating_point() for v in values):
+            changed[path] = torch.stack(values).sum(0)
+    return changed
+
+
+def _broken(flags: Sequence[Tensor]) -> int:
+    """The first turn whose flag says that it failed, else the last."""
+    return next((at for at, flag in enumerate(flags) if not flag.all()), len(flags) - 1)
 
 
 def _spread(advantages: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
