@@ -106,6 +106,29 @@ def test_samples_of_a_prompt_give_pass_at_k(tmp_path, run, recipe):
     assert recipe.figures(records) == pytest.approx(result)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_answers_as_the_model_does_with_a_tool_and_without(tmp_path, run):
+    pytest.importorskip("vllm")
+    tasks = ["arithmetic", "calculator"]
+    settings = [
+        f"tasks=[{','.join(tasks)}]",
+        "eval.num_prompts=24",
+        "inference_model.max_tokens=40",
+    ]
+    model = run(tmp_path / "a", *settings)
+    engine = ["inference_model.backend=vllm", "inference_model.max_model_len=256"]
+    results = run(tmp_path / "b", *settings, *engine)
+    for task in tasks:
+        ours, theirs = answers(tmp_path / "a", task), answers(tmp_path / "b", task)
+        assert [r["query"] for r in theirs] == [r["query"] for r in ours]
+        # Where two tokens are all but equally probable, one of two kernels may choose the other.
+        assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1
+        assert results[task]["accuracy"] == pytest.approx(model[task]["accuracy"], abs=1.01 / 24)
+    turns = [record["messages"] for record in answers(tmp_path / "b", "calculator")]
+    assert sum(any(m["role"] == "tool" for m in messages) for messages in turns) > 6
+
+
 # A model that knows the answers
 
 

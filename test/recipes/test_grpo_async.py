@@ -11,7 +11,9 @@ import pytest
 from collectors.ray_helper import start_ray
 from recipes.grpo_helper import SMALL, column, rows, weights
 from recipes.script import run_main
+from recipes.turns_helper import check_turns, remember_rows
 
+from torchrl_llm.data.rollouts import ends_trajectory
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 from torchrl_llm.trainers import AsyncGRPOConfig, BatchSource, load_config
 from torchrl_llm.trainers.ray_collection import RayCollection, ray_collection
@@ -103,6 +105,23 @@ def test_it_trains_beside_collectors_that_may_die_stops_and_goes_on(tmp_path, ru
     assert max(column(table, "train/kl_to_inference")) < 0.1
     last = weights(tmp_path, 8)
     assert any((first[name] != last[name]).any() for name in first)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_a_tool_is_trained_with_beside_collectors(tmp_path, run, monkeypatch, in_flight):
+    """Steps take trajectories, however many turns they have, and their ids survive the way here."""
+    steps = remember_rows(monkeypatch)
+    settings = ["train.max_steps=4", "optimizer.lr=1.0e-4", f"weight_sync.in_flight={in_flight}"]
+    table = run(tmp_path, "env=calculator", *settings)
+    assert [step["train/step"] for step in table] == ["0", "1", "2", "3", "4"]
+    assert check_turns(steps) > 12
+    assert [sum(map(ends_trajectory, rows)) for rows in steps] == [16] * 4
+    check_accounts(table)
+    assert max(column(table, "train/policy_age_max")) <= 1
+    assert max(column(table, "train/kl_to_inference")) < 0.1
+    first = column(table, "train/tokens_generated")[0]
+    assert column(table, "train/tokens_trained")[0] == first > 0
 
 
 def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):

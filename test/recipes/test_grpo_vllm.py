@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from recipes.grpo_helper import column, run_script
+from recipes.turns_helper import check_turns, remember_rows
 
 from torchrl_llm.errors import MissingExtraError
 from torchrl_llm.trainers import load_config
@@ -35,6 +36,23 @@ def test_it_trains_on_what_the_engine_samples_with_the_weights_of_each_step(tmp_
     assert [row["train/step"] for row in table] == ["0", "1", "2", "3", "4"]
     # The new engine has the weights of the checkpoint, not those of the model's folder.
     assert max(column(table, "train/kl_to_inference")) < 1e-6
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_it_trains_with_a_tool_whose_results_the_engine_reads_and_nobody_trains(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("vllm")
+    steps = remember_rows(monkeypatch)
+    engine = ["inference_model.backend=vllm", "inference_model.max_model_len=256"]
+    table = run_script(monkeypatch, tmp_path, "env=calculator", *engine, "train.max_steps=3")
+    assert check_turns(steps) > 12
+    assert column(table, "train/tokens_generated") == column(table, "train/tokens_trained")
+    assert all(norm > 0 for norm in column(table, "train/grad_norm"))
+    # Both turns were sampled by the weights that are trained, behind ids that both have.
+    assert max(column(table, "train/kl_to_inference")) < 1e-6
+    assert min(column(table, "train/ESS")) > 0.9999
 
 
 def test_weights_get_into_the_engine_in_the_cheapest_way_that_the_model_allows():
