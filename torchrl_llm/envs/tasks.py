@@ -1,6 +1,7 @@
 """The tasks by name, as a recipe's ``env.dataset`` gives them.
 
-Each is a subclass of :class:`~torchrl_llm.envs.datasets.TaskEnv`, imported when it is asked for.
+Each is a subclass of :class:`~torchrl_llm.envs.datasets.TaskEnv`, imported when it is asked for. A
+task of your own has no name here and is given as ``"module:class"``.
 """
 
 from __future__ import annotations
@@ -34,33 +35,40 @@ TASKS: dict[str, str] = {
 
 
 def check_task(name: str) -> None:
-    """Refuse the name of a task that there is not, without importing anything.
+    """Refuse the name of a task that there is not; of those in :data:`TASKS` none is imported.
 
     Args:
-        name: a key of :data:`TASKS`.
+        name: a key of :data:`TASKS`, or ``"module:class"`` of a task of your own.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: for another name, a module that cannot be imported, or a class that is no task.
     """
-    if name not in TASKS:
+    if ":" in name:
+        _class_of_yours(name)
+    elif name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown task {name!r}; there are {sorted(TASKS)}{hint}")
+        raise ConfigError(
+            f"unknown task {name!r}; there are {sorted(TASKS)}{hint}; one of your own is given as "
+            "'module:class'"
+        )
 
 
 def task_class(name: str) -> type[TaskEnv]:
     """The environment of a task.
 
     Args:
-        name: a key of :data:`TASKS`.
+        name: a key of :data:`TASKS`, or ``"module:class"`` of a task of your own.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: as :func:`check_task`.
 
     Example:
         >>> task_class("arithmetic").__name__
         'ArithmeticEnv'
     """
+    if ":" in name:
+        return _class_of_yours(name)
     check_task(name)
     module, _, attribute = TASKS[name].partition(":")
     return getattr(import_module(module), attribute)
@@ -70,13 +78,13 @@ def task_options(name: str) -> tuple[str, ...]:
     """The settings that a task has beside those of every task.
 
     Args:
-        name: a key of :data:`TASKS`.
+        name: as of :func:`task_class`.
 
     Returns:
         Names of keyword arguments of its class, in their order.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: as :func:`check_task`.
 
     Example:
         >>> task_options("countdown")
@@ -88,6 +96,23 @@ def task_options(name: str) -> tuple[str, ...]:
     bases = inspect.getmro(task_class(name))
     own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
     return tuple(key for key in dict.fromkeys(own) if key not in shared)
+
+
+def _class_of_yours(name: str) -> type[TaskEnv]:
+    """The class that ``"module:class"`` names."""
+    from torchrl_llm.envs.datasets.base import TaskEnv
+
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"the task {name!r} cannot be imported ({error}); write 'module:class', and put the "
+            "folder of the module into PYTHONPATH"
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, TaskEnv)):
+        raise ConfigError(f"the task {name!r} must be a subclass of TaskEnv, got {found!r}")
+    return found
 
 
 def _keywords(cls: type) -> list[str]:
