@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -16,7 +17,8 @@ from torchrl_llm.errors import RewardError
     ["72 dollars", "**72**", r"\boxed{72}", "x = 72"]
     + ["72.", "$72", "72%", "= 72", "$72.00", "40 + 32 = 72", r"\(72\)", "$$72$$", "`72`"]
     + [r"\text{72}", r"$\boxed{72}$", "72 m2", "72km", "72 (72)", "#72", "072", r"\$72"]
-    + [r"\boxed{\text{72 dollars}}", "The answer is 72", "+72", "144/2", r"\frac{144}{2}"],
+    + [r"\boxed{\text{72 dollars}}", "The answer is 72", "+72", "144/2", r"\frac{144}{2}"]
+    + ["72 cm^2", r"72\text{ ft}^{2}", r"72 \mathrm{cm}^3 of water", r"\tfrac{144}{2}"],
 )
 def test_defect_10_common_ways_of_writing_a_number_are_understood(text):
     assert parse_number(text) == 72
@@ -39,6 +41,12 @@ def test_defect_10_common_ways_of_writing_a_number_are_understood(text):
         ("3 - 5 = -2", -2),
         ("1/3", Fraction(1, 3)),
         ("≈ 0.5", Fraction(1, 2)),
+        ("1{,}234", 1234),
+        (r"\boxed{1,\!234}", 1234),
+        (r"12\,345\,678", 12345678),
+        ("100\u00a0000", 100000),
+        ("$1.5 million", 1500000),
+        ("2 Thousand", 2000),
     ],
 )
 def test_signs_separators_decimals_and_fractions_are_exact(text, value):
@@ -48,10 +56,18 @@ def test_signs_separators_decimals_and_fractions_are_exact(text, value):
 @pytest.mark.parametrize(
     "text",
     ["", "seventy", "70 or 72", "70-72", "16-3", "1,2", "1.2.3", "1e3", "5/0", "x2", "72 =", "1 2"]
-    + ["9" * 5000, "1/" + "9" * 5000],
+    + ["9" * 5000, "1/" + "9" * 5000, "72½", "7 million or 8", "x^2", r"7\,2"],
 )
 def test_an_answer_without_one_number_states_none(text):
     assert parse_number(text) is None
+
+
+def test_a_hostile_answer_costs_the_trainer_nothing():
+    # each box was unwrapped by a pass over all the others
+    for text in ("\\boxed{" * 20_000 + "}" * 20_000, "-" * 1_000_000, " " * 1_000_000 + "5"):
+        start = time.process_time()
+        assert parse_number(text) is None
+        assert time.process_time() - start < 1
 
 
 def test_the_reward_is_one_for_right_a_tenth_for_a_block_zero_for_none():

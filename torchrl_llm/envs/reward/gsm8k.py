@@ -16,23 +16,31 @@ __all__ = ["GSM8KRewardParser", "parse_number"]
 # where no word or number stands before it.
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
-    r"(?P<body>\.?\d[\d.,]*)(?P<exponent>[eE][-+]?\d)?(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?"
+    r"(?P<body>\.?\d[\d.,]*+)(?![¼-¾⅐-⅞])(?P<exponent>[eE][-+]?\d)?"
+    r"(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?(?:\s(?P<scale>thousand|million|billion)\b)?",
+    re.IGNORECASE,
 )
 _BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
-# Python refuses to convert longer digit strings, and no answer is that long.
-_MAX_DIGITS = 1000
-_LATEX_FRACTION = re.compile(r"\\d?frac\{(\d+)\}\{(\d+)\}")
+# No answer is longer, and no number that Python refuses to convert.
+_MAX_LENGTH = 1000
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+# Thousands apart, as LaTeX and typographers write them: 1{,}234 and 1,\!234 and 1\,234.
+_LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+# The power of a unit: cm^2, \text{ft}^{3}.
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*\d+")
 _LATEX_WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 _NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−": "-", "–": "-"})
 
 
-@lru_cache(maxsize=4096)
 def parse_number(text: str) -> Fraction | None:
     r"""The one number that a short answer states.
 
     Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
-    looked through. Of an equation or a chain of them, the last right-hand side counts. An answer
-    with two different numbers states none.
+    looked through, and ``1.5 million`` is a number. Of an equation or a chain of them, the last
+    right-hand side counts. An answer with two different numbers states none, nor does one of more
+    than 1,000 characters.
 
     Args:
         text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
@@ -44,10 +52,17 @@ def parse_number(text: str) -> Fraction | None:
         >>> [parse_number(t) for t in ("72 dollars", r"\boxed{72}", "-3", "70 or 72")]
         [Fraction(72, 1), Fraction(72, 1), Fraction(-3, 1), None]
     """
+    return None if len(text) > _MAX_LENGTH else _parsed(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Fraction | None:
     text = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\\$", "$").replace("\\%", "%"))
+    text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
     while (unwrapped := _LATEX_WRAPPER.sub(r" \1 ", text)) != text:
         text = unwrapped
     text = re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
+    text = _UNIT_POWER.sub("", text)
     right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
     values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
     return values.pop() if len(values) == 1 else None
@@ -56,11 +71,12 @@ def parse_number(text: str) -> Fraction | None:
 def _value(match: re.Match[str]) -> Fraction | None:
     """The value of one number, ``None`` for a malformed one (``1,2``, ``1.2.3``, ``5/0``)."""
     body, below = match["body"].rstrip(".,"), match["below"]
-    if len(body) + len(below or "") > _MAX_DIGITS or not _BODY.fullmatch(body):
+    if not _BODY.fullmatch(body):
         return None
     if match["exponent"] or (below is not None and not int(below)):
         return None
     value = Fraction(body.replace(",", "")) / int(below or 1)
+    value *= _SCALES[match["scale"].lower()] if match["scale"] else 1
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
 
 
