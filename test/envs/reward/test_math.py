@@ -61,6 +61,20 @@ def test_the_last_complete_box_is_found(text, boxed):
         (r"2\quad", "2"),
         ("007", "7"),
         ("1,000", "1000"),
+        ("30°", r"30^\circ"),
+        ("50 percent", r"50\%"),
+        ("5 dollars", r"\$5"),
+        ("**5**", "5"),
+        ("`5`", "5"),
+        ("The answer is $5$.", "5"),
+        ("Final answer: 5", "5"),
+        ("√2", r"\sqrt{2}"),
+        ("2√(3)", r"2\sqrt{3}"),
+        ("pi", r"\pi"),
+        ("2π", r"2\pi"),
+        ("x² + 1", "x^2+1"),
+        (r"2516_{8}", "2516_8"),
+        ("(−∞, 3] ∪ [5, ∞)", r"(-\infty,3] \cup [5,\infty)"),
     ],
 )
 def test_spellings_are_equal_without_a_process(monkeypatch, answer, truth):
@@ -69,7 +83,9 @@ def test_spellings_are_equal_without_a_process(monkeypatch, answer, truth):
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth"), [("6", "5"), ("-5", "5"), ("", "5"), ("9" * 3000, "5"), ("5000", "5")]
+    ("answer", "truth"),
+    [("6", "5"), ("-5", "5"), ("", "5"), ("9" * 3000, "5"), ("5000", "5")]
+    + [("2516_7", "2516_8"), (r"1011_{2}", r"1011_{10}")],
 )
 def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
     monkeypatch.setattr(math_reward, "_same_mathematics", None)
@@ -96,6 +112,8 @@ def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
         ("Evelyn", r"\text{Evelyn}"),
         (r"5 \text{ cm}", "5"),
         ("3n + 2n", "5n"),
+        ("√(12)", r"2\sqrt{3}"),
+        ("pi/2", r"\frac{\pi}{2}"),
     ],
 )
 def test_equal_mathematics_is_equal(answer, truth):
@@ -109,6 +127,9 @@ def test_equal_mathematics_is_equal(answer, truth):
         ("(2,1)", "(1,2)"),
         ("(1,2)", "[1,2]"),
         (r"\text{odd}", r"\text{even}"),
+        ("1 2", "12"),
+        ("31/2", r"3 \frac{1}{2}"),
+        ("3 1/2", r"\frac{31}{2}"),
         ("x^2", "x^3"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", "5"),
         ("1,2,3", "1,2"),

@@ -36,11 +36,28 @@ _SPELLINGS = (
         "",
     ),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"\^\{?\\circ\}?|\\%|%"), ""),
+    (re.compile(r"\^\{?\\circ\}?|\\%|%|(?<=\d)\s*(?:percent|dollars)$"), ""),
     (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(sqrt)([0-9])"), r"\\\1{\2}"),
-    (re.compile(r"\s+"), ""),
+    (re.compile(r"_\{([0-9]+)\}"), r"_\1"),
+    # "3 1/2" is not 31/2.
+    (re.compile(r"(?<![0-9])\s+|\s+(?![0-9])"), ""),
 )
+# What is written without LaTeX, as LaTeX.
+_SIGNS = str.maketrans(
+    {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap "}
+    | {"×": r"\times ", "·": r"\cdot ", "±": r"\pm ", "°": r"^\circ ", "−": "-"}
+    | {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "¼": r"\frac{1}{4}", "²": "^2", "³": "^3"}
+)
+_WORDS = (
+    (re.compile(r"\A(?:the )?(?:final )?answer(?: is|:)+\s*(?=\S)", re.IGNORECASE), ""),
+    (re.compile(r"\A(\*\*|`)(.*)\1\Z", re.DOTALL), r"\2"),
+    (re.compile(r"√\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√([0-9]+|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+)
+# A number in another base: its digits, and the base.
+_BASED = re.compile(r"[0-9A-Z]+_[0-9]+")
 
 
 def last_boxed(text: str) -> str | None:
@@ -76,10 +93,10 @@ class MATHRewardParser(AnswerBlockParser):
     r"""1.0 for the right answer in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
 
     An answer may be in a ``\boxed{}`` inside the block. It is right where it is equal to the
-    reference as text, but for spaces and spellings, or as mathematics by the package
-    ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. An answer that takes longer to
-    compare than its limit, or more than 2 GiB of memory, makes an invalid reward; one of more than
-    2,000 characters is wrong.
+    reference as text, but for spaces and spellings (``√2``, ``**5**``, ``the answer is 5``), or as
+    mathematics by the package ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. An
+    answer that takes longer to compare than its limit, or more than 2 GiB of memory, makes an
+    invalid reward; one of more than 2,000 characters is wrong.
 
     Args:
         tokenizer: see :class:`~torchrl_llm.envs.reward.RewardParser`.
@@ -187,9 +204,12 @@ class MATHRewardParser(AnswerBlockParser):
         answer, truth = cls.extract_boxed(answer), cls.extract_boxed(truth)
         if not answer or len(answer) > _MAX_LENGTH:
             return False
+        answer, truth = _as_latex(answer), _as_latex(truth)
         spelled, wanted = cls.normalize_answer(answer), cls.normalize_answer(truth)
         if spelled == wanted:
             return True
+        if _BASED.fullmatch(spelled) and _BASED.fullmatch(wanted):
+            return False  # the comparison does not look at subscripts
         if _WHOLE.fullmatch(spelled) and _WHOLE.fullmatch(wanted):
             return int(spelled.replace(",", "")) == int(wanted.replace(",", ""))
         return _same_mathematics(answer, truth, timeout, num_workers)
@@ -216,6 +236,13 @@ class MATHRewardParser(AnswerBlockParser):
         return self.answers_match(
             block, truth, timeout=self.comparison_timeout, num_workers=self.num_threads
         )
+
+
+def _as_latex(answer: str) -> str:
+    """An answer without Markdown and what leads up to it, its signs in LaTeX."""
+    for pattern, latex in _WORDS:
+        answer = pattern.sub(latex, answer)
+    return answer.translate(_SIGNS).strip()
 
 
 @cache
