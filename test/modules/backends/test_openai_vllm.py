@@ -284,8 +284,8 @@ def test_a_server_that_is_killed_is_an_error_or_aborted_rows_in_bounded_time(
     kill(process)
     start = time.monotonic()
     for thread in threads:
-        thread.join(30)
-    assert time.monotonic() - start < 10
+        thread.join(100)
+    assert time.monotonic() - start < 60  # the limit of a call
     assert isinstance(results["strict"], WorkerError)
     reasons = {c.finish_reason for c in results["lenient"][0]}
     assert reasons == {FinishReason.ABORT}
