@@ -90,6 +90,43 @@ def test_a_program_that_is_not_there_is_no_exception(sandbox):
     assert sandbox.run(["echo", "a\0b"]).status in ("error", "sandbox_error")
 
 
+def test_programs_started_in_sessions_of_their_own_can_be_ended_as_groups(sandbox):
+    code = """
+import os, subprocess
+for _ in range(12):
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert os.getsid(sleeper.pid) == sleeper.pid
+    os.killpg(sleeper.pid, 9)
+    assert sleeper.wait() == -9
+"""
+    assert sandbox.run_python(code).status == "ok"
+
+
+SESSIONS = """
+import os, sys, time
+answers, write = os.pipe()
+for _ in range(20):
+    if os.fork() == 0:
+        try: os.setsid(); os.write(write, b"y")
+        except PermissionError: os.write(write, b"n")
+        time.sleep(60)
+got = b""
+while len(got) < 20: got += os.read(answers, 20)
+print(got.decode())
+"""
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_plain_run_has_few_sessions_at_a_time(monkeypatch, asks):
+    if filter_program() is None:
+        pytest.skip("no filter of system calls for this machine")
+    if not asks:  # as inside a container that is itself asked by a filter
+        real = plain._filter
+        monkeypatch.setattr(plain, "_filter", lambda sessions: real("refuse"))
+    got = make("subprocess", limits=Limits(wall_s=20.0)).run_python(SESSIONS).stdout.strip()
+    assert got.count("y") == (supervisor._SESSIONS - 1 if asks else 0)
+
+
 def test_limits_of_one_run_come_before_the_sandboxs(sandbox):
     code = "import resource\nprint(resource.getrlimit(resource.RLIMIT_AS)[0])"
     assert sandbox.run_python(code, limits=Limits(memory_bytes=300 << 20)).stdout == "314572800\n"

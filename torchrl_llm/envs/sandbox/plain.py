@@ -23,7 +23,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_llm.envs.sandbox import supervisor
 from torchrl_llm.envs.sandbox.base import Limits
@@ -196,7 +196,7 @@ def _spawn(
             "limits": _limits(limits),
             "num_processes": limits.num_processes,
             "landlock": True,
-            "filter": (filter_program(families=(), attributes=False) or b"").hex(),
+            "filters": [_filter(sessions).hex() for sessions in ("ask", "refuse")],
             "read": [*_READ, *_READ_FILES, *read_only],
             "write": list(_WRITE),
             "close": list(pass_fds),
@@ -220,6 +220,10 @@ def _spawn(
     finally:
         for fd in opened:
             os.close(fd)
+
+
+def _filter(sessions: Literal["ask", "refuse"]) -> bytes:
+    return filter_program(families=(), attributes=False, sessions=sessions) or b""
 
 
 def _limits(limits: Limits) -> dict[str, tuple[int, int]]:

@@ -14,6 +14,7 @@ import errno
 import functools
 import platform
 import struct
+from typing import Literal
 
 __all__ = ["filter_program"]
 
@@ -67,14 +68,14 @@ _ATTRIBUTES = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
 }
-_SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
+_SOCKET, _CLONE, _CLONE3, _SETSID = (41, 198), (56, 220), (435, 435), (112, 157)
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
 
 # Classic BPF: load a word of the call's record, jump if equal, at least or any bit, return.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENT_AT = 0, 4, 16
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERRNO, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 
 
 @functools.cache
@@ -83,6 +84,7 @@ def filter_program(
     *,
     families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6),
     attributes: bool = True,
+    sessions: Literal["allow", "ask", "refuse"] = "allow",
 ) -> bytes | None:
     """The filter, as ``bwrap --seccomp`` reads it.
 
@@ -90,6 +92,8 @@ def filter_program(
         machine: name of the processor's architecture; this machine's if not given.
         families: sockets that may be opened.
         attributes: whether modes, owners and times of files may be changed by their paths.
+        sessions: whether a process may begin a session of its own; with ``"ask"``, whoever installs
+            the filter with a listener decides about each.
 
     Returns:
         Instructions of eight bytes; ``None`` for an architecture whose numbers are not listed.
@@ -116,11 +120,14 @@ def filter_program(
         (_EQUAL, _CLONE[column], "clone"),
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
         (_EQUAL, _CLONE3[column], "absent"),
+        (_EQUAL, _SETSID[column], {"ask": "ask", "refuse": "forbid"}.get(sessions, "allow")),
         *((_EQUAL, number, "forbid") for number in numbers),
         "allow",
         (_RETURN, _ALLOW, None),
         "forbid",
         (_RETURN, _ERRNO | errno.EPERM, None),
+        "ask",
+        (_RETURN, _ASK, None),
         "absent",
         (_RETURN, _ERRNO | errno.ENOSYS, None),
         "clone",

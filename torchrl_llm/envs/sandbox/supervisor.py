@@ -11,18 +11,26 @@ its orders, a JSON object, and that on which it reports.
 
 from __future__ import annotations
 
+import _socket
+import array
 import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
 import time
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
-_SECCOMP_MODE_FILTER = 2
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+# Of a filter of system calls: to install it, to be asked by it, to hear a question, to answer.
+_SECCOMP = 317 if os.uname().machine == "x86_64" else 277
+_SECCOMP_SET_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
+_SECCOMP_RECEIVE, _SECCOMP_SEND, _SECCOMP_CONTINUE = 0xC0502100, 0xC0182101, 1
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_VERSION, _LANDLOCK_BENEATH = 1, 1
 # Bits of Landlock's rights to files: how many there are at each version of its interface.
@@ -30,6 +38,10 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _TCP = 0b11  # to bind, to connect
 _SCOPES = 0b11  # abstract sockets, signals
+
+# How many sessions a run may have at a time. The scheduler gives each a share of its own, so a bomb
+# that makes one in every process would leave next to nothing for whoever is to end it.
+_SESSIONS = 8
 
 # Processes that others of the same user may start meanwhile.
 _SLACK = 128
@@ -106,7 +118,59 @@ def _threads_of(uid: int) -> int:
     return count
 
 
-def _become(orders: dict) -> None:
+def _install(programs: list[str], channel: _socket.socket) -> None:
+    """Install the first of these filters that the kernel takes, and hand over who is asked by it.
+
+    Only one filter of a process can ask, and there may be one around it (of a container), so the
+    second refuses by itself.
+    """
+    for program, flags in zip(programs, (_SECCOMP_NEW_LISTENER, 0), strict=True):
+        data = bytes.fromhex(program)
+        whole = _Filter(len(data) // 8, data)
+        try:
+            listener = _syscall(
+                _SECCOMP,
+                ctypes.c_uint(_SECCOMP_SET_FILTER),
+                ctypes.c_uint(flags),
+                ctypes.byref(whole),
+            )
+        except OSError:
+            if not flags:
+                raise
+            continue
+        if flags:
+            rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [listener]))
+            channel.sendmsg([b"0"], [rights])
+        return
+
+
+def _listener(channel: _socket.socket) -> int | None:
+    """Where the questions of the child's filter come; ``None`` if it never asks."""
+    _, rights, _, _ = channel.recvmsg(1, _socket.CMSG_SPACE(4))
+    return array.array("i", rights[0][2])[0] if rights else None
+
+
+def _answer(listener: int, allowed: set[int]) -> None:
+    """Let a process begin a session, unless the run has as many as it may.
+
+    Args:
+        listener: where the question is.
+        allowed: processes that were let, though they may not have got to it yet; kept up to date.
+    """
+    question = bytearray(80)
+    with contextlib.suppress(OSError, StopIteration):  # it was killed meanwhile
+        fcntl.ioctl(listener, _SECCOMP_RECEIVE, question)
+        below = _below(os.getpid())
+        allowed &= below.keys()
+        verdict = (-errno.EPERM, 0)
+        if len(allowed | set(below.values())) < _SESSIONS:
+            with open(f"/proc/{struct.unpack_from('=I', question, 8)[0]}/status", "rb") as file:
+                allowed.add(int(next(line for line in file if line.startswith(b"Tgid:"))[5:]))
+            verdict = (0, _SECCOMP_CONTINUE)
+        fcntl.ioctl(listener, _SECCOMP_SEND, question[:8] + struct.pack("=qiI", 0, *verdict))
+
+
+def _become(orders: dict, channel: _socket.socket) -> None:
     """Turn this process, which has just been forked, into the program."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     os.setsid()
@@ -135,11 +199,9 @@ def _become(orders: dict) -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if orders["landlock"]:
         _landlock(orders["read"], orders["write"], orders["folder"])
-    if orders["filter"]:
-        program = bytes.fromhex(orders["filter"])
-        whole = _Filter(len(program) // 8, program)
-        address = ctypes.c_ulong(ctypes.addressof(whole))
-        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, address)
+    if all(orders["filters"]):
+        _install(orders["filters"], channel)
+    channel.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     _execute(orders["argv"], orders["env"])
 
@@ -156,20 +218,20 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
     os.write(2, f"{argv[0]}: {problem}\n".encode(errors="replace"))
 
 
-def _below(pid: int) -> list[int]:
-    """Every process below one."""
-    children: dict[int, list[int]] = {}
+def _below(pid: int) -> dict[int, int]:
+    """Every process below one, and its session."""
+    children: dict[int, list[tuple[int, int]]] = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if name.isdigit():
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+                    fields = file.read().rpartition(b")")[2].split()
+                children.setdefault(int(fields[1]), []).append((int(name), int(fields[3])))
+    found: dict[int, int] = {}
     waiting = children.get(pid, [])
     while waiting:
-        found += waiting
-        waiting = [child for one in waiting for child in children.get(one, [])]
+        found.update(waiting)
+        waiting = [child for one, _ in waiting for child in children.get(one, [])]
     return found
 
 
@@ -267,6 +329,33 @@ def _stop_and_kill() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _watch(child: int, listener: int | None, exit_codes: dict[int, int]) -> None:
+    """Answer the filter's questions until the child ends, or a signal says that it shall.
+
+    Args:
+        child: the program.
+        listener: where the questions come.
+        exit_codes: of the processes that ended, to be filled.
+    """
+    mask = (ctypes.c_ulong * 16)(sum(1 << (number - 1) for number in _SIGNALS))
+    signals = _libc.signalfd(-1, ctypes.byref(mask), 0)
+    poll = select.poll()
+    poll.register(signals, select.POLLIN)
+    if listener is not None:
+        poll.register(listener, select.POLLIN)
+    allowed: set[int] = set()
+    while child not in exit_codes:
+        ready = dict(poll.poll())
+        if signals in ready:
+            if struct.unpack_from("=I", os.read(signals, 128))[0] != signal.SIGCHLD:
+                return
+            exit_codes.update(_reap()[0])
+        elif ready[listener] & select.POLLIN:
+            _answer(listener, allowed)
+        else:  # nobody is left who could ask
+            poll.unregister(listener)
+
+
 def _main() -> None:
     orders_fd, report_fd = int(sys.argv[1]), int(sys.argv[2])
     with open(orders_fd, encoding="utf-8", errors="surrogatepass") as file:
@@ -278,21 +367,20 @@ def _main() -> None:
     if os.getppid() != orders["parent"]:
         return
     alone = orders["landlock"] and _enter_domain(orders["parent"])
+    ours, its = _socket.socketpair()
     child = os.fork()
     if child == 0:
         try:
-            _become(orders)
+            _become(orders, its)
         except BaseException as error:
             os.write(report_fd, json.dumps({"failed": str(error)}).encode() + b"\n")
         finally:
             os._exit(127)
+    its.close()
     for fd in orders["close"]:
         os.close(fd)
     exit_codes: dict[int, int] = {}
-    while child not in exit_codes:
-        if signal.sigwaitinfo(_SIGNALS).si_signo != signal.SIGCHLD:
-            break
-        exit_codes.update(_reap()[0])
+    _watch(child, _listener(ours), exit_codes)
     _kill_all(exit_codes, alone=alone, uid=orders["uid"])
     os.write(report_fd, json.dumps({"exit_code": exit_codes.get(child)}).encode() + b"\n")
 
