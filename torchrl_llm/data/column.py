@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrl_llm.data.record import TokenRecord
 
-__all__ = ["Chat", "Column"]
+__all__ = ["Chat", "Column", "set_as_column"]
 
 Message = dict[str, Any]
 
@@ -313,6 +313,20 @@ class Column(NonTensorStack):
 
     def _check_dim_name(self, name: Any) -> None:
         return None
+
+
+def set_as_column(self: Any, key: str, value: Any, **how: Any) -> Any:
+    """``_set_str`` of tensorclasses whose fields are columns: a list, a value a row, becomes one.
+
+    TorchRL's ``step_mdp`` reads a column through its tensorclass, which gives it as a list, and
+    sets that list where the column should be.
+    """
+    node = self._tensordict
+    if isinstance(value, list) and node.batch_dims == 1 and len(value) == node.batch_size[0]:
+        value = Column.of(value)
+    self._non_tensordict.pop(key, None)
+    node._set_str(key, value, **how)
+    return self
 
 
 def _reduce_column(column: Column) -> tuple:

@@ -21,9 +21,9 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.column import Chat, Column, set_as_column
 from torchrl_llm.data.history import History
-from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 
 __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenSupport", "TokenTrace", "Tokens"]
 
@@ -384,6 +384,29 @@ def _behind(prompts: list[Any], fulls: list[Any]) -> list[Any]:
         rest.append(full[len(prompt) :])
     return rest
 
+
+def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``empty`` of the token-aligned containers: ragged, for there is nothing that is dense.
+
+    TorchRL's ``step_mdp`` fills it with the answers of a policy, which may be padded, and with the
+    next prompts of an environment, which are ragged.
+    """
+    node = self._tensordict.empty(*args, **kwargs)
+    if not isinstance(node, LazyStackedTensorDict) and node.batch_dims == 1 and len(node):
+        node = lazy_rows(list(node.unbind(0)))
+    return type(self)._from_tensordict(node)
+
+
+def _stack_dim(self: Any) -> int:
+    """Along what the rows are taken apart where ragged ones are put beside them."""
+    return getattr(self._tensordict, "stack_dim", 0)
+
+
+# The tensorclass decorator writes its own methods into the class, so ours follow it.
+Text._set_str = set_as_column
+for _container in (Tokens, LogProbs, TokenTrace):
+    _container.empty = _empty_rows
+    _container.stack_dim = property(_stack_dim)
 
 _INT8, _INT16, _INT32 = torch.int8, torch.int16, torch.int32
 Tokens._dtypes = dict.fromkeys(("prompt", "response", "full"), torch.int64)

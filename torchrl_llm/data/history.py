@@ -35,7 +35,7 @@ from torchrl_llm.data.cells import (
     single_messages,
     virtual_shape,
 )
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.column import Chat, Column, set_as_column
 from torchrl_llm.data.messages import ContentBase
 from torchrl_llm.data.rendering import encode_chats, read_text, render_chats
 from torchrl_llm.data.templates import (
@@ -494,3 +494,4 @@ History.__eq__ = _equal
 History.__ne__ = _different
 History.__len__ = _length
 History.__iter__ = _iterate
+History._set_str = set_as_column
