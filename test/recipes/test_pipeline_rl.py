@@ -15,10 +15,12 @@ pytest.importorskip("redis")
 from conformance.channels import in_thread
 from hydra import compose, initialize_config_dir
 from recipes.pipeline_helper import FOLDER, SMALL, Processes, metrics
+from recipes.turns_helper import check_turns
 from redis_server import RedisServer
 
 from torchrl_llm.collectors.staleness import sampled_versions
 from torchrl_llm.data.fingerprint import weights_digest
+from torchrl_llm.data.rollouts import ends_trajectory, row_list
 from torchrl_llm.trainers.recipe import make_policy
 from torchrl_llm.weight_update import engine_weights
 
@@ -145,6 +147,28 @@ def test_an_actor_samples_with_the_weights_of_each_update_and_proves_it(
         assert collector.take_lost() == 0
     assert actor() == "the channel was closed"
     assert len(said) == 3
+
+
+def test_conversations_with_a_tool_come_whole_and_are_counted_as_one_row_each(
+    tmp_path, server, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    utils = importlib.import_module("pipeline_utils")
+    given = [*SMALL, f"redis.url={server.url}", "train.max_lag=0", "env=calculator"]
+    with initialize_config_dir(str(FOLDER / "config"), version_base="1.3"):
+        config = utils.load_config(compose("pipeline-rl", given))
+    policy = make_policy(config)
+    steps = []
+    with utils.redis_collection(config) as collector:
+        actor = in_thread(utils.run_actor, config, say=lambda line: None)
+        collector.publish(policy.model)
+        for _ in range(2):
+            steps.append(row_list(collector.collect()))
+            collector.update_policy_weights_(policy.model)
+        assert collector.take_lost() == 0
+    assert actor() == "the channel was closed"
+    assert [sum(map(ends_trajectory, rows)) for rows in steps] == [16, 16]
+    assert check_turns(steps) > 8
 
 
 @contextmanager
