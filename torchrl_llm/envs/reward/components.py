@@ -21,8 +21,8 @@ from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore, checked_score
-from torchrl_llm.envs.reward.running import Outcome, check_limits, run_rows
-from torchrl_llm.envs.reward.worker_pool import WorkerPool
+from torchrl_llm.envs.reward.running import Outcome, call_reward, check_limits, run_rows
+from torchrl_llm.envs.workers import WorkerPool
 from torchrl_llm.errors import ConfigError, RewardError
 
 __all__ = ["BatchScorer", "Component", "Sample", "Scorer", "WeightedTotal", "weighted_total"]
@@ -209,7 +209,7 @@ class Component:
         return self._checked(self.scorer.score(sample), sample)
 
     def _score_there(self, sample: Sample, pool: WorkerPool) -> RewardScore | Tensor:
-        value = pool.call(sample, timeout=self.timeout)
+        value = call_reward(pool, sample, timeout=self.timeout)
         # The only named tuples are those of scores.
         return self._checked(RewardScore(**value) if isinstance(value, dict) else value, sample)
 

@@ -17,7 +17,8 @@ from tensordict.utils import NestedKey
 
 from torchrl_llm._imports import require
 from torchrl_llm.envs.reward.answer_block import AnswerBlockParser
-from torchrl_llm.envs.reward.worker_pool import WorkerPool
+from torchrl_llm.envs.reward.running import call_reward
+from torchrl_llm.envs.workers import WorkerPool
 from torchrl_llm.errors import ConfigError, RewardError
 
 __all__ = ["MATHRewardParser", "last_boxed"]
@@ -253,4 +254,4 @@ def _pool(num_workers: int) -> WorkerPool:
 @lru_cache(maxsize=8192)
 def _same_mathematics(answer: str, truth: str, timeout: float, num_workers: int) -> bool:
     """Remembered, since the responses of a group often end in the same answer."""
-    return _pool(num_workers).call(answer, truth, timeout=timeout)
+    return call_reward(_pool(num_workers), answer, truth, timeout=timeout)

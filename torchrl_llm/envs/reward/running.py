@@ -3,7 +3,7 @@
 Whatever a reward does becomes an :class:`Outcome`: a value or an error, and the seconds it took.
 Nothing here knows of tensordicts.
 
-Next: :mod:`torchrl_llm.envs.reward.worker_pool` runs a function in processes, which can be stopped.
+Next: :mod:`torchrl_llm.envs.workers.processes` runs a function in processes, which can be stopped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from typing import Any, NamedTuple
 
 from torchrl._utils import logger
 
-from torchrl_llm.envs.transforms.tools.threads import DaemonThreads
+from torchrl_llm.envs.workers import (
+    DaemonThreads,
+    RemoteCallError,
+    RemoteRaisedError,
+    RemoteTimeoutError,
+    WorkerPool,
+)
 from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
 
-__all__ = ["Outcome", "RemoteRewardError", "run_rows"]
+__all__ = ["Outcome", "RemoteRewardError", "call_reward", "run_rows"]
 
 
 class RemoteRewardError(RewardError):
@@ -32,6 +38,39 @@ class RemoteRewardError(RewardError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None) -> Any:
+    """Call a reward function in one of a pool's processes.
+
+    Args:
+        pool: of processes that call it.
+        arguments: its arguments.
+        timeout: seconds that it may take, waiting for a free process not counted; then its process
+            is killed.
+
+    Returns:
+        Its value, as :meth:`~torchrl_llm.envs.workers.WorkerPool.call` returns it.
+
+    Raises:
+        RewardTimeoutError: no value in time.
+        RemoteRewardError: what the function raised.
+        RewardError: the process died, or could not start.
+
+    Example:
+        >>> import operator
+        >>> pool = WorkerPool(operator.truediv, num_workers=1)
+        >>> call_reward(pool, 1, 4, timeout=60.0), pool.close()
+        (0.25, None)
+    """
+    try:
+        return pool.call(*arguments, timeout=timeout)
+    except RemoteRaisedError as error:
+        raise RemoteRewardError(error.kind, str(error)) from None
+    except RemoteTimeoutError:
+        raise RewardTimeoutError(f"no reward within {timeout:g} s") from None
+    except RemoteCallError as error:
+        raise RewardError(f"no reward from another process: {error}") from error
 
 
 class Outcome(NamedTuple):

@@ -143,7 +143,7 @@ def test_what_cannot_work_in_processes_is_refused():
         """
         return a
 
-    with pytest.raises(ConfigError, match="cannot be sent to a process"):
+    with pytest.raises(ConfigError, match="cannot be sent to another process"):
         ProcessTool(local)
     with pytest.raises(ConfigError, match="must be positive"):
         ProcessTool(Worker(), num_processes=0)

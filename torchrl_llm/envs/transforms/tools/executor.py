@@ -27,8 +27,8 @@ from torchrl_llm.envs.transforms.tools.arguments import (
     describe_parameters,
 )
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolOutput, ToolResult
-from torchrl_llm.envs.transforms.tools.threads import DaemonThreads
 from torchrl_llm.envs.transforms.tools.tool import Tool, as_text, failure
+from torchrl_llm.envs.workers.threads import DaemonThreads
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["ToolExecutor", "shorten"]

@@ -4,7 +4,7 @@ A thread cannot be stopped from outside. One whose work takes too long is left a
 daemonic, so the interpreter does not wait for it) and another takes its place; how many are in
 that state is counted.
 
-Next: :mod:`torchrl_llm.envs.transforms.tools.executor` is the only user.
+Next: :mod:`torchrl_llm.envs.workers.processes` for what must be stopped.
 """
 
 from __future__ import annotations

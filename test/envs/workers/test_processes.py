@@ -1,4 +1,4 @@
-"""Processes for rewards: stopped in the middle, replaced when they die, gone with the pool."""
+"""Processes that call a function: stopped in time, replaced when they die, gone with the pool."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from envs.reward.remote_rewards import behave
+from envs.workers.remote_functions import behave
 
-from torchrl_llm.envs.reward.running import RemoteRewardError, run_rows
-from torchrl_llm.envs.reward.worker_pool import WorkerPool
-from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
+from torchrl_llm.envs.reward.running import run_rows
+from torchrl_llm.envs.workers import (
+    RemoteCallError,
+    RemoteDiedError,
+    RemoteRaisedError,
+    RemoteTimeoutError,
+    WorkerPool,
+)
+from torchrl_llm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +47,14 @@ def test_scores_and_arrays_come_back_by_value(pool):
     [("raise", "ZeroDivisionError", "by zero"), ("exit", "SystemExit", "enough")],
 )
 def test_what_is_raised_there_is_raised_here_and_the_process_goes_on(pool, how, kind, message):
-    with pytest.raises(RemoteRewardError, match=message) as caught:
+    with pytest.raises(RemoteRaisedError, match=message) as caught:
         pool.call(how)
     assert caught.value.kind == kind
     assert pool.call("return", 1.0) == 1.0
 
 
 def test_a_value_that_is_no_number_is_an_error(pool):
-    with pytest.raises(RemoteRewardError, match="float"):
+    with pytest.raises(RemoteRaisedError, match="float"):
         pool.call("object")
 
 
@@ -63,20 +69,21 @@ def test_a_large_argument_arrives(pool):
 def test_a_computation_that_looks_at_no_signal_is_stopped_in_time_and_replaced(pool):
     pool.call("return", 1)
     start = time.monotonic()
-    with pytest.raises(RewardTimeoutError, match=r"within 0\.5 s"):
+    with pytest.raises(RemoteTimeoutError, match=r"within 0\.5 s"):
         pool.call("power", 9, timeout=0.5)
     assert time.monotonic() - start < 2.5
     assert pool.call("return", 1.0) == 1.0
 
 
 def test_a_process_that_dies_is_an_error_and_is_replaced(pool):
-    with pytest.raises(RewardError, match="exit status 3"):
+    with pytest.raises(RemoteDiedError, match="exit status 3") as caught:
         pool.call("die")
+    assert caught.value.exit_code == 3
     assert pool.call("return", 1.0) == 1.0
 
 
 def test_memory_is_limited(pool):
-    with pytest.raises(RemoteRewardError) as caught:
+    with pytest.raises(RemoteRaisedError) as caught:
         pool.call("memory", 8 << 30)
     assert caught.value.kind == "MemoryError"
 
@@ -84,7 +91,7 @@ def test_memory_is_limited(pool):
 def test_children_of_a_stopped_process_are_stopped_too():
     pool = WorkerPool(behave, num_workers=1)
     group = pool.call("pid")
-    with pytest.raises(RewardTimeoutError):
+    with pytest.raises(RemoteTimeoutError):
         pool.call("child", timeout=1.0)
     assert members(group) == []
     pool.close()
@@ -121,8 +128,8 @@ def test_processes_end_with_the_pool_and_with_the_program():
     assert members(pid) == []
     code = (
         "import os\n"
-        "from torchrl_llm.envs.reward.worker_pool import WorkerPool\n"
-        f"pool = WorkerPool(({str(Path(__file__).with_name('remote_rewards.py'))!r}, 'behave'))\n"
+        "from torchrl_llm.envs.workers import WorkerPool\n"
+        f"pool = WorkerPool(({str(Path(__file__).with_name('remote_functions.py'))!r}, 'behave'))\n"
         "print(pool.call('pid'), flush=True)\n"
         "os._exit(0)\n"
     )
@@ -173,5 +180,5 @@ def test_a_file_that_cannot_be_loaded_says_so(tmp_path):
     path.write_text("import no_such_package\n")
     pool = WorkerPool((path, "score"), num_workers=1)
     for _ in range(2):
-        with pytest.raises(RewardError, match="no_such_package"):
+        with pytest.raises(RemoteCallError, match="no_such_package"):
             pool.call()
