@@ -14,7 +14,7 @@ STATE = Path(__file__).parent
 FLAGS = {
     "--interactive", "--init", "--read-only", "--pull=never", "--network=none", "--cap-drop=ALL",
     "--user=65534:65534", "--security-opt=no-new-privileges", "--hostname=sandbox",
-    "--log-driver=none",
+    "--log-driver=none", "--entrypoint", "--no-healthcheck", "--stop-signal=KILL",
 }  # fmt: skip
 
 
@@ -63,8 +63,17 @@ def run(words):
 def end(name):
     try:
         os.kill(int((STATE / name).read_text()), 9)
+    except ProcessLookupError:
+        return 0
     except (OSError, ValueError):
         return 1
+    return 0
+
+
+def inspect(name):
+    if not (STATE / name).exists():
+        return 1
+    sys.stdout.write("2026-01-01|false|1|1\n")
     return 0
 
 
@@ -74,6 +83,8 @@ if __name__ == "__main__":
         sys.exit(run(rest))
     if command in ("rm", "kill"):
         sys.exit(end(rest[-1]))
+    if command == "inspect":
+        sys.exit(inspect(rest[-1]))
     if command == "image":
         sys.exit(rest[-1] != "here")
     sys.exit(command != "info")

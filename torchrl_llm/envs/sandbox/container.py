@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_llm.envs.sandbox.base import Limits, SandboxSession
 from torchrl_llm.envs.sandbox.contained import ENVIRONMENT, Contained, ProcessSandbox
@@ -28,14 +30,23 @@ __all__ = ["ContainerSandbox"]
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
 _ENGINES = ("docker", "podman")
-_ENGINE_FAILED = 125
+# With these an engine says that it could not start the program; a program may use them as well.
+_PERHAPS_THE_ENGINE = (125, 126, 127)
+_KILLED = 137
+_NUM_PROCESSES = 32768
+_PATIENCE_S = 60.0
+_TRIES = 4
+_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
 class ContainerSandbox(ProcessSandbox):
     r"""Runs programs in containers without network, capabilities or a writable file system.
 
-    ``memory_bytes`` counts for the container as a whole; what else of the machine it can see, the
-    image decides. The image must be there already: nothing is pulled.
+    ``memory_bytes`` counts for the container as a whole and for the data of each process; what else
+    of the machine it can see, the image decides. The image must be there already: nothing is
+    pulled. Its entry point and health check are not run. One container is started and removed at
+    construction, since only that tells whether the engine can. A trainer that is killed leaves its
+    containers to their engine.
 
     Args:
         limits: of each run; ``None`` for the defaults. ``wall_s`` includes the container's start.
@@ -45,7 +56,7 @@ class ContainerSandbox(ProcessSandbox):
         python: the interpreter inside the image.
 
     Raises:
-        ResourceError: no engine answers, or it does not have the image.
+        ResourceError: no engine answers, it does not have the image, or it can start no container.
 
     Example:
         >>> ContainerSandbox(image="python:3.12-slim").run_python("print(1)")  # doctest: +SKIP
@@ -70,6 +81,26 @@ class ContainerSandbox(ProcessSandbox):
             raise ResourceError(
                 f"{self.engine} has no image {image!r}; fetch it first: {self.engine} pull {image}"
             )
+        self._missing = self._try()
+
+    def _try(self) -> tuple[str, ...]:
+        """Start a container; what the engine does not hold.
+
+        Raises:
+            ResourceError: it cannot.
+        """
+        with self._start([self._python, "-c", ""], Limits(), None, None) as contained:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                contained.process.wait(_PATIENCE_S)
+            state = contained.look()
+            contained.kill()
+            contained.stderr.drain()
+            if state is None or not state.started:
+                said = contained.stderr.text().strip()
+                raise ResourceError(
+                    f"{self.engine} can start no container of {self.image!r}: it said {said!r}"
+                )
+        return state.missing
 
     @property
     def python(self) -> str:
@@ -78,8 +109,8 @@ class ContainerSandbox(ProcessSandbox):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Nothing: see :attr:`Sandbox.missing`."""
-        return ()
+        """What the engine ignored of the limits; see :attr:`Sandbox.missing`."""
+        return self._missing
 
     def argv(self, argv: Sequence[str], name: str, *, limits: Limits, share: Path | None) -> list:
         """The engine's command line for a program.
@@ -92,6 +123,7 @@ class ContainerSandbox(ProcessSandbox):
         """
         cpu_s = cpu_seconds(limits)
         words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
+        words += ["--entrypoint=", "--no-healthcheck", "--stop-signal=KILL"]
         words += ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={_NOBODY}"]
         words += ["--security-opt=no-new-privileges", "--hostname=sandbox", "--log-driver=none"]
         words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
@@ -99,6 +131,10 @@ class ContainerSandbox(ProcessSandbox):
         words += [f"--ulimit=cpu={cpu_s}:{cpu_s + 1}", "--ulimit=core=0:0"]
         words += [f"--ulimit=fsize={limits.file_bytes}:{limits.file_bytes}"]
         words += [f"--ulimit=nofile={limits.num_files}:{limits.num_files}"]
+        # One process that takes too much is told so, before all of them together are killed.
+        words += [f"--ulimit=data={limits.memory_bytes}:{limits.memory_bytes}"]
+        # Of the user in all containers; an engine's own default may be more than it may grant.
+        words += [f"--ulimit=nproc={_num_processes()}:{_num_processes()}"]
         words += [f"--shm-size={limits.file_bytes}"]
         for folder in (FOLDER, "/tmp"):
             options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.file_bytes}"
@@ -127,7 +163,7 @@ class ContainerSandbox(ProcessSandbox):
 
     def _start(
         self, argv: Sequence[str], limits: Limits, share: Path | None, stdin: int | None
-    ) -> Contained:
+    ) -> _InContainer:
         name = f"sandbox-{uuid.uuid4().hex}"
         try:
             return _InContainer(
@@ -136,7 +172,7 @@ class ContainerSandbox(ProcessSandbox):
                 name=name,
                 share=share,
                 limits=limits,
-                env=os.environ,  # of the engine's client, which none of it hands on
+                env=_environment(),
                 stdin=stdin,
             )
         except BaseException:
@@ -161,6 +197,20 @@ class ContainerSandbox(ProcessSandbox):
         return PipeSession(start, limits, answers_fd=answers_r)
 
 
+class _State(NamedTuple):
+    """What an engine knows of a container.
+
+    Attributes:
+        started: whether its program was started.
+        out_of_memory: whether memory ended it.
+        missing: limits that the engine ignored.
+    """
+
+    started: bool
+    out_of_memory: bool
+    missing: tuple[str, ...]
+
+
 class _InContainer(Contained):
     """The engine's client, which runs as long as the container does."""
 
@@ -170,7 +220,7 @@ class _InContainer(Contained):
         self.engine = engine
         self.name = name
         self.share = share
-        self._out_of_memory = False
+        self._state: _State | None = None
         self._removed = False
         super().__init__(argv, **kwargs)
         # The engine counts, and the client's own use is none of the run's.
@@ -180,26 +230,49 @@ class _InContainer(Contained):
         _ask(self.engine, "kill", self.name)
         super().interrupt()
 
+    def look(self) -> _State | None:
+        """What the engine knows of it; ``None`` where there is no such container."""
+        keys = ("State.StartedAt", "State.OOMKilled", "HostConfig.Memory", "HostConfig.PidsLimit")
+        form = "--format=" + "|".join(f"{{{{.{key}}}}}" for key in keys)
+        answer = (_ask(self.engine, "inspect", form, self.name) or "").strip().split("|")
+        if len(answer) != len(keys):
+            return None
+        started_at, out_of_memory, memory, processes = answer
+        held = (
+            (memory, "memory of all processes together"),
+            (processes, "the number of processes"),
+        )
+        return _State(
+            not started_at.startswith("0001"),
+            out_of_memory == "true",
+            tuple(phrase for value, phrase in held if not value.isdigit() or int(value) == 0),
+        )
+
     def kill(self) -> None:
         if self._removed:
             return
         self._removed = True
-        if self.process.poll() is not None and self.process.returncode == 137:
-            state = _ask(self.engine, "inspect", "--format={{.State.OOMKilled}}", self.name)
-            self._out_of_memory = (state or "").strip() == "true"
-        _ask(self.engine, "rm", "--force", self.name)
+        exit_code = self.process.poll()
+        if exit_code in (*_PERHAPS_THE_ENGINE, _KILLED):
+            self._state = self.look()
+        # The client first: nobody reads what it still writes, and engines wait for it; and it shall
+        # not start a container that it was about to, after that was removed.
+        self.process.kill()
         self.wait()
-        if self.process.returncode is None:
-            self.process.kill()
-            self.wait()
+        for _ in range(1 if exit_code is not None else _TRIES):
+            if _ask(self.engine, "rm", "--force", "--volumes", self.name) is not None:
+                break
+            time.sleep(0.2)
 
     @property
     def out_of_memory(self) -> bool:
-        return self._out_of_memory
+        return self._state is not None and self._state.out_of_memory
 
     def exit_code(self) -> int | None:
         code = self.process.returncode
-        if code is None or code < 0 or code == _ENGINE_FAILED:
+        if code is None or code < 0:
+            return None
+        if code in _PERHAPS_THE_ENGINE and (self._state is None or not self._state.started):
             return None
         return 128 - code if 128 < code <= 192 else code
 
@@ -207,6 +280,16 @@ class _InContainer(Contained):
         super().close()
         if self.share is not None:
             shutil.rmtree(self.share, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Variables of the engine's client, which hands settings of a proxy on to its containers."""
+    return {key: value for key, value in os.environ.items() if key.lower() not in _PROXIES}
+
+
+def _num_processes() -> int:
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    return _NUM_PROCESSES if most == resource.RLIM_INFINITY else min(most, _NUM_PROCESSES)
 
 
 def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
