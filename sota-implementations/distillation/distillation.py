@@ -130,5 +130,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_override_keys(sys.argv[1:], DistillationConfig)
+    sys.argv[1:] = check_override_keys(sys.argv[1:], DistillationConfig)
     main()

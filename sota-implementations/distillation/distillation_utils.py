@@ -30,6 +30,7 @@ from torchrl_llm.trainers.grpo_config import (
     InferenceModelConfig,
     ModelConfig,
     OptimizerConfig,
+    RewardComponentsConfig,
     TrainConfig,
     TrainModelConfig,
 )
@@ -124,6 +125,7 @@ class DistillationConfig:
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -161,6 +163,15 @@ class DistillationConfig:
             self.loss.outcome_coeff == 0 or self.env.repeats >= 2,
             "loss.outcome_coeff compares the answers to a prompt: env.repeats must be at least 2, "
             f"got {self.env.repeats}",
+        )
+        ensure(
+            self.loss.outcome_coeff > 0 or not self.reward.components,
+            "reward.components without effect: with loss.outcome_coeff=0 no reward is read",
+        )
+        ensure(
+            not (self.teacher.by_domain and self.reward.components),
+            "reward.components does not go with teacher.by_domain=true, whose problems are made "
+            "for this recipe",
         )
         ensure(
             self.train.kl_to_ref_coeff == 0,
@@ -207,8 +218,10 @@ def make_problems(
     """The environment to train in, and that of the held-out prompts."""
     if not config.teacher.by_domain:
         return make_envs(config, policy)
+    system = {"system_prompt": config.env.system_prompt}
     env = AdditionByDomain(
         split="train",
+        **system,
         num_envs=config.rows_per_batch,
         repeats=config.env.repeats,
         group_repeats=True,
@@ -218,7 +231,7 @@ def make_problems(
     if not config.eval.num_prompts:
         return env, None
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
-    held_out = {"split": "test", "shuffle": False, "num_envs": num_envs}
+    held_out = {"split": "test", "shuffle": False, "num_envs": num_envs, **system}
     return env, AdditionByDomain(**held_out, tokenizer=policy.tokenizer)
 
 

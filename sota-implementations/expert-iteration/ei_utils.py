@@ -24,6 +24,7 @@ from torchrl_llm.trainers.grpo_config import (
     ModelConfig,
     OptimizerConfig,
     RefModelConfig,
+    RewardComponentsConfig,
     TrainConfig,
     TrainModelConfig,
 )
@@ -84,6 +85,7 @@ class EIConfig:
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
     select: SelectConfig = field(default_factory=SelectConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

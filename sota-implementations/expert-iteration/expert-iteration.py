@@ -115,5 +115,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_override_keys(sys.argv[1:], EIConfig)
+    sys.argv[1:] = check_override_keys(sys.argv[1:], EIConfig)
     main()

@@ -32,5 +32,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_arguments(sys.argv[1:], AsyncGRPOConfig)
+    sys.argv[1:] = check_arguments(sys.argv[1:], AsyncGRPOConfig)
     main()

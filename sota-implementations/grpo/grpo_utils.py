@@ -15,6 +15,7 @@ from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.data.kl_controllers import AdaptiveKLController
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.envs.reward import TokenRewards
 from torchrl_llm.envs.transforms import (
     KLComputation,
     OverlongPenalty,
@@ -47,6 +48,8 @@ def read_by_credit(
 ) -> Iterator[Transform]:
     """Transforms that change the reward, or write values."""
     reward = config.reward
+    if reward.per_token and config.advantage.reads_tokens:
+        yield TokenRewards()
     if reward.overlong_cache is not None:
         yield OverlongPenalty(config.inference_model.max_tokens, reward.overlong_cache)
     if reward.kl_coeff:

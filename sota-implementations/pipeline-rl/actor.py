@@ -23,7 +23,7 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_arguments(sys.argv[1:])
+    sys.argv[1:] = check_arguments(sys.argv[1:])
     # An actor leaves nothing behind.
     sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=.", "hydra/job_logging=stdout"]
     main()

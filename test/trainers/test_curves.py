@@ -24,6 +24,13 @@ def test_a_constant_a_single_value_and_no_value_can_be_drawn():
     assert terminal_curve([], [], title="t") == "t"
 
 
+def test_steps_without_a_valid_reward_are_left_out():
+    nan = float("nan")
+    known = terminal_curve([1, 3], [0.0, 1.0], title="t")
+    assert terminal_curve([1, 2, 3, 4], [0.0, nan, 1.0, nan], title="t") == known
+    assert terminal_curve([1, 2], [nan, float("inf")], title="t") == "t"
+
+
 def test_the_png_is_one(tmp_path):
     path = save_curves(tmp_path / "c.png", {"train/reward": ([1, 2], [0.1, 0.2]), "e": ([1], [1])})
     assert path.read_bytes().startswith(b"\x89PNG")

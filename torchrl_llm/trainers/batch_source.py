@@ -323,7 +323,8 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
         ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
-        it.
+        it. For each component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
+        which are counted alike, before its weight.
     """
     rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
     done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
@@ -336,7 +337,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
     episodes = int((done & valid).sum())
     metrics = {
-        "train/reward": rewards[valid].sum().item() / episodes if episodes else float("nan"),
+        "train/reward": _mean_return(rewards, valid, done),
         "train/reward_std": returns.std(correction=0).item() if episodes else float("nan"),
         "train/invalid": (~valid).float().mean().item(),
         "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
@@ -345,7 +346,26 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     success = read_rows(rows, ("next", "success"), None)
     if success is not None and episodes:
         metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
+    return metrics | _component_metrics(rows, done)
+
+
+def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+    """Return and failures of each component of the reward, where it has some."""
+    node = rows[0].get(("next", "rewards"), None)
+    metrics: dict[str, float] = {}
+    for name in () if node is None else node.keys():
+        path = ("next", "rewards", name)
+        values = torch.stack([value.sum() for value in read_rows(rows, (*path, "value"))])
+        valid = torch.stack([flag.all() for flag in read_rows(rows, (*path, "valid"))])
+        metrics[f"train/reward_{name}"] = _mean_return(values, valid, done)
+        metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
     return metrics
+
+
+def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
+    """The sum of the valid rewards by the number of episodes that end with one."""
+    episodes = int((done & valid).sum())
+    return rewards[valid].sum().item() / episodes if episodes else float("nan")
 
 
 def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:

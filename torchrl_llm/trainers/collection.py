@@ -24,6 +24,7 @@ from torchrl_llm.trainers.grpo_config.groups import (
     TrainConfig,
     TrainModelConfig,
 )
+from torchrl_llm.trainers.grpo_config.objective import RewardComponentsConfig
 from torchrl_llm.trainers.grpo_config.schema import AsyncGRPOConfig
 from torchrl_llm.trainers.recipe import (
     make_policy,
@@ -54,6 +55,7 @@ class CollectionConfig:
     train_model: TrainModelConfig
     inference_model: EngineConfig
     ref_model: RefModelConfig
+    reward: RewardComponentsConfig
     eval: EvalConfig
     seed: int
     rows_per_batch: int
@@ -69,7 +71,7 @@ class CollectionConfig:
         Args:
             config: the recipe's.
         """
-        names = ("env", "model", "inference_model", "ref_model", "eval", "seed")
+        names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
         device = "cpu" if config.train.device == "cpu" else "auto"
         groups = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)

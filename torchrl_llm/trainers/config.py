@@ -133,7 +133,7 @@ def _is_component(schema: Any) -> bool:
 
 def check_override_keys(
     arguments: Iterable[str], schema: type, *, renamed: Mapping[str, str] | None = None
-) -> None:
+) -> list[str]:
     """Refuse command-line overrides ``key=value`` whose key a schema does not have.
 
     Hydra rejects unknown keys itself, before the program runs and without naming the right one;
@@ -144,12 +144,16 @@ def check_override_keys(
         schema: a dataclass type.
         renamed: old dotted key -> what to use instead.
 
+    Returns:
+        The arguments for Hydra. Keys within a dict, whose names only the user knows, are marked as
+        ones that may be new (``++``), without which Hydra refuses them.
+
     Raises:
         ConfigError: a key is unknown, was renamed, or has no effect with the ``type`` that its
             group has been given.
     """
     keys = list(valid_keys(schema))
-    open_keys = tuple(f"{key}." for key in _open_keys(schema))
+    arguments, open_keys = list(arguments), tuple(f"{key}." for key in _open_keys(schema))
     hints = get_type_hints(schema)
     components = {name: hint for name, hint in hints.items() if _is_component(hint)}
     overrides: dict[str, str] = {}
@@ -173,6 +177,7 @@ def check_override_keys(
         chosen = component.variants.get(overrides.get(group, component.default))
         if chosen is not None:
             _check_effect(component, chosen, leaf, group)
+    return [f"++{each}" if each.startswith(open_keys) else each for each in arguments]
 
 
 def _check_effect(group: type[Component], chosen: type[Component], name: str, path: str) -> None:
@@ -274,7 +279,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
                 name: _convert(item, options[1], f"{path}.{name}") for name, item in value.items()
             }
     elif hint is Any:
-        return list(value) if _is_list(value) else value
+        return _as_plain(value)
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif hint is float and isinstance(value, str):
@@ -286,6 +291,15 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     elif isinstance(hint, type) and type(value) is hint:
         return value
     raise ConfigError(f"{path} must be {_name(hint)}, got {value!r}")
+
+
+def _as_plain(value: Any) -> Any:
+    """Lists and dicts of Python where they are those of another library."""
+    if _is_list(value):
+        return [_as_plain(item) for item in value]
+    if hasattr(value, "items"):
+        return {name: _as_plain(item) for name, item in value.items()}
+    return value
 
 
 def _is_list(value: Any) -> bool:

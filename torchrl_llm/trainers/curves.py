@@ -6,6 +6,7 @@ interface changes between versions. Matplotlib is imported when a PNG is asked f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def terminal_curve(
 
     Args:
         steps: ascending steps.
-        values: one value a step.
+        values: one value a step; steps whose value is not finite are left out.
         title: first line of the plot.
         width: characters of the drawing area.
         height: lines of the drawing area.
@@ -45,8 +46,10 @@ def terminal_curve(
           0.00 |⡜⠀
                 1 .. 4
     """
-    if not values:
+    known = [pair for pair in zip(steps, values, strict=True) if math.isfinite(pair[1])]
+    if not known:
         return title
+    steps, values = zip(*known, strict=True)
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     columns, rows = 2 * width, 4 * height

@@ -44,6 +44,8 @@ from torchrl_llm.trainers.grpo_config.groups import (
     TrainConfig,
     TrainModelConfig,
 )
+from torchrl_llm.trainers.grpo_config.objective import RewardComponentsConfig
+from torchrl_llm.trainers.rewards import add_components
 from torchrl_llm.trainers.run import EvalConfig
 
 __all__ = [
@@ -77,6 +79,7 @@ class RecipeConfig(Protocol):
     train_model: TrainModelConfig
     inference_model: InferenceModelConfig
     ref_model: RefModelConfig
+    reward: RewardComponentsConfig
     eval: EvalConfig
     seed: int
 
@@ -283,6 +286,8 @@ def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
 def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
     """The environment to train in, whose repeats of a prompt all begin in the same reset.
 
+    Its reward is the task's own with the configured components.
+
     Args:
         config: the recipe's; ``rows_per_batch`` conversations at a time.
         tokenizer: the policy's.
@@ -292,7 +297,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         ConfigError: the problems do not suffice.
     """
     task = task_class(config.env.dataset)
-    return task(
+    env = task(
         **_data(config, task)[0],
         **_settings(config),
         num_envs=config.rows_per_batch,
@@ -301,6 +306,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         seed=seed,
         tokenizer=tokenizer,
     )
+    return add_components(env, config.reward.components)
 
 
 def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
@@ -319,13 +325,15 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     num_envs = min(config.eval.batch_size, config.eval.num_prompts)
     data = _data(config, task)[1]
     options = {**data, **_settings(config)}
-    return task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
+    env = task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
+    return add_components(env, config.reward.components)
 
 
 def _settings(config: RecipeConfig) -> dict[str, Any]:
-    """The task's own settings, and the limit of steps where its own is not wanted."""
-    limit = {} if config.env.max_steps is None else {"max_steps": config.env.max_steps}
-    return {**config.env.options, **limit}
+    """The task's own settings, and what replaces its limit of steps and its system prompt."""
+    wanted = {"max_steps": config.env.max_steps, "system_prompt": config.env.system_prompt}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return {**config.env.options, **given}
 
 
 def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,6 +18,7 @@ from torchrl_llm.envs.reward.letter_counting import LetterCountingRewardParser
 from torchrl_llm.envs.reward.math import MATHRewardParser
 from torchrl_llm.envs.reward.text_reversal import TextReversalRewardParser
 from torchrl_llm.envs.reward.token_rewards import TokenRewards
+from torchrl_llm.envs.reward.written import WrittenReward
 
 __all__ = [
     "AnswerBlockParser",
@@ -49,6 +50,7 @@ __all__ = [
     "TextReversalRewardParser",
     "TokenRewards",
     "WrapperGrader",
+    "WrittenReward",
     "read_score",
     "read_verdict",
 ]

@@ -23,6 +23,7 @@ from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.components import Component, Sample, WeightedTotal, weighted_total
 from torchrl_llm.envs.reward.running import Outcome
+from torchrl_llm.envs.reward.written import WrittenReward
 from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 
@@ -54,6 +55,9 @@ class CompositeReward(RewardParser):
     ``("token_reward", "total")``, float32 ``[R_b]`` a row, aligned with the tokens of the response,
     has the reward of each; components that score the whole response count at its last token. A
     replay buffer trains on them with :class:`~torchrl_llm.envs.reward.TokenRewards`.
+
+    An environment that has a reward already keeps it as a component, a
+    :class:`~torchrl_llm.envs.reward.WrittenReward`.
 
     Args:
         components: name to a :class:`~torchrl_llm.envs.reward.Component`, or to what such a one is
@@ -115,6 +119,11 @@ class CompositeReward(RewardParser):
         self._weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
         self._optional = torch.tensor([part.optional for part in parts])
         self._pools = {name: part.make_pool() for name, part in self.components.items()}
+        self._written = {
+            name: part.scorer
+            for name, part in self.components.items()
+            if isinstance(part.scorer, WrittenReward)
+        }
         self.per_token = any(part.per_token for part in parts)
 
     def score(self, response: str, answer: Any) -> RewardScore:
@@ -123,7 +132,7 @@ class CompositeReward(RewardParser):
         Raises:
             RewardError: a component that is not optional failed.
         """
-        results = self._run([Sample(response, answer)])
+        results = self._run([Sample(response, answer)], self.components)
         (outcome,) = self._totals(results, self._weighted(results, 1))
         if outcome.error:
             raise RewardError(f"{outcome.error}: {outcome.message}")
@@ -148,11 +157,13 @@ class CompositeReward(RewardParser):
         if self.per_token and lengths is None:
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
         samples = self._samples(td, rows, responses, lengths)
+        # Before anything is written: the composite's own reward takes the same place.
+        written = {name: part.outcomes(next_td, rows) for name, part in self._written.items()}
         there = [at for at, sample in enumerate(samples) if isinstance(sample, Sample)]
         results = {
             name: [o if isinstance(o, Outcome) else Outcome.failed(o) for o in column]
             for name, column in self._results(samples, there).items()
-        }
+        } | written
         total = self._weighted(results, len(rows))
         self._write_components(results, rows, next_td)
         if self.per_token:
@@ -163,24 +174,27 @@ class CompositeReward(RewardParser):
         self, samples: Sequence[Sample | Exception], there: Sequence[int]
     ) -> dict[str, list[Any]]:
         """Outcomes by component; a row without a response keeps its exception."""
-        columns = {name: list(samples) for name in self.components}
-        for name, outcomes in self._run([samples[at] for at in there]).items():
+        columns = {name: list(samples) for name in self.components if name not in self._written}
+        scored = {name: self.components[name] for name in columns}
+        for name, outcomes in self._run([samples[at] for at in there], scored).items():
             for at, outcome in zip(there, outcomes, strict=True):
                 columns[name][at] = outcome
         return columns
 
-    def _run(self, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
-        """Every component over all rows, at the same time."""
+    def _run(
+        self, samples: Sequence[Sample], parts: Mapping[str, Component]
+    ) -> dict[str, list[Outcome]]:
+        """Components over all rows, at the same time."""
         results: dict[str, list[Outcome]] = {}
 
         def run(name: str) -> None:
-            results[name] = self.components[name].outcomes(samples, self._pools[name])
+            results[name] = parts[name].outcomes(samples, self._pools[name])
 
-        beside = [name for name, part in self.components.items() if part.run != "inline"]
+        beside = [name for name, part in parts.items() if part.run != "inline"]
         threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in beside]
         for thread in threads:
             thread.start()
-        for name in self.components:
+        for name in parts:
             if name not in beside:
                 run(name)
         for thread in threads:

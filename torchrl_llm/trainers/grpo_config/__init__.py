@@ -30,6 +30,7 @@ from torchrl_llm.trainers.grpo_config.objective import (
     CorrectionConfig,
     FilterConfig,
     LossConfig,
+    RewardComponentsConfig,
     RewardConfig,
 )
 from torchrl_llm.trainers.grpo_config.schema import (
@@ -61,6 +62,7 @@ __all__ = [
     "OptimizerConfig",
     "RayConfig",
     "RefModelConfig",
+    "RewardComponentsConfig",
     "RewardConfig",
     "TrainConfig",
     "TrainModelConfig",

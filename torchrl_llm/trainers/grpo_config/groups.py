@@ -36,6 +36,7 @@ class EnvConfig:
         repeats: samples a prompt, the size of a group; 1 where ``advantage`` compares none.
         options: settings of the task itself, arguments of its class (the ``difficulty`` of
             ``letter_counting``, for instance); those left out keep the class's defaults.
+        system_prompt: first message of every conversation; ``None`` for the task's own.
         max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
             for the task's own limit.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
@@ -48,6 +49,7 @@ class EnvConfig:
     data_files: str | None = None
     eval_data_files: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
     repeats: int = 8
     max_steps: int | None = None
     max_prompt_length: int | None = None

@@ -6,8 +6,8 @@ keys are the arguments of the class that ``type`` names, and any loss goes with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import (
@@ -41,12 +41,14 @@ from torchrl_llm.objectives.credit import (
 )
 from torchrl_llm.trainers.components import Component, variant
 from torchrl_llm.trainers.config import ensure
+from torchrl_llm.trainers.rewards import check_components, has_token_rewards
 
 __all__ = [
     "AdvantageConfig",
     "CorrectionConfig",
     "FilterConfig",
     "LossConfig",
+    "RewardComponentsConfig",
     "RewardConfig",
 ]
 
@@ -77,6 +79,11 @@ class AdvantageConfig(Component):
         """Whether the responses to one prompt are compared with one another."""
         comparing = issubclass(self.target, ComparingCredit)
         return comparing and self.options.get("baseline") != "none"
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads the reward of each token, where rows have one."""
+        return self.type in ("gae", "monte_carlo", "per_step")
 
     def build_for(
         self,
@@ -156,7 +163,7 @@ _CREDIT_GIVEN = (
     "candidate_selection_min_size",
     "candidate_selector",
     "verbose",
-    # Of several turns, and of episodes that are cut: the tasks have one turn, which ends.
+    # The return of a trajectory is the sum of its turns, and a cut one counts as it stands.
     "trajectory_return",
     "truncated",
     # Where the rows of the recipe have what.
@@ -230,8 +237,38 @@ class CorrectionConfig:
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
-    """What is added to the task's reward before credit sees it; metrics show the reward without.
+class RewardComponentsConfig:
+    """What the reward of a step is made of, in training and in evaluation.
+
+    Attributes:
+        components: parts of the reward beside the task's own, by name, each with the keys that
+            :mod:`torchrl_llm.trainers.rewards` reads: ``weight`` and the other terms of a
+            :class:`~torchrl_llm.envs.reward.Component`; ``type`` (``format``, ``length`` or
+            ``judge``, by default the name) or ``_target_``; and the arguments of what scores.
+            ``task.weight`` weighs the task's own reward. What is a success is the task's to say.
+    """
+
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.components = check_components(self.components)
+
+    @property
+    def changes_the_reward(self) -> bool:
+        """Whether a component does more than be recorded."""
+        return any(part.get("weight", 1.0) != 0 for part in self.components.values())
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a component rewards each token of a response."""
+        return has_token_rewards(self.components)
+
+
+@dataclass(kw_only=True)
+class RewardConfig(RewardComponentsConfig):
+    """The reward of a step, and what is added to it before credit sees it.
+
+    Metrics show the reward without what is added.
 
     Attributes:
         overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
@@ -252,6 +289,7 @@ class RewardConfig:
     kl_horizon: int = 10_000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.overlong_cache is None or self.overlong_cache >= 1,
             f"reward.overlong_cache must be at least 1 or null, got {self.overlong_cache}",

@@ -220,16 +220,17 @@ class GRPOGroups:
             )
             if is_on
         ]
+        parts = ["reward.components"] if reward.changes_the_reward else []
         ensure(
-            type_ != "constant" or not changed,
-            f"{' and '.join(changed)} without effect: advantage=constant reads no reward",
+            type_ != "constant" or not changed + parts,
+            f"{' and '.join(changed + parts)} without effect: advantage=constant reads no reward",
         )
         ensure(
             type_ != "spo" or not changed,
             f"{' and '.join(changed)} would take rewards below 0, and advantage=spo tracks rates "
             "of success in [0, 1]; train.kl_to_ref_coeff puts a divergence into the loss",
         )
-        by_token = type_ in ("gae", "monte_carlo", "per_step")
+        by_token = self.advantage.reads_tokens
         ensure(
             reward.kl_reduction != "token"
             or by_token
@@ -358,7 +359,7 @@ RENAMED: Mapping[str, str] = {
     "loss.reduction": "loss.aggregation",
     "advantage.group_size": "env.repeats",
     "advantage.grpo_size": "env.repeats",
-    "advantage.trajectory_return": "removed: the tasks of this recipe have one turn",
+    "advantage.trajectory_return": "removed: the rewards of all turns are added up",
     "advantage.truncated": "filter.truncated",
     "advantage.keep_return_bounds": "filter.return_bounds",
     "advantage.keep_zero_variance": "filter.zero_variance",
@@ -391,17 +392,20 @@ responses (train.prompts_per_batch=16 x env.repeats=8)
     return from_mapping(schema, values, renamed=RENAMED | _elsewhere(schema))
 
 
-def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> None:
+def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> list[str]:
     """Refuse unknown and renamed keys on the command line (``sys.argv[1:]``).
 
     Args:
         arguments: the overrides, as ``optimizer.lr=1e-4``.
         schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
 
+    Returns:
+        The overrides for Hydra, see :func:`~torchrl_llm.trainers.config.check_override_keys`.
+
     Raises:
         ConfigError: names the nearest valid key, or the new name.
     """
-    check_override_keys(arguments, schema, renamed=RENAMED | _elsewhere(schema))
+    return check_override_keys(arguments, schema, renamed=RENAMED | _elsewhere(schema))
 
 
 def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:
