@@ -66,6 +66,14 @@ class ActionParser(ABC):
             ActionError: it says none.
         """
 
+    def message(self, action: str) -> dict[str, Any]:
+        """The shortest message that says an action, as :meth:`parse` reads it; here the bare one.
+
+        Args:
+            action: the action.
+        """
+        return {"role": "assistant", "content": action}
+
 
 class TagAction(ActionParser):
     """The last ``<move>...</move>`` of an answer, where ``move`` is what an action is called.
@@ -91,6 +99,10 @@ class TagAction(ActionParser):
         if not action:
             raise ActionError(f"No <{self.name}>...</{self.name}> in your answer.")
         return action
+
+    def message(self, action: str) -> dict[str, Any]:
+        """See :meth:`ActionParser.message`."""
+        return {"role": "assistant", "content": f"<{self.name}>{action}</{self.name}>"}
 
 
 class BareAction(ActionParser):
@@ -203,6 +215,12 @@ class CallAction(ActionParser):
         if isinstance(value, bool) or not isinstance(value, (str, int)):
             raise ActionError(f"The tool {self.name!r} needs the argument {self.name!r}.")
         return str(value)
+
+    def message(self, action: str) -> dict[str, Any]:
+        """See :meth:`ActionParser.message`."""
+        function = {"name": self.name, "arguments": {self.name: action}}
+        calls = [{"type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def make_action_parser(form: ActionForm, name: str, written: str) -> ActionParser:

@@ -156,8 +156,13 @@ class WorldTransform(Transform):
         rows = acting.nonzero().flatten().tolist()
         return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
 
-    def _reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
-        """The message that tells what came of a turn; a tool's where it answers a call."""
+    def reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
+        """The message that tells what came of a turn; a tool's where it answers a call.
+
+        Args:
+            turn: what the model did.
+            text: what it is told.
+        """
         calls = () if turn.message is None else turn.message.get("tool_calls") or ()
         if self.parser.form != "call" or not calls or turn.answered:
             return {"role": self.parent.user_role, "content": text}
@@ -172,7 +177,7 @@ class WorldTransform(Transform):
         replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
         by_row: list[Reaction | None] = [None] * size
         for turn, reaction in zip(turns, reactions, strict=True):
-            replies[turn.row] = [self._reply(turn, reaction.observation)]
+            replies[turn.row] = [self.reply(turn, reaction.observation)]
             by_row[turn.row] = reaction
         self.parent.mode.append(tensordict, next_tensordict, replies)
         _write_ends(next_tensordict, by_row)

@@ -97,7 +97,7 @@ def test_an_answer_without_a_legal_action_costs_a_penalty_and_a_turn_and_moves_n
     before = env.reset()
     td = env.step(answered(before.clone(), answer))["next"]
     assert td["game_state"][0] == before["game_state"][0]
-    assert td["reward"].item() == pytest.approx(-0.1)
+    assert td["reward"].item() == pytest.approx(-0.3)
     assert (td["game_legal"].item(), td["done"].item(), td["reward_valid"].item()) == (
         False,
         False,
@@ -116,7 +116,7 @@ def test_an_answer_without_a_legal_action_costs_a_penalty_and_a_turn_and_moves_n
 
 
 def test_a_turn_without_a_legal_action_can_end_the_game():
-    env = TicTacToeEnv(num_envs=1, stop_on_invalid=True, invalid_reward=-1)
+    env = TicTacToeEnv(num_envs=1, stop_on_invalid=True)
     td = env.step(answered(env.reset(), "?"))["next"]
     assert (td["terminated"].item(), td["truncated"].item(), td["reward"].item()) == (
         True,
@@ -124,6 +124,27 @@ def test_a_turn_without_a_legal_action_can_end_the_game():
         -1.0,
     )
     assert last(td)["content"] == "No <move>...</move> in your answer."
+
+
+def test_nonsense_until_the_turns_run_out_is_worse_than_a_loss():
+    # X plays four moves that do not end the game, the most there are, and then gives no more.
+    env = TicTacToeEnv(num_envs=1, player="X", shuffle=False)
+    td, total, turns = env.reset(), 0.0, 0
+    done = False
+    while not done:
+        state = env.game.load(td["game_state"][0])
+        quiet = [
+            move
+            for move in env.game.legal_actions(state)
+            if turns < 4 and not env.game.step(state, move).terminated
+        ]
+        td = env.step(answered(td, f"<move>{quiet[0]}</move>" if quiet else "?"))["next"]
+        total, turns, done = total + td["reward"].item(), turns + 1, td["done"].item()
+    assert td["truncated"].item()
+    assert turns == 8
+    assert total < -1
+    assert TicTacToeEnv(num_envs=1, invalid_reward=-2).steps.invalid_reward == -2
+    assert KeyDoorEnv(num_envs=1).steps.invalid_reward == -0.1
 
 
 @pytest.mark.parametrize("accept", [False, True])
@@ -150,7 +171,7 @@ def test_a_game_to_its_end_with_every_reward_summed_by_hand():
         td = env.step(answered(td, answer))["next"]
         rewards.append(td["reward"].item())
         flags.append((td["terminated"].item(), td["truncated"].item(), td["success"].item()))
-    assert rewards == [pytest.approx(-0.1), pytest.approx(-0.1), 1.0]
+    assert rewards == [pytest.approx(-0.3), pytest.approx(-0.3), 1.0]
     assert flags == [(False, False, False)] * 2 + [(True, False, True)]
     assert last(td)["content"] == "X X X\nO O 6\n7 8 9\nYou win."
     assert td["truncation_reason"].item() == TruncationReason.NONE
@@ -197,7 +218,7 @@ def test_rows_that_are_not_stepped_stay_as_they_are():
     assert after["game_state"][1] == before["game_state"][1]
     assert after["game_state"][0] != before["game_state"][0]
     assert after["history"].prompt.chats[1] == before["history"].prompt.chats[1]
-    assert after["reward"].flatten().tolist() == [0.0, 0.0, pytest.approx(-0.1)]
+    assert after["reward"].flatten().tolist() == [0.0, 0.0, pytest.approx(-0.3)]
     assert after["turn"].tolist() == [1, 0, 1]
     assert after["step_count"].flatten().tolist() == [1, 0, 1]
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from torchrl_llm.envs.actions import ActionForm, CallAction, make_action_parser
 from torchrl_llm.envs.datasets.loading import MappedRows
-from torchrl_llm.envs.games.game import Game
+from torchrl_llm.envs.games.game import Agent, Game, play
 from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
-from torchrl_llm.envs.world import WorldEnv
+from torchrl_llm.envs.world import ModelTurn, WorldEnv
 from torchrl_llm.errors import DataError
 
 __all__ = ["GameEnv"]
@@ -39,7 +39,8 @@ class GameEnv(WorldEnv):
         game: the rules.
         actions: how an answer says its action: ``"tag"`` (``<move>5</move>``), ``"call"`` (a tool
             call) or ``"bare"`` (the whole answer).
-        invalid_reward: reward of a turn without a legal action.
+        invalid_reward: reward of a turn without a legal action; the game's own if not given, which
+            is as bad as the worst end where such a turn ends the game.
         stop_on_invalid: let such a turn end the game.
         accept_cut: read answers that were cut at their limit of tokens like others.
         dataset: rows with a ``seed``; 65,536 games to train on, or with ``split="test"`` 1,024
@@ -83,7 +84,7 @@ class GameEnv(WorldEnv):
         game: Game,
         *,
         actions: ActionForm = "tag",
-        invalid_reward: float = -0.1,
+        invalid_reward: float | None = None,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         dataset: Any = None,
@@ -96,6 +97,8 @@ class GameEnv(WorldEnv):
         **kwargs: Any,
     ) -> None:
         parser = make_action_parser(actions, game.action_name, game.action_help)
+        if invalid_reward is None:
+            invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
         rows = self.read_rows(dataset, data_files, split, columns=("seed",))
         if system_prompt is None:
             system_prompt = f"{game.rules} {parser.help}"
@@ -131,6 +134,36 @@ class GameEnv(WorldEnv):
     def game(self) -> Game:
         """The rules."""
         return self.steps.game
+
+    def demonstrate(self, agent: Agent, seed: int) -> list[dict[str, Any]]:
+        """A game that someone plays, as the conversation of a model that plays it like that.
+
+        What it returns, for many seeds, is data to imitate: the messages are those that the
+        environment writes in history mode, answers in the form that it asks for.
+
+        Args:
+            agent: chooses the actions, all of them legal.
+            seed: of the game.
+
+        Returns:
+            The messages, from the system prompt to the last action.
+
+        Example:
+            >>> from torchrl_llm.envs.games import TicTacToe, expert
+            >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, system_prompt="Play.")
+            >>> chat = env.demonstrate(expert(0), seed=1)
+            >>> [message["role"] for message in chat[:3]], chat[2]["content"]
+            (['system', 'user', 'assistant'], '<move>7</move>')
+        """
+        parser, system = self.steps.parser, self.base_env.system_prompt
+        chat = [] if system is None else [{"role": "system", "content": system}]
+        told = {"role": self.base_env.user_role}
+        for turn in play(self.game, agent, seed):
+            answer = parser.message(turn.action)
+            chat += [{**told, "content": turn.observation}, answer]
+            reply = self.steps.reply(ModelTurn(0, answer, False, False), "")
+            told = {name: value for name, value in reply.items() if name != "content"}
+        return chat
 
 
 def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:

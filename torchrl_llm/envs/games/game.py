@@ -66,6 +66,10 @@ class Game(ABC, Generic[State]):
         version: counted up when states of older versions can no longer be continued.
         action_name: what an action is called, ``"move"``; one word.
         action_help: how an action is written, for the player.
+        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
+            game is given up, it must add up to no more than the worst end: nobody shall gain by
+            answering nonsense.
+        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.
     """
@@ -74,6 +78,8 @@ class Game(ABC, Generic[State]):
     version: ClassVar[int] = 1
     action_name: ClassVar[str] = "action"
     action_help: ClassVar[str]
+    invalid_reward: ClassVar[float] = -0.1
+    forfeit_reward: ClassVar[float] = -0.1
     state_type: ClassVar[type]
 
     @property

@@ -95,6 +95,9 @@ class TicTacToe(Game[TicTacToeState]):
     name = "tic_tac_toe"
     action_name = "move"
     action_help = "the number of a free cell"
+    # At most four legal moves do not end the game; as many of the eight turns are less than a loss.
+    invalid_reward = -0.3
+    forfeit_reward = -1.0
     state_type: ClassVar[type] = TicTacToeState
 
     def __init__(self, *, opponent: Opponent = "random", player: str | None = None) -> None:

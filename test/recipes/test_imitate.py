@@ -1,0 +1,105 @@
+"""Imitation of a scripted player: a real run, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.grpo_helper import column, run_script
+from recipes.script import run_main
+from transformers import AutoModelForCausalLM
+
+from torchrl_llm.envs.games import TicTacToe, play
+from torchrl_llm.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "sft" / "imitate.py"
+SMALL = ["train.batch_size=4", "eval.num_prompts=4"]
+
+
+@pytest.fixture
+def utils(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("imitate_utils")
+
+
+def test_a_model_that_imitated_games_goes_on_by_playing(tmp_path, monkeypatch):
+    table = run_main(
+        monkeypatch,
+        SCRIPT,
+        tmp_path / "imitate",
+        *SMALL,
+        "train.max_steps=8",
+        "optimizer.warmup_steps=0",
+        "optimizer.lr=0.003",
+        f"output={tmp_path / 'player'}",
+    )
+    losses = column(table, "train/loss_sft")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 1
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path / "player")
+    assert changed.lm_head.weight.isfinite().all()
+    table = run_script(
+        monkeypatch,
+        tmp_path / "grpo",
+        "env=tic_tac_toe",
+        f"model.name={tmp_path / 'player'}",
+        "env.options.actions=bare",
+        "env.system_prompt=Play tic-tac-toe.",
+        "env.max_steps=2",
+        "inference_model.max_tokens=4",
+        "train.max_steps=1",
+    )
+    assert float(table[1]["train/tokens_trained"]) > 0
+
+
+def test_every_step_shows_other_games_of_the_seeds_to_train_on(utils):
+    config = utils.load_config(
+        {"train": {"max_steps": 2, "batch_size": 3}, "env": {"options": {"actions": "bare"}}}
+    )
+    rows = [chat for step in utils.games(config) for chat in step["history"].full.chats]
+    assert len(rows) == 6
+    again = [chat for step in utils.games(config) for chat in step["history"].full.chats]
+    assert [list(chat) for chat in rows] == [list(chat) for chat in again]
+    assert len({str(list(chat)) for chat in rows}) > 3
+
+
+def test_a_careful_player_never_loses_and_a_careless_one_does(utils):
+    def lost(careless):
+        agent = utils.player(utils.PlayerConfig(careless=careless), seed=0)
+        ends = [play(TicTacToe(), agent, seed)[-1].outcome.reward for seed in range(100)]
+        return sum(reward < 0 for reward in ends)
+
+    assert lost(0.0) == 0
+    assert lost(1.0) > 20
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"env": {"dataset": "gsm8k"}}, "is no game"),
+        ({"env": {"dataset": "tic_tac"}}, "did you mean 'tic_tac_toe'"),
+        ({"env": {"options": {"size": 3}}}, r"env\.options\.size is no setting"),
+        ({"player": {"careless": 2}}, r"player\.careless must be between 0 and 1, got 2"),
+        ({"train": {"max_steps": 0}}, r"train\.max_steps must be at least 1"),
+        ({"eval": {"num_prompts": -1}}, r"eval\.num_prompts must be at least 0"),
+        ({"eval": {"max_tokens": 0}}, r"eval\.max_tokens must be at least 1"),
+        ({"player": {"carefull": 1}}, "unknown key 'player.carefull'"),
+    ],
+)
+def test_impossible_settings_are_refused(utils, values, problem):
+    with pytest.raises(ConfigError, match=problem):
+        utils.load_config(values)
+
+
+def test_the_file_of_settings_has_every_key(utils):
+    from omegaconf import OmegaConf
+
+    written = OmegaConf.load(SCRIPT.parent / "config" / "imitate.yaml")
+    del written["hydra"]
+    config = utils.load_config(written)
+    assert config.env.options == {"actions": "bare"}
+    assert config.train == utils.TrainConfig()
+    assert config.player == utils.PlayerConfig()
+    assert torch.tensor(config.optimizer.lr) > 0
