@@ -40,6 +40,14 @@ PROBLEM = "target=24, numbers=2,3,4,9"
         ("$9 - 2$", 7),
         ("2 * 3 = 6", 6),
         ("2 * 3 = 6.", 6),
+        ("2 x 3", 6),
+        (r"\boxed{2 * 3}", 6),
+        (r"$\boxed{(2 + 3) * 4 = 20}$.", 20),
+        ("**2 * 3**", 6),
+        (r"\( 2 \times 3 \)", 6),
+        (r"\frac{9}{3} + 2", 5),
+        (r"\dfrac{2 + 4}{\frac{9}{3}}", 2),
+        (r"9 - \frac{2}{4} - 3", Fraction(11, 2)),
     ],
 )
 def test_expressions_have_their_exact_value(expression, value):
@@ -52,6 +60,7 @@ def test_expressions_have_their_exact_value(expression, value):
     + ["2 + 2", "5", "23", "2 + x", "abs(2)", "2, 3", "[2]", "{2}", "2 3", "(2)(3)", "2(3)"]
     + ["", "()", "(", ")", "2 +", "* 2", "(2", "2)", ")2(", "2 + * 3", "2 - - 3", "2 * -3", "--2"]
     + ["+2", "2 = 3", "2 * 3 = 7", "2 * 3 = 6 = 6", "=", "2 * 3 =", "²", "٢", "2\x00"]
+    + [r"\boxed{}", r"\frac{2}{0}", r"\frac{2}", r"\frac{2}{3", "2 ** 3 **", "****", "** 2", "2 x"]
     + ["__import__('os').system('true')", "(lambda: 2)()", "2 if 3 else 4", "2 and 3", "9 << 4"],
 )
 def test_what_breaks_the_rules_has_no_value(expression):
@@ -67,6 +76,7 @@ def test_a_number_that_is_given_twice_may_be_used_twice():
 @pytest.mark.parametrize(
     "expression",
     ["99**98**97", "99**98**97**96", "9" * 900, "(" * 500 + "9" + ")" * 499, "-" * 900 + "9"]
+    + ["\\frac{" * 160 + "9" + "}{9}" * 160, "\\boxed{" * 140 + "}" * 10]
     + ["(" * 10_000_000, "9*" * 5_000_000, "1" * 10_000_000, "9 = " + "1" * 10_000_000],
 )
 def test_defect_11_hostile_expressions_are_refused_at_once(expression):

@@ -19,9 +19,23 @@ __all__ = ["CountdownProblem", "CountdownRewardParser", "evaluate_expression"]
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<mark>[-+*/()]))")
 _SPELLINGS = str.maketrans(
-    {"×": "*", "·": "*", "∗": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "$": " ", "`": " "}
+    {
+        "×": "*",
+        "·": "*",
+        "∗": "*",
+        "⋅": "*",
+        "x": "*",
+        "÷": "/",
+        "−": "-",
+        "–": "-",
+        "$": " ",
+        "`": " ",
+    }
 )
 _LATEX = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": "", "\\right": ""}
+_LATEX |= dict.fromkeys(("\\(", "\\)", "\\[", "\\]"), "")
+_WRAPPER = re.compile(r"\A(?:\\boxed\s*\{(.*)\}|\*\*(.*)\*\*)\Z", re.DOTALL)
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _MAX_LENGTH = 1000
 _PRIORITY = {"+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 _ANSWER = re.compile(r"target=(?P<target>-?[0-9]+), numbers=(?P<numbers>[0-9]+(?:,[0-9]+)*)")
@@ -43,8 +57,9 @@ def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | N
     r"""The exact value of an expression that keeps the rules.
 
     Allowed are the given numbers, each as often as it is given, ``+ - * /``, parentheses, and a
-    minus sign where a term begins. Other spellings of the signs (``×``, ``\times``, ``÷``), dollar
-    signs and backticks around it, and ``= 24`` behind it are looked through.
+    minus sign where a term begins. Other spellings of the signs (``×``, ``x``, ``\times``, ``÷``,
+    ``\frac{}{}``), dollar signs, backticks, two stars or a ``\boxed{}`` around it, and ``= 24``
+    behind it are looked through.
 
     Args:
         expression: what the model wrote; time is linear in its length, and one of more than 1,000
@@ -64,6 +79,10 @@ def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | N
         return None
     for spelling, sign in _LATEX.items():
         expression = expression.replace(spelling, sign)
+    wrapped = _WRAPPER.match(expression.strip(" \n\t$."))
+    expression = next(filter(None, wrapped.groups()), "") if wrapped else expression
+    while (written_out := _FRACTION.sub(r"((\1)/(\2))", expression)) != expression:
+        expression = written_out
     expression, equals, result = expression.translate(_SPELLINGS).strip().partition("=")
     tokens = _tokens(expression)
     used = Counter(token for token in tokens or () if isinstance(token, int))
