@@ -38,13 +38,28 @@ from torchrl_llm.modules import TransformersWrapper
         ("Score: -3", (-3, None)),
         ("SCORE = 10", (10, None)),
         ("Score: 3 <score>4</score>", (4, None)),
+        ("Score (0-10): 7", (7, None)),
+        ("**Score (out of 10):** 7", (7, None)),
+        ("Score (7)", (7, None)),
+        ("Score: **7**/100", (7, 100)),
+        ("Score: 3 out of 5", (3, 5)),
+        ("Score: 3 (out of 5)", (3, 5)),
+        ("Score: 70%", (70, 100)),
+        ("Score: .5", (0.5, None)),
+        ("Score...7", (7, None)),
+        ("Score - 7", (7, None)),
+        ("<score>3 out of 4</score>", (3, 4)),
     ],
 )
 def test_the_last_stated_score_is_read(text, score):
     assert read_score(text) == score
 
 
-@pytest.mark.parametrize("text", ["", "7", "Scores: 7", "score: seven", "underscore 7", "Score: ٧"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "7", "Scores: 7", "score: seven", "underscore 7", "Score: ٧"]
+    + ["Score: 7,5", "Score: 1e1", "Score: 1.2.3", "Score: N/A"],
+)
 def test_a_text_without_a_score_is_an_error(text):
     with pytest.raises(RewardError, match="stated no score"):
         read_score(text)

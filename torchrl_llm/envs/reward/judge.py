@@ -25,9 +25,12 @@ Messages = tuple[Mapping[str, str], ...]
 _Key = tuple[tuple[str, str], ...]
 _FIELD = re.compile(r"\{(\w+)\}")
 # Only digits of ASCII, so that what is read is what float() reads.
-_NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?"
-_SCORE = re.compile(rf"\bscore\b\W{{0,10}}?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE)
-_TAG = re.compile(rf"<score>\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*</score>", re.IGNORECASE)
+_NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?![.,]?[0-9]|e[-+]?[0-9])"
+_OUT_OF = rf"(?:[\s*_]*(?:/|\(?out of\b)[\s*_]*({_NUMBER})|\s*(%))?"
+# What the scale is may stand between: "Score (0-10): 7".
+_SCALE = r"(?:\s*\([^()\n]{0,40}\)(?=\W{0,10}\d))?"
+_SCORE = re.compile(rf"\bscore\b{_SCALE}\W{{0,10}}?({_NUMBER}){_OUT_OF}", re.IGNORECASE)
+_TAG = re.compile(rf"<score>\s*({_NUMBER}){_OUT_OF}\s*</score>", re.IGNORECASE)
 _VERDICT = re.compile(r"\bverdict\b\W{0,10}\b(in)?correct\b", re.IGNORECASE)
 _SHOWN = 200
 
@@ -67,7 +70,10 @@ class Grader(ABC):
 
 
 def read_score(text: str) -> tuple[float, float | None]:
-    """The last score that a text states, ``Score: 7``, ``score: 7/10`` or ``<score>7</score>``.
+    """The last score that a text states.
+
+    ``Score: 7``, ``score (0-10): 7``, ``Score: **7**/10``, ``7 out of 10``, ``Score: 70%`` and
+    ``<score>7</score>`` are read.
 
     Args:
         text: what the judge wrote.
@@ -86,7 +92,8 @@ def read_score(text: str) -> tuple[float, float | None]:
     if not found:
         raise RewardError(f"the judge stated no score: {_shown(text)!r}")
     last = max(found, key=lambda match: match.end())
-    return float(last[1]), None if last[2] is None else float(last[2])
+    highest = "100" if last[3] else last[2]
+    return float(last[1]), None if highest is None else float(highest)
 
 
 def read_verdict(text: str) -> tuple[float, float]:
