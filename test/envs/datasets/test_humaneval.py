@@ -85,6 +85,22 @@ def test_whole_functions_and_continuations_are_scored_in_every_mode(mode, tokeni
     assert td["terminated"].all()
 
 
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("Here is the function:\n\n", ""),
+        ("", "\n\nThis rounds down."),
+        ("Sure!\n\nimport math\n", "\n\nIt's done: 5 -> 2.\n"),
+        ("The class of problems is known.\n@staticmethod\n", ""),
+    ],
+)
+def test_words_around_a_function_without_a_fence_are_taken_off(before, behind):
+    code = "def half(x):\n    y = x // 2\n\n    return y"
+    parser = HumanEvalRewardParser(runner=CodeRunner(LocalSandbox()))
+    assert parser.judge(before + code + behind, ROW).all_passed
+    assert not parser.judge(before + code.replace("//", "*") + behind, ROW).all_passed
+
+
 def test_a_continuation_may_hold_triple_quotes_at_the_margin():
     body = "    text = '''\nmargin'''\n    return floor(x / 2)\n"
     parser = HumanEvalRewardParser(runner=CodeRunner(LocalSandbox()))

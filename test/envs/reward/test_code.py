@@ -368,6 +368,11 @@ def test_impossible_limits_are_refused():
         ("    return 1\n", "    return 1\n"),
         (" \n\t", None),
         ("```bash\nls\n```", "```bash\nls\n```"),
+        ("Here:\n```\ndef f(): 1", "\ndef f(): 1"),
+        ("def f(): 1\n```\nThis works.", "def f(): 1\n"),
+        ("    return 1\n```\nThis works.", "    return 1\n"),
+        ("<think>a</think><answer>```python\ndef f(): 1\n```</answer>", "def f(): 1"),
+        ("<answer>\ndef f(): 1\n</answer>", "def f(): 1"),
     ],
 )
 def test_the_code_of_a_response(response, code):
@@ -378,6 +383,7 @@ def test_a_long_line_of_fences_takes_linear_time():
     assert extract_code("```\nx\n```\n" * 20_000, "f") == "x\n"
     assert extract_code("`" * 200_000, "f") == "`" * 200_000
     assert extract_code("```\n" * 100_000, "f") is None
+    assert extract_code("<answer>" * 100_000 + "x", "f") == "<answer>" * 100_000 + "x"
 
 
 def test_answers_survive_json():

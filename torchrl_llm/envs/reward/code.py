@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.envs.reward import code_judge
-from torchrl_llm.envs.reward.base import RewardParser, RewardScore
+from torchrl_llm.envs.reward.base import RewardParser, RewardScore, extract_block
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult
 from torchrl_llm.envs.transforms.tools.code_blocks import python_blocks
 from torchrl_llm.errors import ConfigError, DataError, RewardError
@@ -36,7 +36,8 @@ CompileStatus = Literal["success", "syntax", "import", "timeout", "unknown", "no
 RunStatus = Literal[
     "success", "wrong", "runtime", "timeout", "memory", "killed", "not_run", "sandbox_error"
 ]
-_BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
+_BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+_FENCE = re.compile(r"^[ \t]*(?:```|~~~)[ \t]*$", re.M)
 # What another run could find otherwise is not remembered.
 _LASTING = ("success", "wrong", "runtime", "not_run")
 
@@ -154,9 +155,10 @@ def _asserts(statement: ast.stmt) -> bool:
 def extract_code(response: str, entry_point: str) -> str | None:
     r"""The Python code of a response.
 
-    What stands in front of ``</think>`` is no part of the answer. Of several Python blocks it is
-    the last that defines the function, or else the last; where there are none, blocks that name no
-    language count likewise, and where there are none of these either, it is the whole text.
+    What stands in front of ``</think>`` is no part of the answer, and where there is an
+    ``<answer>`` block, only what stands in it is. Of several Python blocks it is the last that defines the function, or else
+    the last; where there are none, blocks that name no language count likewise, and where there are
+    none of these either, it is the text, up to or from a lone fence.
 
     Args:
         response: what the model wrote.
@@ -170,7 +172,13 @@ def extract_code(response: str, entry_point: str) -> str | None:
         'def f():\n    return 1'
     """
     answer = response.rpartition("</think>")[2]
+    answer = extract_block(answer, "answer") or answer
     blocks = python_blocks(answer) or [found[2] for found in _BARE_BLOCK.finditer(answer)]
+    if not blocks and (fence := _FENCE.search(answer)):
+        # The prompt may have opened the block, or the response was cut before its end.
+        before, behind = answer[: fence.start()], answer[fence.end() :]
+        begins = defines(before, entry_point) or before.lstrip("\n")[:1].isspace()
+        blocks = [part for part in [before if begins else behind] if part.strip()]
     defining = [code for code in blocks if defines(code, entry_point)]
     code = (defining or blocks or [answer])[-1]
     return code if code.strip() else None
