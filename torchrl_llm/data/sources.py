@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,23 @@ Row = Mapping[str, Any]
 
 
 def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Read a JSON-lines file: one object a line, empty lines skipped.
+    """Read a JSON-lines file: one object a line, empty lines skipped; or an array of objects.
 
     Args:
         path: the file; one that begins as gzip files do is unpacked, whatever its name.
         columns: names that every row must have.
 
     Returns:
-        One dict a line.
+        One dict a line, or one an element of the array.
 
     Raises:
         DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
-            line, when a line is not a JSON object or lacks a column.
+            line (or element), when a line is not a JSON object or lacks a column.
     """
     path = Path(path).expanduser()
     columns = tuple(columns)
-    rows = []
     try:
-        lines = _unpacked(path.read_bytes()).decode("utf-8").split("\n")
+        text = _unpacked(path.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -51,22 +50,35 @@ def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[st
         raise DataError(
             f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
         ) from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+    rows = []
+    for where, row in _elements(text, path):
         if not isinstance(row, dict):
-            raise DataError(
-                f"{path}, line {number} must be a JSON object, got {type(row).__name__}"
-            )
-        _check_columns(row, columns, f"{path}, line {number}")
+            raise DataError(f"{where} must be a JSON object, got {type(row).__name__}")
+        _check_columns(row, columns, where)
         rows.append(row)
     if not rows:
         raise DataError(f"the data file {path} has no rows")
     return rows
+
+
+def _elements(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """What a file holds, and where each of it stands."""
+    if text.lstrip().startswith("["):
+        for number, value in enumerate(_parsed(text, f"the array in {path}"), 1):
+            yield f"{path}, element {number}", value
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _parsed(line, where)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    # Not JSON, a number of thousands of digits, or brackets without end.
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -90,9 +102,9 @@ def load_rows(
 
     Args:
         source: a sequence of dicts (used as it is; the first row is checked); the path of a
-            JSON-lines file (an existing file, a ``Path``, or a string ending in ``.jsonl``,
-            ``.json`` or either with ``.gz``); a sequence of such paths, whose rows follow each
-            other; or the id of a data set on the Hugging Face hub.
+            JSON-lines file or of a JSON array (an existing file, a ``Path``, or a string ending in
+            ``.jsonl``, ``.json`` or either with ``.gz``); a sequence of such paths, whose rows
+            follow each other; or the id of a data set on the Hugging Face hub.
         columns: names that rows must have.
         name: configuration of a hub data set.
         split: split of a hub data set; ``None`` takes ``train`` where there is one.

@@ -57,6 +57,8 @@ def test_a_missing_file_is_named_with_the_working_directory(tmp_path):
     [
         ('{"a": ', "line 3 is not JSON"),
         ("[1, 2]", "line 3 must be a JSON object, got list"),
+        ("[" * 200_000, "line 3 is not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "line 3 is not JSON"),
         ('{"b": 1}', r"line 3 lacks the column 'a'; it has \['b'\]"),
     ],
 )
@@ -74,6 +76,39 @@ def test_an_empty_or_binary_file_is_refused(tmp_path):
         read_jsonl(path)
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(DataError, match="not UTF-8"):
+        read_jsonl(path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert read_jsonl(path) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_objects_is_read_too(tmp_path, indent):
+    path = tmp_path / "rows.json"
+    rows = [{"a": 1, "b": "[x]\n"}, {"a": 2}]
+    path.write_text("\n" + json.dumps(rows, indent=indent))
+    assert load_rows(str(path), columns=["a"]) == rows
+    with pytest.raises(DataError, match="element 2 lacks the column 'b'"):
+        load_rows(path, columns=["b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "element 1 must be a JSON object, got int"),
+        ("[]", "has no rows"),
+        ('[{"a": 1}', "the array in .* is not JSON"),
+        ('[{"a": 1}]\n{"a": 2}', "the array in .* is not JSON"),
+        ("[" * 200_000, "the array in .* is not JSON"),
+    ],
+)
+def test_an_array_of_something_else_is_refused(tmp_path, text, message):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
         read_jsonl(path)
 
 
