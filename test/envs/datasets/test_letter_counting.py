@@ -46,6 +46,19 @@ def test_the_tiers_do_not_move():
     )
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("difficulty", range(1, 6))
+def test_a_tier_of_words_has_many_texts(difficulty, split):
+    # only one word of the list is as long as the fifth tier wants it
+    words = word_list(split)
+    problems = [letter_problem(random.Random(seed), difficulty, words) for seed in range(400)]
+    texts = {problem.text for problem in problems}
+    assert len(texts) >= 20
+    if difficulty == 5:
+        assert len(texts) > 390
+        assert max(map(len, texts)) > 30
+
+
 def test_asked_letters_are_in_the_word_or_not():
     counts = [letter_problem(random.Random(seed)).counts for seed in range(400)]
     present = sum(next(iter(count.values())) > 0 for count in counts)

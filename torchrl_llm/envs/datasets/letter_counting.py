@@ -53,6 +53,8 @@ TIERS = (
 """Difficulty 1 to 10; up to 5 the text is made of words, from 6 on it is random letters."""
 
 _LAST_TIER_OF_WORDS = 5
+# With fewer words of a length, words run together.
+_FEWEST_WORDS = 20
 
 
 class LetterProblem(NamedTuple):
@@ -109,11 +111,10 @@ def letter_problem(
 
 def _text(rng: random.Random, shortest: int, longest: int, words: Sequence[str]) -> str:
     fitting = [word for word in words if shortest <= len(word) <= longest]
-    if fitting:
+    if len(fitting) >= _FEWEST_WORDS:
         return rng.choice(fitting)
-    # No word is that long: several run together.
-    text = ""
-    while len(text) < shortest:
+    length, text = rng.randint(shortest, longest), ""
+    while len(text) < length:
         text += rng.choice(words)
     return text[:longest]
 
