@@ -156,9 +156,9 @@ def extract_code(response: str, entry_point: str) -> str | None:
     r"""The Python code of a response.
 
     What stands in front of ``</think>`` is no part of the answer, and where there is an
-    ``<answer>`` block, only what stands in it is. Of several Python blocks it is the last that defines the function, or else
-    the last; where there are none, blocks that name no language count likewise, and where there are
-    none of these either, it is the text, up to or from a lone fence.
+    ``<answer>`` block, only what stands in it is. Of several Python blocks it is the last that
+    defines the function, or else the last; where there are none, blocks that name no language count
+    likewise, and where there are none of these either, it is the text, up to or from a lone fence.
 
     Args:
         response: what the model wrote.
