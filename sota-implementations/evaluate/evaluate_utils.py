@@ -223,6 +223,8 @@ def answer_task(
         The records that were written.
     """
     env = make_env(config, task, policy.tokenizer)
+    if config.model.is_told_of_tools and (schemas := env.tool_schemas):
+        policy = policy.get_new_version(tools=schemas)
     available = env.primer.num_rows
     num_prompts = min(config.eval.num_prompts or available, available)
     records: list[dict] = []

@@ -173,7 +173,20 @@ def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
         "on_overlong": config.env.on_overlong,
         "max_prompt_length": config.env.max_prompt_length,
         "generate_kwargs": config.inference_model.arguments,
+        "tools": _tool_schemas(config),
     }
+
+
+def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
+    """The task's tools as chat templates take them, where the model is to be told of them."""
+    task = task_class(config.env.dataset)
+    if not config.model.is_told_of_tools or task.make_tools is TaskEnv.make_tools:
+        return None
+    env = task(**_data(config, task)[0], **_settings(config))
+    try:
+        return env.tool_schemas
+    finally:
+        env.close()
 
 
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:

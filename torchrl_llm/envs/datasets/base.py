@@ -22,6 +22,7 @@ from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
 from torchrl_llm.envs.transforms.step_counter import StepCounter
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
+from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["DatasetChatEnv", "TaskEnv"]
@@ -299,6 +300,16 @@ class TaskEnv(DatasetChatEnv):
     def make_tools(self) -> Sequence[Transform]:
         """Transforms with the task's tools; none by default."""
         return ()
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools that are called as the chat template writes calls, for a policy's ``tools``.
+
+        Those with a parser of their own are called in a form that no template describes.
+        """
+        made = [each for each in self.transform if isinstance(each, ToolTransform)]
+        told = [each for each in made if isinstance(each.parser, MessageCallParser)]
+        return [schema for each in told for schema in each.schemas]
 
     @classmethod
     def default_dataset(cls, split: str | None) -> Any:

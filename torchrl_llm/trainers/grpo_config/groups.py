@@ -81,10 +81,19 @@ class ModelConfig:
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
+        show_tools: whether the prompt describes the task's tools, in the way of the chat template;
+            ``None``: where ``name`` is given. The model that ships with the package, and what was
+            trained from it, knows its tool without.
     """
 
     name: str | None = None
     chat_template_name: str | None = None
+    show_tools: bool | None = None
+
+    @property
+    def is_told_of_tools(self) -> bool:
+        """Whether the prompt describes the tools of a task that has some."""
+        return self.name is not None if self.show_tools is None else self.show_tools
 
 
 @dataclass(kw_only=True)
