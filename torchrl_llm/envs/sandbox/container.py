@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torchrl_llm.envs.sandbox.base import Limits, SandboxSession
 from torchrl_llm.envs.sandbox.contained import ENVIRONMENT, Contained, ProcessSandbox
 from torchrl_llm.envs.sandbox.session import INTERPRETER, PipeSession
-from torchrl_llm.envs.sandbox.watch import Tree, cpu_seconds
+from torchrl_llm.envs.sandbox.watch import Capture, Tree, cpu_seconds
 from torchrl_llm.errors import ConfigError, ResourceError
 
 __all__ = ["ContainerSandbox"]
@@ -33,9 +33,11 @@ _ENGINES = ("docker", "podman")
 # With these an engine says that it could not start the program; a program may use them as well.
 _PERHAPS_THE_ENGINE = (125, 126, 127)
 _KILLED = 137
-_NUM_PROCESSES = 32768
+_RUNS = 64
+_MEMORY, _PROCESSES = "memory of all processes together", "the number of processes"
 _PATIENCE_S = 60.0
 _TRIES = 4
+_PIPES = ("answers", "stdout", "stderr")
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
@@ -81,6 +83,7 @@ class ContainerSandbox(ProcessSandbox):
             raise ResourceError(
                 f"{self.engine} has no image {image!r}; fetch it first: {self.engine} pull {image}"
             )
+        self._missing: tuple[str, ...] = ()
         self._missing = self._try()
 
     def _try(self) -> tuple[str, ...]:
@@ -126,15 +129,20 @@ class ContainerSandbox(ProcessSandbox):
         words += ["--entrypoint=", "--no-healthcheck", "--stop-signal=KILL"]
         words += ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={_NOBODY}"]
         words += ["--security-opt=no-new-privileges", "--hostname=sandbox", "--log-driver=none"]
-        words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
-        words += [f"--pids-limit={limits.num_processes + 1}"]
+        # Of words that it ignores an engine would complain in each run's errors.
+        if _MEMORY not in self.missing:
+            words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
+        if _PROCESSES not in self.missing:
+            words += [f"--pids-limit={limits.num_processes + 1}"]
         words += [f"--ulimit=cpu={cpu_s}:{cpu_s + 1}", "--ulimit=core=0:0"]
         words += [f"--ulimit=fsize={limits.file_bytes}:{limits.file_bytes}"]
         words += [f"--ulimit=nofile={limits.num_files}:{limits.num_files}"]
         # One process that takes too much is told so, before all of them together are killed.
         words += [f"--ulimit=data={limits.memory_bytes}:{limits.memory_bytes}"]
-        # Of the user in all containers; an engine's own default may be more than it may grant.
-        words += [f"--ulimit=nproc={_num_processes()}:{_num_processes()}"]
+        # It counts what the user runs in all containers; an engine's own default may be more than
+        # it may grant.
+        num_processes = _granted(_RUNS * (limits.num_processes + 1))
+        words += [f"--ulimit=nproc={num_processes}:{num_processes}"]
         words += [f"--shm-size={limits.file_bytes}"]
         for folder in (FOLDER, "/tmp"):
             options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.file_bytes}"
@@ -184,17 +192,29 @@ class ContainerSandbox(ProcessSandbox):
         """See :meth:`Sandbox.open_session`."""
         limits = self.limits if limits is None else limits
         share = _share({})
-        answers = share / "pipes" / "answers"
-        os.mkfifo(answers)
-        os.chmod(answers, 0o622)
-        # For reading and writing, so that it is no end of file while nobody writes yet.
-        answers_r = os.open(answers, os.O_RDWR | os.O_NONBLOCK)
-        program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text()]
+        # What is written to the engine's client comes later than an answer that goes by itself.
+        answers_r, out_r, err_r = (_fifo(share / "pipes" / name) for name in _PIPES)
+        program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text(), "0"]
+        program += [f"/pipes/{name}" for name in _PIPES]
 
         def start(code_fd: int, _: int) -> Contained:
-            return self._start([*program, "0", "/pipes/answers"], limits, share, code_fd)
+            try:
+                contained = self._start(program, limits, share, code_fd)
+            except BaseException:
+                os.close(out_r)
+                os.close(err_r)
+                raise
+            contained.listen(out_r, err_r, limits.output_bytes)
+            return contained
 
         return PipeSession(start, limits, answers_fd=answers_r)
+
+
+def _fifo(path: Path) -> int:
+    os.mkfifo(path)
+    os.chmod(path, 0o622)
+    # For reading and writing, so that it is no end of file while nobody writes yet.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 class _State(NamedTuple):
@@ -222,9 +242,19 @@ class _InContainer(Contained):
         self.share = share
         self._state: _State | None = None
         self._removed = False
+        self._client: tuple[Capture, ...] = ()
         super().__init__(argv, **kwargs)
         # The engine counts, and the client's own use is none of the run's.
         self.tree = Tree(-1, kwargs["limits"])
+
+    def listen(self, out_r: int, err_r: int, keep: int) -> None:
+        """Take output and errors from pipes of their own, and not from the client any more."""
+        self._client = (self.stdout, self.stderr)
+        self.stdout, self.stderr = Capture(out_r, keep), Capture(err_r, keep)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, *self._client)
 
     def interrupt(self) -> None:
         _ask(self.engine, "kill", self.name)
@@ -263,6 +293,9 @@ class _InContainer(Contained):
             if _ask(self.engine, "rm", "--force", "--volumes", self.name) is not None:
                 break
             time.sleep(0.2)
+        for said in self._client if self.exit_code() is None else ():
+            said.drain()
+            self.stderr.kept += said.kept  # why there is no container
 
     @property
     def out_of_memory(self) -> bool:
@@ -287,9 +320,9 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.lower() not in _PROXIES}
 
 
-def _num_processes() -> int:
+def _granted(num_processes: int) -> int:
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    return _NUM_PROCESSES if most == resource.RLIM_INFINITY else min(most, _NUM_PROCESSES)
+    return num_processes if most == resource.RLIM_INFINITY else min(most, num_processes)
 
 
 def _share(files: Mapping[PurePosixPath, bytes]) -> Path:

@@ -5,7 +5,8 @@ after another from a pipe and answers each with how it ended; both are frames, f
 and then JSON. What the code prints goes to its standard output and errors as ever: the reader takes
 from those pipes what lies there when the answer comes.
 
-``sys.argv`` names the two pipes, as numbers of open descriptors or as paths.
+``sys.argv`` names the two pipes, as numbers of open descriptors or as paths; paths of two more are
+where its output and errors go, if not where they go anyway.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def _open(place: str, mode: str):
 
 
 if __name__ == "__main__":
+    for standard, place in enumerate(sys.argv[3:], start=1):
+        os.dup2(os.open(place, os.O_WRONLY | os.O_CLOEXEC), standard)
     requests, answers = _open(sys.argv[1], "rb"), _open(sys.argv[2], "wb")
     for pipe in (requests, answers):
         os.set_inheritable(pipe.fileno(), False)
