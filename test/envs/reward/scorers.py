@@ -67,6 +67,8 @@ class Batch(BatchScorer):
             raise TimeoutError("the model is gone")
         if any(sample.response == "few" for sample in samples):
             return []
+        if any(sample.response == "none" for sample in samples):
+            return None
         return [
             ValueError("no verdict") if "fail" in sample.response else 0.5 for sample in samples
         ]

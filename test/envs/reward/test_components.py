@@ -56,6 +56,12 @@ def test_where_nothing_is_left_the_row_is_invalid():
     assert total([[NAN], [1.0]], [1.0, 0.0], [True, False]).valid.tolist() == [False]
 
 
+def test_a_sum_beyond_float32_is_invalid():
+    found = total([[3e38, -3e38], [3e38, -3e38]], [1.0, 1.0], [False, False])
+    assert found.valid.tolist() == [False, False]
+    assert found.values.isnan().all()
+
+
 def test_a_component_without_weight_harms_nobody():
     found = total([[0.5], [NAN]], [1.0, 0.0], [False, False])
     assert found.values.tolist() == [0.5]
@@ -132,7 +138,13 @@ def test_rewards_per_token_have_one_finite_number_for_each():
     assert run(component, "x", tokens=0)[0].value.shape == (0,)
 
 
-@pytest.mark.parametrize("value", [NAN, math.inf, None, "1.0", [1.0, 2.0], object()])
+BAD_FLAG = RewardScore(1.0, success=None)
+TOO_LARGE = (1e39, -1e300, 10**400, RewardScore(3.5e38))
+
+
+@pytest.mark.parametrize(
+    "value", [NAN, math.inf, None, "1.0", [1.0, 2.0], object(), BAD_FLAG, *TOO_LARGE]
+)
 def test_what_is_no_number_is_a_failure(value):
     (found,) = run(Component(scorers.Constant(value)), "x")
     assert found.error == "RewardError"
@@ -147,7 +159,7 @@ def test_a_batch_is_scored_at_once_and_its_failures_stay_in_their_rows():
 
 
 def test_a_batch_that_fails_fails_for_every_row():
-    for text, error in (("all", "TimeoutError"), ("few", "RewardError")):
+    for text, error in (("all", "TimeoutError"), ("few", "RewardError"), ("none", "TypeError")):
         found = run(Component(scorers.Batch()), text, "b")
         assert [outcome.error for outcome in found] == [error] * 2
     assert run(Component(scorers.Batch())) == []

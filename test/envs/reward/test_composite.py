@@ -100,6 +100,28 @@ def test_an_optional_component_that_fails_is_done_without(answer):
     assert td["rewards", "there", "valid"].tolist() == [False, True]
 
 
+def test_where_no_component_with_a_weight_is_left_the_row_says_which_failed(answer):
+    reward = CompositeReward(
+        {
+            "right": Component(CountdownRewardParser(), weight=0.0),
+            "there": Component(Fails(), weight=0.5, optional=True),
+        }
+    )
+    td = make_env(reward, 2)
+    td = td.step(answer(td.reset(), "<answer>2 * 3</answer> fail", "<answer>2 * 3</answer>"))
+    assert td["next", "reward_valid"].tolist() == [False, True]
+    assert td["next", "reward"].flatten()[0].isnan()
+    assert list(td["next", "error", "type"]) == ["ConnectionError", ""]
+    assert td["next", "error", "message"][0] == "component 'there': nobody there"
+
+
+def test_a_sum_beyond_float32_makes_an_invalid_row(answer):
+    env = make_env(CompositeReward({"a": Constant(3e38), "b": Constant(3e38)}))
+    td = env.step(answer(env.reset(), "x"))["next"]
+    assert td["reward_valid"].tolist() == [False]
+    assert "too large" in next(iter(td["error", "message"]))
+
+
 def test_a_component_without_weight_is_only_recorded(answer):
     parts = {"right": CountdownRewardParser(), "seen": Component(Fails(), weight=0.0)}
     env = make_env(CompositeReward(parts))

@@ -82,9 +82,25 @@ def test_an_exception_without_a_text_and_one_of_another_process_are_named():
         def __str__(self):
             raise ValueError
 
+    class Leaves(Exception):
+        def __str__(self):
+            raise SystemExit
+
     assert Outcome.failed(Mute()).error == "Mute"
+
+    def leave():
+        raise Leaves
+
+    for num_threads in (0, 1):
+        (outcome,) = run_rows(leave, [()], num_threads=num_threads)
+        assert (outcome.error, outcome.message) == ("Leaves", "")
     remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero"))
     assert remote[1:3] == ("ZeroDivisionError", "by zero")
+
+
+def test_what_an_exception_says_is_kept_short_and_can_be_stored():
+    assert Outcome.failed(ValueError("x" * 10_000_000)).message == "x" * 1997 + "..."
+    assert Outcome.failed(OSError("no file \udcff")).message == "no file ?"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from torchrl_llm.errors import ConfigError, DataError, RewardError
 __all__ = ["RewardParser", "RewardScore", "checked_score", "extract_block", "extract_tags"]
 
 _AUXILIARY_KEY = ("tools", "auxiliary")
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
 
 
@@ -344,8 +345,14 @@ def _floats(score: RewardScore) -> tuple[float, ...]:
     return score.reward, score.has_answer, score.has_think, score.success
 
 
+def _flag(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, (str, bytes)):
+        raise RewardError(f"{name} of a score must be True or False, got {value!r}")
+    return bool(value)
+
+
 def checked_score(score: Any) -> RewardScore:
-    """A score whose reward is one finite number.
+    """A score whose reward is one number that is finite in float32, and whose flags are bools.
 
     Args:
         score: a number, a tensor of one element, or a :class:`RewardScore`.
@@ -359,8 +366,12 @@ def checked_score(score: Any) -> RewardScore:
     """
     full = score if isinstance(score, RewardScore) else None
     value = score if full is None else full.reward
-    if full is not None and type(value) is float and math.isfinite(value):
-        return full
+    if full is not None:
+        full = full._replace(
+            success=_flag("success", full.success),
+            has_answer=_flag("has_answer", full.has_answer),
+            has_think=_flag("has_think", full.has_think),
+        )
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
@@ -371,8 +382,10 @@ def checked_score(score: Any) -> RewardScore:
         value = float(value)
     except (TypeError, ValueError) as error:
         raise RewardError(f"a reward must be one number, got {type(value).__name__}") from error
-    if not math.isfinite(value):
-        raise RewardError(f"a reward must be finite, got {value}")
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= _FLOAT32_MAX:
+        raise RewardError(f"a reward must be finite in float32, got {value}")
     if full is None:
         return RewardScore(value, success=value > 0, has_answer=True)
     return full._replace(reward=value)

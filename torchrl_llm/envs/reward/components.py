@@ -217,12 +217,9 @@ class Component:
         if not samples:
             return []
         (batch,) = run_rows(
-            self.scorer.score_batch, [(samples,)], num_threads=num_threads, timeout=self.timeout
+            self._score_batch, [(samples,)], num_threads=num_threads, timeout=self.timeout
         )
         seconds = batch.seconds / len(samples)
-        if not batch.error and len(batch.value) != len(samples):
-            error = RewardError(f"{len(samples)} rows were given and {len(batch.value)} came back")
-            batch = Outcome.failed(error)
         if batch.error:
             return [batch._replace(seconds=seconds)] * len(samples)
         outcomes = []
@@ -234,6 +231,12 @@ class Component:
             except Exception as error:  # what a judge failed at is data
                 outcomes.append(Outcome.failed(error, seconds))
         return outcomes
+
+    def _score_batch(self, samples: Sequence[Sample]) -> list[Any]:
+        values = list(self.scorer.score_batch(samples))
+        if len(values) != len(samples):
+            raise RewardError(f"{len(samples)} rows were given and {len(values)} came back")
+        return values
 
     def _checked(self, value: Any, sample: Sample) -> RewardScore | Tensor:
         if not self.per_token:
@@ -268,8 +271,8 @@ def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> Weighte
 
     :math:`r_n = s_n \sum_{k \in V_n} w_k v_{kn}` over the valid components :math:`V_n` of a row,
     where :math:`s_n` is 1 if none of them failed, else :math:`\sum_k w_k / \sum_{k \in V_n} w_k`.
-    A row is invalid where a component failed that has a weight and is not optional, or where no
-    component with a weight is left.
+    A row is invalid where a component failed that has a weight and is not optional, where no
+    component with a weight is left, or where the sum is beyond float32.
 
     Args:
         values: float ``[K, N]``, NaN where a component failed.
@@ -292,4 +295,5 @@ def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> Weighte
     scale_N = scale_N.where(missing_KN.any(0), 1.0)
     weights_KN = (weights_K1 * scale_N).where(there_KN, 0.0)
     total_N = (weights_KN * values_KN.nan_to_num()).sum(0)
+    valid_N = valid_N & (total_N.abs() <= torch.finfo(torch.float32).max)
     return WeightedTotal(total_N.where(valid_N, math.nan), valid_N, weights_KN)

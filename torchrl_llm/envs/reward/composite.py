@@ -247,9 +247,7 @@ class CompositeReward(RewardParser):
             column = {name: results[name][at] for name in self.components}
             seconds = sum(outcome.seconds for outcome in column.values())
             if not valid:
-                name, failed = next((n, o) for n, o in column.items() if self._harms(n, o))
-                message = f"component {name!r}: {failed.message}"
-                outcomes.append(Outcome(None, failed.error, message, seconds))
+                outcomes.append(self._invalid(column)._replace(seconds=seconds))
                 continue
             score = column[first].value
             if score is None:  # of no weight, and failed
@@ -259,9 +257,17 @@ class CompositeReward(RewardParser):
             outcomes.append(Outcome(score._replace(reward=value), seconds=seconds))
         return outcomes
 
-    def _harms(self, name: str, outcome: Outcome) -> bool:
-        part = self.components[name]
-        return bool(outcome.error) and part.weight != 0 and not part.optional
+    def _invalid(self, column: Mapping[str, Outcome]) -> Outcome:
+        """Why a row has no reward: the failure that harmed it."""
+        parts = self.components
+        failed = [name for name, o in column.items() if o.error and parts[name].weight]
+        # Where all of them are optional, none is left.
+        failed.sort(key=lambda name: parts[name].optional)
+        if not failed:
+            return Outcome.failed(RewardError("the weighted sum is too large for float32"))
+        outcome = column[failed[0]]
+        message = f"component {failed[0]!r}: {outcome.message}"
+        return Outcome(None, outcome.error, message)
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
 
 __all__ = ["Outcome", "RemoteRewardError", "call_reward", "run_rows"]
 
+_LONGEST_MESSAGE = 2000
+
 
 class RemoteRewardError(RewardError):
     """What a reward raised in another process.
@@ -79,7 +81,7 @@ class Outcome(NamedTuple):
     Attributes:
         value: what the function returned; ``None`` where it failed.
         error: name of the type of what went wrong, empty where all went well.
-        message: what it said.
+        message: what it said, at most 2,000 characters of it.
         seconds: wall-clock time of the row.
     """
 
@@ -99,8 +101,12 @@ class Outcome(NamedTuple):
         kind = error.kind if isinstance(error, RemoteRewardError) else type(error).__name__
         try:
             message = str(error)
-        except Exception:  # an exception may not even have a text
+        except BaseException:  # an exception may not even have a text
             message = ""
+        if len(message) > _LONGEST_MESSAGE:
+            message = message[: _LONGEST_MESSAGE - 3] + "..."
+        # What cannot be encoded could not be stored.
+        message = message.encode("utf-8", "replace").decode()
         return cls(None, kind, message, seconds)
 
 
