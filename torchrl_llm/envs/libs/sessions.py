@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
 
 from tensordict import TensorDictBase
 
@@ -22,7 +22,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.envs.actions import ActionError, ActionParser, CallAction
 from torchrl_llm.envs.datasets.loading import MappedRows
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
-from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
+from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
 __all__ = ["Observed", "Session", "SessionEnv", "SessionSteps"]
 
@@ -148,7 +148,7 @@ class SessionSteps(WorldTransform):
         try:
             if row not in self._sessions:
                 self._sessions[row] = self.open_session()
-            return self._sessions[row].reset(options).text
+            return _checked(self._sessions[row].reset(options), begins=True).text
         except ResourceError:
             raise
         except Exception as error:  # a world that does not start is an error of its row
@@ -178,7 +178,7 @@ class SessionSteps(WorldTransform):
                 raise ActionError("There is no answer.")
             if turn.cut and not self.accept_cut:
                 raise ActionError(CUT_OFF)
-            seen = session.step(self.read_action(turn.message))
+            seen = _checked(session.step(self.read_action(turn.message)))
         except ActionError as error:
             told = f"{error} {self.parser.help}"
             return Reaction(observation=told, reward=self.invalid_reward)
@@ -198,6 +198,30 @@ class SessionSteps(WorldTransform):
         for row in list(self._sessions):
             _close(self._sessions.pop(row))
         super().close()
+
+
+def _checked(seen: Any, *, begins: bool = False) -> Observed:
+    """What a world showed, in the types that rows are made of.
+
+    Raises:
+        BackendError: it is something else, which would be an error of the whole batch later.
+    """
+    texts = isinstance(seen, Observed) and (
+        isinstance(seen.text, str)
+        or (
+            begins
+            and isinstance(seen.text, Sequence)
+            and len(seen.text) > 0
+            and all(isinstance(message, Mapping) for message in seen.text)
+        )
+    )
+    if not texts or not isinstance(seen.reward, SupportsFloat):
+        wanted = "a text or messages" if begins else "a text"
+        raise BackendError(
+            f"a session must show an Observed with {wanted} and a number as reward, got "
+            f"{seen!r:.200}"
+        )
+    return seen._replace(reward=float(seen.reward))
 
 
 def _close(session: Session) -> None:
