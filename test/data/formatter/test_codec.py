@@ -90,6 +90,16 @@ def test_a_codec_travels_and_serves_many_threads():
         assert [codec.decode(ids) for ids in pool.map(codec.ids, texts)] == texts
 
 
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_halves_of_characters_are_question_marks_and_keep_the_places_of_the_rest(kind):
+    codec = Codec(make_tokenizer("faithful", kind))
+    broken, whole = "a\ud83d<|im_end|>b", "a?<|im_end|>b"
+    assert codec.ids(broken) == codec.ids(whole)
+    ours, theirs = (codec.encode(Piece(text, [(2, 12)])) for text in (broken, whole))
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    assert ours.ends.tolist() == theirs.ends.tolist()
+
+
 def test_without_a_usable_anchor_literals_are_still_plain():
     # A tokenizer that drops symbols it does not know: the anchor leaves no token behind.
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers

@@ -212,6 +212,82 @@ def test_a_turn_that_is_one_json_object_is_a_call_only_if_it_names_a_function():
     assert broken["tool_call_errors"]
 
 
+def test_llama_writes_calls_behind_a_marker_or_behind_one_another():
+    formatter = formatter_of("strips")
+    one, two = '{"name": "f", "parameters": {"a": 1}}', '{"name": "g", "parameters": {}}'
+    typed = '{"type": "function", "name": "f", "parameters": {"a": 1}}'
+    for text, names in {
+        f"<|python_tag|>{one}": ["f"],
+        f"{one}; {two}": ["f", "g"],
+        f"{one}\n{two}": ["f", "g"],
+        typed: ["f"],
+        f'{{"type": "function", "function": {one}}}': ["f"],
+    }.items():
+        calls = parsed(formatter, text)["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == names, text
+        assert calls[0]["function"]["arguments"] == {"a": 1}
+    for broken in (typed[:-1], "<|python_tag|>{nothing}", f"{one} which adds"):
+        assert parsed(formatter, broken)["tool_call_errors"], broken
+    for answer in ('{"name": "Alice", "age": 30}', '[{"name": "Alice", "age": 30}]'):
+        assert parsed(formatter, answer)["content"] == answer
+        assert not {"tool_calls", "tool_call_errors"} & set(parsed(formatter, answer))
+
+
+def test_calls_inside_thoughts_are_not_made_where_the_template_knows_no_thoughts():
+    formatter = formatter_of("faithful")
+    one, two = (f'<tool_call>\n{{"name": "{n}", "arguments": {{}}}}\n</tool_call>' for n in "fg")
+    for text, names in {
+        f"<think>\nmaybe {one}\n</think>\n\n{two}": ["g"],
+        f"maybe {one}\n</think>\n\n{two}": ["g"],  # the prompt has opened the thought
+        f"<think>a</think>{one}<think>{two}</think>": ["f"],
+        f"<think>{one}": ["f"],
+    }.items():
+        message = parsed(formatter, text)
+        assert [call["function"]["name"] for call in message["tool_calls"]] == names, text
+        assert message["content"].count("<tool_call>") == 2 - len(names) - ("</think>" not in text)
+    quoted = one.replace("{}", '{"text": "<think>no</think>"}')
+    [call] = parsed(formatter, quoted)["tool_calls"]
+    assert call["function"]["arguments"] == {"text": "<think>no</think>"}
+
+
+def test_an_argument_in_tags_may_spell_the_tags():
+    value = "a </parameter> b\n</tool_call> c"
+    head = "<tool_call>\n<function=f>\n<parameter=city>\nx\n</parameter>\n<parameter=text>\n"
+    formatter = formatter_of("tagged_arguments")
+    message = parsed(formatter, f"{head}{value}\n</parameter>\n</function>\n</tool_call>")
+    assert message["tool_calls"][0]["function"]["arguments"] == {"city": "x", "text": value}
+    # A call that was cut in two is none with an argument less.
+    for broken in (f"{head}{value}", f"{head}abc\n</function>\n</tool_call>"):
+        assert "tool_calls" not in parsed(formatter, broken)
+        assert parsed(formatter, broken)["tool_call_errors"]
+
+
+def test_line_ends_in_the_strings_of_a_call_are_taken_as_they_are():
+    code = "for i in 1, 2:\n\tprint(i)"
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"code": "{code}"}}}}\n</tool_call>'
+    [call] = parsed(formatter_of("faithful"), text)["tool_calls"]
+    assert call["function"]["arguments"] == {"code": code}
+
+
+@pytest.mark.parametrize("depth", [90, 400, 900, 5000])
+def test_deeply_nested_arguments_are_a_broken_call_and_no_crash(depth):
+    nested = '{"a":' * depth + "1" + "}" * depth
+    text = f'<tool_call>{{"name": "f", "arguments": {nested}}}</tool_call>'
+    message = parsed(formatter_of("faithful"), text)
+    assert ("tool_calls" in message) == (depth == 90)
+    assert ("tool_call_errors" in message) == (depth != 90)
+
+
+def test_halves_of_characters_in_a_call_do_not_break_what_follows():
+    formatter = formatter_of("faithful")
+    text = '<tool_call>{"name": "\\ud83d", "arguments": {"\\ud83d": ["\\ude00"]}}</tool_call>'
+    message = parsed(formatter, text)
+    assert message["tool_calls"][0]["function"] == {"name": "?", "arguments": {"?": ["?"]}}
+    result = {"role": "tool", "name": "\ud83d", "content": "\ude00"}
+    encoded = formatter.encode([USER, message, result])
+    assert formatter.decode(encoded.token_ids).count("?") == 4
+
+
 def test_several_named_calls_between_special_tokens():
     formatter = formatter_of("arguments_as_text")
     one = "<|tool_call_begin|>function<|tool_sep|>{}\n```json\n{}\n```<|tool_call_end|>"

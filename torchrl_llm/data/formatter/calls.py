@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.formatter.probe import NAME, VALUE
@@ -18,9 +18,11 @@ from torchrl_llm.data.formatter.probe import NAME, VALUE
 __all__ = ["Call", "CallSyntax", "ParsedCalls", "syntax_of"]
 
 _NAME_PATTERN = r"([\w.\-/]+?)"
-_DECODER = json.JSONDecoder()
+# Line ends inside strings, which JSON wants escaped, are common where models write code.
+_DECODER = json.JSONDecoder(strict=False)
 # Looking for more of them costs time that grows with their square, and tells nobody anything.
 _MOST_ERRORS = 64
+_MOST_LEVELS = 100
 
 
 class Call(NamedTuple):
@@ -108,20 +110,26 @@ class _TaggedJson(_Marked):
 
 
 class _BareJson(CallSyntax):
-    """The whole turn is one JSON object (Llama 3)."""
+    """The whole turn is one JSON object (Llama 3), or several behind one another."""
+
+    # What Llama writes in front of calls where it also knows built-in tools.
+    _opening = "<|python_tag|>"
 
     def parse(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> ParsedCalls:
         stripped = text.strip()
+        marked = stripped.startswith(self._opening)
+        stripped = stripped.removeprefix(self._opening).lstrip()
         if not stripped.startswith(("{", "[")):
             return ParsedCalls(text, [], [])
         try:
-            value = json.loads(stripped)
-            found = value if isinstance(value, list) else [value]
-            if not any(isinstance(v, Mapping) and "name" in v for v in found):
+            found = _json_values(stripped)
+            if not any(_is_call(value) for value in found):
                 return ParsedCalls(text, [], [])  # an answer that happens to be JSON
-            return ParsedCalls("", [_as_call(v) for v in found], [])
-        except (ValueError, RecursionError) as error:
-            looks_like = re.match(r"[\[{]\s*\"name\"", stripped)
+            return ParsedCalls("", [_as_call(value) for value in found], [])
+        except ValueError as error:
+            looks_like = marked or re.match(
+                r"[\[{\s]*\"(name|type\"\s*:\s*\"function|function)\"", stripped
+            )
             return ParsedCalls(text, [], [str(error)] if looks_like else [])
 
 
@@ -154,28 +162,37 @@ class _Tags(_Marked):
     """One tag an argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
 
     def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
-        self.opening, self.closing, self.keyed = opening, closing, keyed
+        self.opening, self.closing = opening, closing
+        follows = re.escape(closing)
+        if keyed:
+            self._name = re.compile(r"\s*([^\s<]+)")
+            self._begin = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+            self._end = re.compile(rf"</arg_value>(?=\s*(?:<arg_key>|{follows}))")
+            self._last = ""
+        else:
+            self._name = re.compile(r"\s*<function=([^>]+)>")
+            self._begin = re.compile(r"\s*<parameter=([^>]+)>\n?")
+            self._end = re.compile(rf"\n?</parameter>(?=\s*(?:<parameter=|</function>|{follows}))")
+            self._last = "</function>"
 
     def read(
         self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
     ) -> tuple[list[Call], int]:
-        start = at + len(self.opening)
-        end = text.find(self.closing, start)
-        if end < 0:
-            raise ValueError(f"a tool call without {self.closing!r}")
-        body = text[start:end]
-        if self.keyed:
-            name = re.match(r"\s*([^\s<]+)", body)
-            pattern = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-        else:
-            name = re.match(r"\s*<function=([^>]+)>", body)
-            pattern = r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
+        name = self._name.match(text, at + len(self.opening))
         if name is None:
             raise ValueError("a tool call without a function name")
         known = (schemas.get(name.group(1)) or {}).get("properties", {})
-        found = re.findall(pattern, body, re.DOTALL)
-        arguments = {k.strip(): _typed(v, known.get(k.strip())) for k, v in found}
-        return [Call(name.group(1), arguments)], end + len(self.closing)
+        arguments, cursor = {}, name.end()
+        while begun := self._begin.match(text, cursor):
+            key = begun.group(1).strip()
+            # What ends a value must be followed by more of the call: it may be a part of the value.
+            ended = self._end.search(text, begun.end())
+            if ended is None:
+                raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
+            arguments[key] = _typed(text[begun.end() : ended.start()], known.get(key))
+            cursor = ended.end()
+        cursor = _skip(text, cursor, self._last)
+        return [Call(name.group(1), arguments)], _behind(text, cursor, self.closing)
 
 
 class _Pythonic(_Marked):
@@ -196,7 +213,7 @@ class _Pythonic(_Marked):
             for node in nodes:
                 if not isinstance(node, ast.Call) or node.args:
                     raise ValueError("expected calls with named arguments")
-                arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+                arguments = {str(k.arg): _shallow(ast.literal_eval(k.value)) for k in node.keywords}
                 calls.append(Call(ast.unparse(node.func), arguments))
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"not a Python call: {error}") from error
@@ -269,9 +286,47 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
     while at < len(text) and text[at].isspace():
         at += 1
     try:
-        return _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
+    return _shallow(value), end
+
+
+def _json_values(text: str) -> list[Any]:
+    """The items of a list, or values with nothing but commas and semicolons between them."""
+    values: list[Any] = []
+    at = 0
+    while at < len(text):
+        value, end = _json_at(text, at)
+        values += value if isinstance(value, list) else [value]
+        at = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
+    return values
+
+
+def _is_call(value: Any) -> bool:
+    """Whether a JSON value is meant as a call, and not as an answer with a name in it."""
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("function"), Mapping):
+        return True
+    arguments = "arguments" in value or "parameters" in value
+    return "name" in value and (arguments or set(value) <= {"name", "type", "id"})
+
+
+def _shallow(value: Any) -> Any:
+    """The value, or a ValueError where those who copy and write it would recurse too deeply."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [inner for outer in level for inner in _items(outer)]
+        if not level:
+            return value
+    raise ValueError(f"the arguments of a tool call are nested deeper than {_MOST_LEVELS}")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
 
 
 def _skip(text: str, at: int, mark: str) -> int:
@@ -303,11 +358,12 @@ def _as_call(value: Any) -> Call:
 def _arguments(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, strict=False)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
     if value is None:
         return {}
+    _shallow(value)
     if not isinstance(value, Mapping):
         raise ValueError("the arguments of a tool call must be an object")
     return dict(value)
@@ -318,6 +374,6 @@ def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
     if schema is None or schema.get("type", "string") == "string":
         return text
     try:
-        return json.loads(text)
+        return _shallow(json.loads(text))
     except (ValueError, RecursionError):
         return text

@@ -17,7 +17,7 @@ import numpy as np
 from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.errors import TokenizerError
 
-__all__ = ["Codec", "Encoding", "Piece"]
+__all__ = ["Codec", "Encoding", "Piece", "whole_characters"]
 
 # One of these stands for a literal while the text around it is encoded: a character that has no
 # merges with its neighbours, so that they are tokenised as they would be beside any odd symbol.
@@ -30,6 +30,20 @@ _LOCKS_GUARD = threading.Lock()
 def _lock_of(tokenizer: Any) -> threading.RLock:
     with _LOCKS_GUARD:
         return _LOCKS.setdefault(tokenizer, threading.RLock())
+
+
+def whole_characters(text: str) -> str:
+    """The text with ``?`` for each half of a character (a lone surrogate), which has no bytes.
+
+    Example:
+        >>> whole_characters("a" + chr(0xD83D)), whole_characters("ä")
+        ('a?', 'ä')
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 class Piece(NamedTuple):
@@ -130,6 +144,7 @@ class Codec:
             backend.no_truncation()
         if backend.encode_special_tokens:
             backend.encode_special_tokens = False
+        texts = [whole_characters(text) for text in texts]
         if len(texts) == 1:
             return [backend.encode(texts[0], add_special_tokens=False)]
         return backend.encode_batch(texts, add_special_tokens=False)

@@ -14,10 +14,11 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.formatter.calls import ParsedCalls, syntax_of
-from torchrl_llm.data.formatter.codec import Codec
+from torchrl_llm.data.formatter.codec import Codec, whole_characters
 from torchrl_llm.data.formatter.probe import Probe
 from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.data.formatter.splice import read_ending
+from torchrl_llm.data.formatter.thoughts import split_thoughts
 
 __all__ = ["ResponseParser"]
 
@@ -79,9 +80,7 @@ class ResponseParser:
         reasoning, text, closed = self._split_reasoning(text, prompt)
         if not closed:
             flags.append("unclosed_reasoning")
-        parsed = ParsedCalls(text, [], [])
-        if self._syntax is not None:
-            parsed = self._syntax.parse(text, self._schemas)
+        parsed = self._parsed(text)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self._plain(parsed.content),
@@ -108,6 +107,18 @@ class ResponseParser:
         if flags:
             message["flags"] = flags
         return message
+
+    def _parsed(self, text: str) -> ParsedCalls:
+        """The calls in a text; what it thinks of calling in ``<think>`` marks is none of them."""
+        content, calls, errors = [], [], []
+        for piece, is_thought in split_thoughts(text):
+            parsed = ParsedCalls(piece, [], [])
+            if self._syntax is not None and not is_thought:
+                parsed = self._syntax.parse(piece, self._schemas)
+            content.append(parsed.content)
+            calls += parsed.calls
+            errors += parsed.errors
+        return ParsedCalls("".join(content), calls, errors)
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text in which only added tokens spell added tokens; what merely looks so is covered."""
@@ -172,7 +183,8 @@ class ResponseParser:
         return codec.decode(prompt[-48:]).rstrip().endswith(opening)
 
     def _plain(self, text: str) -> str:
-        return self._shield.uncover(text)[0]
+        # A call in JSON may spell halves of characters, which no tokenizer and no file takes.
+        return whole_characters(self._shield.uncover(text)[0])
 
     def _plain_tree(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -44,6 +44,14 @@ def check(kind, value):
         ),
         ({}, "3", "3"),
         ({"enum": ["a", 3]}, 3, 3),
+        ({"type": "integer", "nullable": True}, None, None),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, None, None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "3", "3"),
+        ({"allOf": [{"type": "integer"}]}, "3", 3),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, {"a": "2.5"}, {"a": 2.5}),
     ],
 )
 def test_what_can_be_meant_in_one_way_only_is_taken_that_way(kind, value, taken):
@@ -156,3 +164,26 @@ def test_a_function_that_cannot_be_described_is_refused():
     for function in (undocumented, lambda a: a):
         with pytest.raises(ConfigError, match="cannot be described to a model"):
             FunctionTool(function)
+
+
+def test_references_and_branches_are_followed():
+    tree = {"type": "object", "properties": {"n": {"type": "integer"}, "t": {"$ref": "#/$defs/T"}}}
+    other = {**tree, "required": ["other"]}
+    schema = {
+        "type": "object",
+        "properties": {"t": {"$ref": "#/$defs/T"}},
+        "$defs": {"T": {"anyOf": [tree, other]}},
+    }
+    check_tree = argument_checker(schema)
+    assert check_tree({"t": '{"n": "1", "t": {"n": "2"}}'}) == {"t": {"n": 1, "t": {"n": 2}}}
+    with pytest.raises(ArgumentError):
+        check_tree({"t": {"t": {"t": {"n": "no"}}}})
+
+
+def test_branches_and_null_are_named_in_the_line_of_parameters():
+    properties = {
+        "a": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "b": {"type": "integer", "nullable": True},
+    }
+    line = describe_parameters({"properties": properties})
+    assert line == '{"a": integer or null (optional), "b": integer or null (optional)}'

@@ -14,6 +14,7 @@ from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms.tools import (
     HermesParser,
+    SyntaxParser,
     Tool,
     ToolCall,
     ToolTransform,
@@ -314,6 +315,49 @@ def test_two_transforms_answer_the_calls_of_their_own_tools(queries, answer):
     assert td["tools", "num_calls"].tolist() == [4, 2]
     assert td["tools", "num_failed"].tolist() == [2, 0]
     assert td["tools", "auxiliary"].tolist() == [[True], [False]]
+    env.close()
+
+
+def test_transforms_that_read_other_forms_leave_no_call_unanswered(queries, answer):
+    shout = SyntaxParser('[CALL]{"name": "NAME", "arguments": {"key": "VALUE"}}[/CALL]')
+    env = make(ToolTransform([add], HermesParser()), 1)
+    env.append_transform(ToolTransform([Move()], shout))
+    td = env.reset(queries("a"))
+    text = '[CALL]{"name": "none", "arguments": {}}[/CALL] [CALL]{"name": 3}[/CALL]'
+    [found] = contents(env.step(answer(td, text))["next"])
+    assert found[0].startswith("There is no tool 'none'")
+    assert found[1].startswith("This tool call cannot be read")
+    env.close()
+
+
+def test_two_ways_to_read_one_form_answer_each_call_once(queries):
+    env = make(ToolTransform([add]), 1)
+    env.append_transform(ToolTransform([Move()], HermesParser()))
+    td = env.reset(queries("a"))
+    calls = [("add", {"a": 1, "b": 2}), ("move", {}), ("none", {})]
+    functions = [{"function": {"name": name, "arguments": args}} for name, args in calls]
+    raw = "".join(hermes(name, **args) for name, args in calls)
+    turn = {"role": "assistant", "content": "", "tool_calls": functions, "raw": raw}
+    td["history"].full = History.of([td["history"].prompt.chats[0] + [turn]])
+    [found] = contents(env.step(td)["next"])
+    assert found == ["3", "There is no tool 'none'. There are ['add'].", "moved"]
+    env.close()
+
+
+def test_odd_names_and_arguments_of_calls_are_safe_to_store_and_to_send(queries, answer):
+    env = make(ToolTransform([Notes()], HermesParser()), 2)
+    td = env.reset(queries("a", "b"))
+    half = '<tool_call>{"name": "\\ud83d", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    half += '<tool_call>{"name": "note", "arguments": {"text": "\\ud83d"}}</tool_call>'
+    deep = "[" * 600 + "]" * 600
+    long = hermes("n" * 5000) + hermes("note", text="x")
+    long += f'<tool_call>{{"name": "note", "arguments": {{"text": {deep}}}}}</tool_call>'
+    td = env.step(answer(td, half, long))["next"]
+    first, second = contents(td)
+    assert first == ["There is no tool '?'. There are ['note'].", "?"]
+    assert second[1] == "x"
+    assert len(td["history"].prompt.chats[1][-3]["name"]) == 200
+    rows_from_bytes(rows_to_bytes(pack_rows(td)))
     env.close()
 
 

@@ -285,3 +285,50 @@ def test_a_message_with_odd_calls_is_read(calls):
     found = MessageCallParser().parse({"role": "assistant", "tool_calls": calls}, {})
     assert all(isinstance(call, BrokenCall) for call in found)
     assert len(found) == len(calls or ())
+
+
+def test_marks_of_thoughts_inside_an_argument_hide_nothing():
+    call = ToolCall("f", {"a": "<think>x</think> </tool_call>"})
+    text = write(HermesParser(), ("f", dict(call.args)))
+    for thought in ("", "<think>no</think>\n", "no\n</think>\n"):
+        assert parse(HermesParser(), thought + text) == [call]
+
+
+def test_calls_stand_between_and_behind_thoughts():
+    one, two = (write(HermesParser(), (name, {})) for name in "fg")
+    text = f"<think>a</think>{one}<think>{two}</think> done"
+    assert parse(HermesParser(), text) == [ToolCall("f", {})]
+    split = {"content": "", "reasoning_content": two, "raw": f"<seed>{two}</seed>{one}"}
+    split["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+    assert HermesParser().parse(split, SCHEMAS) == [ToolCall("f", {})]
+
+
+def test_llama_calls_as_they_are_written():
+    one, two = '{"name": "f", "parameters": {"a": 1}}', '{"name": "f", "parameters": {"a": 2}}'
+    for text in (f"{one}; {two}", f"{one}\n{two}", f"<|python_tag|>{one};{two}", f"[{one}, {two}]"):
+        assert parse(LlamaParser(), text) == [ToolCall("f", {"a": 1}), ToolCall("f", {"a": 2})]
+    assert parse(LlamaParser(), '{"name": "Alice", "age": 30}') == []
+
+
+def test_strings_with_line_ends_are_taken_as_they_are():
+    body = '{"a": "1\n2"}'
+    texts = {
+        HermesParser(): f'<tool_call>{{"name": "f", "arguments": {body}}}</tool_call>',
+        XMLBlockParser(): f'<tool name="f">{body}</tool>',
+        ToolTagParser(): f"<tool>f\n{body}</tool>",
+        JSONCallParser(): f'{{"tools": [{{"tool": "f", "args": {body}}}]}}',
+        PatternParser(PATTERN): f"CALL[f]({body})",
+    }
+    for parser, text in texts.items():
+        assert parse(parser, text) == [ToolCall("f", {"a": "1\n2"})]
+
+
+def test_a_block_that_closes_itself_and_a_fence_of_any_kind():
+    assert parse(XMLBlockParser(), 'So <tool name="f"/> and <tool name="f" tag="A" />') == [
+        ToolCall("f", {}),
+        ToolCall("f", {}, "A"),
+    ]
+    fenced = '```JSON\r\n{"message": null, "tools": [{"tool": "f"}]}\r\n```'
+    assert JSONCallParser()(fenced)["calls"] == [ToolCall("f", {})]
+    assert JSONCallParser()(fenced)["text"] == ""
+    assert JSONCallParser()('{"message": "m", "tools": null}')["calls"] == []

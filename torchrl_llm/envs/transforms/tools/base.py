@@ -23,6 +23,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm.data.column import Column
+from torchrl_llm.data.formatter.codec import whole_characters
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolResult
 from torchrl_llm.envs.transforms.tools.executor import ToolExecutor
@@ -37,6 +38,8 @@ from torchrl_llm.errors import ConfigError
 __all__ = ["ToolTransform", "as_tool"]
 
 Calls = list[ToolCall | BrokenCall]
+# Names of tools that there are not may be as long as a turn.
+_MOST_NAME_CHARS = 200
 
 
 class ToolTransform(Transform):
@@ -181,32 +184,33 @@ class ToolTransform(Transform):
 
     def _calls(self, message: Any) -> Calls:
         """The calls of a turn that are this transform's to answer."""
-        schemas = {name: tool.parameters for name, tool in self.tools.items()}
-        try:
-            found = self.parser.parse(message, schemas)
-        except Exception as error:  # of what a model wrote nothing may end the batch
-            found = [BrokenCall(f"{type(error).__name__}: {error}")]
-        # Others that read calls in the same form may know a tool that this one does not; what
-        # nobody knows is answered by the first of them.
-        alike = self._alike()
-        first = alike[0] is self
-        elsewhere = {name for other in alike if other is not self for name in other.tools}
+        found = self._found(message)
+        earlier, later = self._beside()
+        if not earlier and not later:
+            return found
+        # Others that find the same calls may know a tool that this one does not; what nobody
+        # knows is answered by the first that finds it.
+        theirs = [(other, other._found(message)) for other in (*earlier, *later)]
+        known = {_sign(c) for other, calls in theirs for c in calls if _sign(c) in other.tools}
+        first = {_sign(call) for _, calls in theirs[: len(earlier)] for call in calls}
         return [
-            call
-            for call in found
-            if (isinstance(call, ToolCall) and call.tool in self.tools)
-            or (first and not (isinstance(call, ToolCall) and call.tool in elsewhere))
+            call for call in found if _sign(call) in self.tools or _sign(call) not in known | first
         ]
 
-    def _alike(self) -> list[ToolTransform]:
-        """The tool transforms here whose parser is of the same kind, this one included."""
+    def _found(self, message: Any) -> Calls:
+        """All calls that the parser finds in a turn."""
+        schemas = {name: tool.parameters for name, tool in self.tools.items()}
+        try:
+            return [_whole(call) for call in self.parser.parse(message, schemas)]
+        except Exception as error:  # of what a model wrote nothing may end the batch
+            return [BrokenCall(f"{type(error).__name__}: {error}")]
+
+    def _beside(self) -> tuple[list[ToolTransform], list[ToolTransform]]:
+        """The other tool transforms here: those in front of this one, and those behind it."""
         stack = getattr(self.container, "transform", None)
-        found = stack if isinstance(stack, Compose) else (self,)
-        return [
-            transform
-            for transform in found
-            if isinstance(transform, ToolTransform) and type(transform.parser) is type(self.parser)
-        ]
+        found = [t for t in stack if isinstance(t, ToolTransform)] if _is_stack(stack) else [self]
+        place = next(at for at, transform in enumerate(found) if transform is self)
+        return found[:place], found[place + 1 :]
 
     def _answer(self, calls: Sequence[Calls], turns: _Turns) -> list[list[ToolResult]]:
         wanted: list[Calls] = []
@@ -256,7 +260,7 @@ class ToolTransform(Transform):
         content = result.content if call.tag is None else f"[{call.tag}] {result.content}"
         message = {"role": self.tool_name, "content": content}
         if call.tool:
-            message["name"] = call.tool
+            message["name"] = call.tool[:_MOST_NAME_CHARS]
         if call.id is not None:
             message["tool_call_id"] = call.id
         return message
@@ -384,6 +388,34 @@ class _Turns(NamedTuple):
             [0] * size if thought is None else thought.tolist(),
             lambda row: td[row].lock_(),
         )
+
+
+def _sign(call: ToolCall | BrokenCall) -> str:
+    """What tells whether two parsers have found the same: the tool, or what is wrong."""
+    return call.tool if isinstance(call, ToolCall) else call.problem
+
+
+def _whole(call: ToolCall | BrokenCall) -> ToolCall | BrokenCall:
+    """The call without halves of characters, which JSON can spell and nothing else can take."""
+    if isinstance(call, BrokenCall):
+        return call
+    try:
+        args = _whole_tree(dict(call.args))
+    except RecursionError:
+        return BrokenCall("its arguments are nested too deeply")
+    return replace(call, tool=whole_characters(call.tool), args=args)
+
+
+def _whole_tree(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, Mapping):
+        return {_whole_tree(key): _whole_tree(item) for key, item in value.items()}
+    return [_whole_tree(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_stack(stack: Any) -> bool:
+    return isinstance(stack, Compose)
 
 
 def _no_calls(td: TensorDictBase) -> TensorDict:

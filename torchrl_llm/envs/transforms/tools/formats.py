@@ -31,7 +31,9 @@ __all__ = [
     "XMLBlockParser",
 ]
 
-_DECODER = json.JSONDecoder()
+# Line ends inside strings, which JSON wants escaped, are common where models write code.
+_DECODER = json.JSONDecoder(strict=False)
+_FENCED = re.DOTALL | re.IGNORECASE
 _BLANKS = re.compile(r"\s*")
 
 
@@ -165,7 +167,7 @@ session=None)])
 
     expected = '<tool name="NAME">{"argument": value}</tool>'
     closing = "</tool>"
-    _opening = re.compile(r"<tool((?:\s+\w{1,20}\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*>")
+    _opening = re.compile(r"<tool((?:\s+\w{1,20}\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*/?>")
     _attribute = re.compile(r"(\w+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 
     def _opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
@@ -175,6 +177,13 @@ session=None)])
                 return found.start(), found.end(), given["name"], given.get("tag") or None
             at = found.end()
         return None
+
+    def _block(
+        self, text: str, inside: int, tool: str, tag: str | None, schemas: Schemas
+    ) -> tuple[ToolCall | BrokenCall, int]:
+        if text.endswith("/>", 0, inside):
+            return ToolCall(tool, {}, tag), inside
+        return super()._block(text, inside, tool, tag, schemas)
 
     def _takes_raw(self, tool: str, schemas: Schemas) -> bool:
         known = schemas.get(tool)
@@ -230,7 +239,7 @@ class PatternParser(TextParser):
             name, body = found[1].strip(), (found[2] or "").strip()
             expected = f"{{...}} with the arguments of {name!r:.80} as JSON"
             try:
-                args = json.loads(body) if body else {}
+                args = json.loads(body, strict=False) if body else {}
             except (ValueError, RecursionError) as error:
                 calls.append(BrokenCall(f"its arguments are not JSON: {error}", expected))
                 continue
@@ -264,20 +273,19 @@ class JSONCallParser(TextParser):
 
     def read(self, text: str, schemas: Schemas) -> TextCalls:
         """The calls under ``"tools"``; the text is ``"message"``."""
-        fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)```\s*", text, re.DOTALL)
+        fenced = re.fullmatch(r"\s*```(?:json)?[ \t]*\r?\n(.*)```\s*", text, _FENCED)
         body = (fenced[1] if fenced else text).strip()
         if not body.startswith("{"):
             return TextCalls(text, [])
         try:
-            value = json.loads(body)
+            value = json.loads(body, strict=False)
         except (ValueError, RecursionError) as error:
             broken = [BrokenCall(f"the turn is not JSON: {error}", self.expected)]
             return TextCalls(text, broken if '"tools"' in body else [])
-        listed = value.get("tools", [])
+        listed, said = value.get("tools") or [], str(value.get("message") or "")
         if not isinstance(listed, list):
-            broken = [BrokenCall('"tools" must be a list', self.expected)]
-            return TextCalls(str(value.get("message", "")), broken)
-        return TextCalls(str(value.get("message", "")), [self._call(item) for item in listed])
+            return TextCalls(said, [BrokenCall('"tools" must be a list', self.expected)])
+        return TextCalls(said, [self._call(item) for item in listed])
 
     def _call(self, item: Any) -> ToolCall | BrokenCall:
         name = item.get("tool") if isinstance(item, dict) else None

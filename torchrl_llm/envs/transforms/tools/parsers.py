@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torchrl_llm.data.formatter.thoughts import split_thoughts
 from torchrl_llm.envs.modes import message_text
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall
 from torchrl_llm.errors import ConfigError
@@ -134,16 +135,20 @@ def as_parser(parser: ToolParser | Callable[[str], Mapping[str, Any]]) -> ToolPa
 
 
 def spoken_text(message: Mapping[str, Any]) -> str:
-    """What a message says behind its reasoning: the text in which calls are looked for.
+    """What a message says outside its reasoning: the text in which calls are looked for.
 
-    Reasoning ends with the last ``</think>``. A message that is nothing but reasoning (its
-    ``</think>`` is still to come) is all text, for a model may call a tool while it thinks.
+    Reasoning is what was split off as such, and what
+    :func:`~torchrl_llm.data.formatter.thoughts.split_thoughts` takes for it.
 
     Example:
         >>> spoken_text({"role": "assistant", "content": "<think>no</think> yes"})
         ' yes'
     """
-    return message_text(dict(message)).rpartition("</think>")[2]
+    text = message_text(dict(message))
+    thought = message.get("reasoning_content")
+    if isinstance(thought, str) and "unclosed_reasoning" not in (message.get("flags") or ()):
+        text = text.partition(thought)[2] if thought.strip() and thought in text else text
+    return "".join(piece for piece, is_thought in split_thoughts(text) if not is_thought)
 
 
 def _read(call: Any) -> ToolCall | BrokenCall:
