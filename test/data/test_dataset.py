@@ -67,12 +67,25 @@ def test_a_single_text_has_no_batch_and_unpadded_rows_are_ragged(tokenizer):
     assert lists["attention_mask"] == [[1, 0]]
 
 
+@pytest.mark.parametrize("padding", [False, "longest"])
+def test_an_empty_text_has_no_tokens_and_still_whole_numbers(tokenizer, padding):
+    td = TensorDictTokenizer(tokenizer, 5, padding=padding)({"text": ["", "1+2"]})
+    assert [row["input_ids"].dtype for row in td] == [torch.int64] * 2
+    assert [int(row["attention_mask"].sum()) for row in td] == [0, 3]
+    empty = TensorDictTokenizer(tokenizer, 5, padding="longest")({"text": [""]})
+    assert empty["input_ids"].dtype == torch.int64
+
+
 def test_bad_samples_and_settings_are_named(tokenizer):
     process = TensorDictTokenizer(tokenizer, 5)
     with pytest.raises(DataError, match="lacks 'text'; it has \\['words'\\]"):
         process({"words": ["a"]})
     with pytest.raises(DataError, match="strings, got int"):
         process({"text": ["a", 3]})
+    with pytest.raises(DataError, match="strings, got NoneType"):
+        process({"text": None})
+    with pytest.raises(DataError, match="strings, got none at all"):
+        process({"text": []})
     for options in ({"padding": "half"}, {"return_tensordict": False, "device": "cpu"}):
         with pytest.raises(ConfigError):
             TensorDictTokenizer(tokenizer, 5, **options)
@@ -157,6 +170,8 @@ def test_pairs_that_teach_nothing_are_left_out_and_the_rest_stay_side_by_side():
     assert texts == ["p\na b c d e", "s\n1 2 3 4 5", "p\nv w x y z", "s\n6 7 8 9 0"]
     with pytest.raises(DataError, match="row 1 lacks the column 'chosen'"):
         pre_tokenization_hook([PAIRS[0], {"prompt": "p"}])
+    with pytest.raises(DataError, match="row 0: the answers must be strings, got None"):
+        pre_tokenization_hook([{"prompt": "p", "chosen": None, "rejected": "a b c d e"}])
 
 
 def test_chosen_and_rejected_answer_the_same_prompt(tokenizer, tmp_path):
@@ -324,6 +339,8 @@ def test_batches_go_on_for_ever_and_are_plain_tensors(tokenizer, tmp_path):
 
 
 def test_less_than_a_batch_is_an_error_and_not_an_endless_wait(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="prefetch must not be negative, got -1"):
+        batches_of(tokenizer, tmp_path, prefetch=-1)
     with pytest.raises(DataError, match="10 rows make no batch of 11"):
         batches_of(tokenizer, tmp_path, batch_size=11)
     used_up = create_infinite_iterator(iter([1]))

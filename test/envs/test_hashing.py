@@ -98,7 +98,8 @@ def test_what_is_missing_is_said():
     with pytest.raises(ConfigError, match="text_output=True needs a tokenizer"):
         LLMHashingEnv(vocab_size=5)
     env = LLMHashingEnv(vocab_size=5, text_output=False)
-    for start in (None, TensorDict(batch_size=[2])):
+    empty = TensorDict(observation=torch.zeros(2, 0, dtype=torch.int64), batch_size=[2])
+    for start in (None, TensorDict(batch_size=[2]), empty):
         with pytest.raises(ConfigError, match="needs the ids of a prompt"):
             env.reset(start)
     with pytest.raises(ConfigError, match="make_tensordict needs a tokenizer"):

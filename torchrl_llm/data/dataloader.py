@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["create_infinite_iterator", "get_dataloader"]
 
@@ -115,6 +115,7 @@ def get_dataloader(
         Instances of the class, ``[batch_size]``.
 
     Raises:
+        ConfigError: for a negative ``prefetch``.
         DataError: when the data holds less than a batch.
 
     Example:
@@ -129,6 +130,8 @@ def get_dataloader(
         ...     next(batches).prompt_rindex.tolist()
         [3, 3, 3, 3]
     """
+    if prefetch < 0:
+        raise ConfigError(f"prefetch must not be negative, got {prefetch}")
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,

@@ -115,14 +115,17 @@ class TensorDictTokenizer:
         if key not in sample:
             raise DataError(f"a sample lacks {key!r}; it has {sorted(sample)}")
         value = sample[key]
-        wrong = [v for v in ([value] if isinstance(value, str) else value) if type(v) is not str]
-        if wrong:
-            raise DataError(f"{key!r} must hold strings, got {type(wrong[0]).__name__}")
-        return value
+        if isinstance(value, str):
+            return value
+        values = list(value) if isinstance(value, Iterable) else [value]
+        wrong = [v for v in values if not isinstance(v, str)]
+        if wrong or not values:
+            got = type(wrong[0]).__name__ if wrong else "none at all"
+            raise DataError(f"{key!r} must hold strings, got {got}")
+        return values
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        rows = self.tokenizer(texts)["input_ids"] if texts else []
-        return [self._cut(ids) for ids in rows]
+        return [self._cut(ids) for ids in self.tokenizer(texts)["input_ids"]]
 
     def _cut(self, ids: list[int]) -> list[int]:
         if not self.truncation:
@@ -144,8 +147,11 @@ class TensorDictTokenizer:
         columns = {"input_ids": rows, "attention_mask": masks, **more}
         if not self.return_tensordict:
             return {name: column[0] for name, column in columns.items()} if single else columns
+        # Ids by their type, for a row may be empty.
+        kinds = {"input_ids": torch.int64, "attention_mask": torch.int64}
         tensors = {
-            name: [torch.tensor(value) for value in column] for name, column in columns.items()
+            name: [torch.tensor(value, dtype=kinds.get(name)) for value in column]
+            for name, column in columns.items()
         }
         if single:
             return TensorDict({k: v[0] for k, v in tensors.items()}, device=self.device)
@@ -337,6 +343,9 @@ class TokenizedDatasetLoader:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise DataError(f"a row of the data set must be a dict, got {type(wrong).__name__}")
     names = rows[0].keys()
     missing = next(((i, n) for i, row in enumerate(rows) for n in names if n not in row), None)
     if missing is not None:

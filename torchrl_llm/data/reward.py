@@ -111,7 +111,7 @@ def pre_tokenization_hook(
         Rows with ``text``.
 
     Raises:
-        DataError: naming the row that lacks a column.
+        DataError: naming the row that lacks a column or whose answers are no strings.
 
     Example:
         >>> row = {"prompt": "2+2", "chosen": "it is 4", "rejected": "it is 5"}
@@ -124,6 +124,8 @@ def pre_tokenization_hook(
         if missing:
             raise DataError(f"row {index} lacks the column {missing[0]!r}; it has {sorted(row)}")
         better, worse = row["chosen"], row["rejected"]
+        if not isinstance(better, str) or not isinstance(worse, str):
+            raise DataError(f"row {index}: the answers must be strings, got {better!r}, {worse!r}")
         if better == worse or min(len(better.split()), len(worse.split())) < min_length:
             continue
         chosen.append({"text": f"{row['prompt']}\n{better}"})

@@ -101,7 +101,8 @@ def load_rows(
     """Rows of a data set, wherever it is.
 
     Args:
-        source: a sequence of dicts (used as it is; the first row is checked); the path of a
+        source: a sequence of dicts (used as it is; of a list or tuple every row is checked, of
+            another sequence the first); the path of a
             JSON-lines file or of a JSON array (an existing file, a ``Path``, or a string ending in
             ``.jsonl``, ``.json`` or either with ``.gz``); a sequence of such paths, whose rows
             follow each other; or the id of a data set on the Hugging Face hub.
@@ -135,9 +136,12 @@ def load_rows(
     first = source[0]
     if isinstance(first, (str, Path)):
         return [row for path in source for row in read_jsonl(path, columns=columns)]
-    if not isinstance(first, Mapping):
-        raise DataError(f"row 0 of the data set must be a dict, got {type(first).__name__}")
-    _check_columns(first, columns, "row 0 of the data set")
+    # Another kind of sequence may compute its rows, or read them.
+    for number, row in enumerate(source if isinstance(source, (list, tuple)) else [first]):
+        where = f"row {number} of the data set"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where} must be a dict, got {type(row).__name__}")
+        _check_columns(row, columns, where)
     return source
 
 

@@ -119,9 +119,9 @@ class LLMHashingEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
         ids = None if tensordict is None else tensordict.get(self.observation_key, None)
-        if ids is None:
+        if ids is None or not ids.shape[-1:].numel():
             raise ConfigError(
-                f"{type(self).__name__}.reset needs the ids of a prompt: pass "
+                f"{type(self).__name__}.reset needs the ids of a prompt, at least one: pass "
                 f"TensorDict({{{self.observation_key!r}: ids}}, batch_size=...)"
             )
         return self._written(tensordict, ids, ids)

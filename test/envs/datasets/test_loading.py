@@ -137,6 +137,10 @@ def test_sequences_are_taken_as_they_are_and_checked():
         load_rows([])
     with pytest.raises(DataError, match=r"row 0 .* must be a dict"):
         load_rows([1, 2])
+    with pytest.raises(DataError, match=r"row 2 .* must be a dict, got int"):
+        load_rows([{"a": 1}, {"a": 2}, 3])
+    with pytest.raises(DataError, match=r"row 1 .* lacks the column 'a'"):
+        load_rows([{"a": 1}, {"b": 2}], columns=["a"])
     with pytest.raises(DataError, match="from_dataloader"):
         load_rows(iter(ROWS))
 
