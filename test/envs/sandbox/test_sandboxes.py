@@ -74,6 +74,43 @@ def test_files_outside_its_folder_are_refused(sandbox, name):
         sandbox.run_python("pass", files={name: "x"})
 
 
+@pytest.mark.parametrize("argv", [[], "ls", ["echo", 3]])
+def test_what_is_no_command_is_refused(sandbox, argv):
+    with pytest.raises(ConfigError, match="argv must be a program and its arguments"):
+        sandbox.run(argv)
+
+
+def test_a_program_is_not_taken_for_a_word_of_the_sandbox(sandbox):
+    result = sandbox.run(["--version"])
+    assert (result.status, result.stdout) == ("error", "")
+
+
+def test_a_file_in_another_file_is_refused(sandbox):
+    with pytest.raises(ConfigError, match="a folder of 'a/b/c' is itself among the files"):
+        sandbox.run_python("pass", files={"a/b/c": "1", "a": "2"})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"wall_s": 0}, {"wall_s": -1}, {"wall_s": float("nan")}, {"wall_s": float("inf")},
+        {"cpu_s": 0.0}, {"cpu_s": "1"}, {"memory_bytes": -1}, {"memory_bytes": 5e8},
+        {"num_processes": 0}, {"output_bytes": True}, {"file_bytes": 0}, {"num_files": None},
+    ],
+)  # fmt: skip
+def test_limits_that_a_kernel_would_misread_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        Limits(**values)
+
+
+def test_a_sandbox_that_cannot_set_its_limits_says_so():
+    if supervisor.landlock_version() == 0:
+        pytest.skip("takes Landlock, whose rules need a descriptor more than there is")
+    result = make("subprocess", limits=Limits(num_files=2)).run_python("pass")
+    assert (result.status, result.exit_code) == ("sandbox_error", None)
+    assert "the sandbox failed: " in result.stderr
+
+
 def test_each_run_begins_with_an_empty_folder(sandbox):
     look = "import os\nprint(os.listdir('.'))\nopen('left', 'w').close()"
     assert [sandbox.run_python(look).stdout for _ in range(2)] == ["['main.py']\n"] * 2

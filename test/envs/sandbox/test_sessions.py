@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import threading
 import time
@@ -11,6 +12,7 @@ import warnings
 import pytest
 
 from torchrl_llm.envs.sandbox import Limits, make_sandbox
+from torchrl_llm.errors import ConfigError
 
 KINDS = [pytest.param("bubblewrap", marks=pytest.mark.sandbox), "subprocess"]
 
@@ -168,6 +170,31 @@ def test_a_session_that_nobody_holds_ends(sandbox, survivors):
     assert session.run(LEAVE.format(token=token)).ok
     del session
     assert survivors(token) == []
+
+
+def test_a_fork_of_the_trainer_that_lets_go_ends_nothing(sandbox):
+    session = sandbox.open_session()
+    session.run("x = 1")
+    pid = os.fork()
+    if pid == 0:
+        del session
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert session.run("print(x)").stdout == "1\n"
+    session.close()
+
+
+def test_a_fork_inside_that_comes_back_answers_nothing(session):
+    code = "import os\nx = os.fork()\nif x: os.waitpid(x, 0)\nprint('parent' if x else 'child')"
+    result = session.run(code)
+    assert (result.status, result.stdout) == ("ok", "child\nparent\n")
+    assert session.run("print(x > 0)").stdout == "True\n"
+
+
+@pytest.mark.parametrize("wall_s", [0, -1.0, float("nan")])
+def test_no_time_is_no_limit(session, wall_s):
+    with pytest.raises(ConfigError, match="wall_s must be seconds above 0"):
+        session.run("pass", wall_s=wall_s)
 
 
 def test_a_session_outlives_the_thread_that_opened_it(sandbox):

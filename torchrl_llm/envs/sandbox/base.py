@@ -8,10 +8,13 @@ Next: :func:`torchrl_llm.envs.sandbox.make_sandbox` chooses the strongest that a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torchrl_llm.errors import ConfigError
 
 __all__ = ["Limits", "Sandbox", "SandboxResult", "SandboxSession", "Status"]
 
@@ -32,6 +35,9 @@ class Limits:
             the run goes on, and a run that writes more than 64 times as much is ended.
         num_processes: processes and threads at a time, where the sandbox can hold that.
         num_files: open files of a process.
+
+    Raises:
+        ConfigError: a time is not above 0 and finite, or another limit no whole number above 0.
     """
 
     wall_s: float = 10.0
@@ -41,6 +47,32 @@ class Limits:
     output_bytes: int = 64 << 10
     num_processes: int = 32
     num_files: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s"):
+            check_seconds(name, getattr(self, name), optional=name == "cpu_s")
+        for name in ("memory_bytes", "file_bytes", "output_bytes", "num_processes", "num_files"):
+            value = getattr(self, name)
+            # The kernel would take some of these for no limit at all.
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
+
+
+def check_seconds(name: str, value: float | None, *, optional: bool = False) -> None:
+    """Refuse what is no time that a run may take.
+
+    Args:
+        name: of the argument.
+        value: seconds.
+        optional: whether ``None`` is one too.
+
+    Raises:
+        ConfigError: it is not above 0 and finite.
+    """
+    if value is None and optional:
+        return
+    if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be seconds above 0 and finite, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +115,9 @@ class SandboxSession(ABC):
         Args:
             code: Python source.
             wall_s: seconds for this piece; the limits' if not given.
+
+        Raises:
+            ConfigError: ``wall_s`` is not above 0 and finite.
         """
 
     @property

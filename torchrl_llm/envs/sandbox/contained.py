@@ -201,10 +201,18 @@ class ProcessSandbox(Sandbox):
         """See :meth:`Sandbox.run`.
 
         Raises:
-            ConfigError: a file's name would leave the folder.
+            ConfigError: a file's name would leave the folder or is that of another one's folder, or
+                ``argv`` is no sequence of strings.
         """
         limits = self.limits if limits is None else limits
+        if isinstance(argv, str) or not argv or not all(isinstance(word, str) for word in argv):
+            raise ConfigError(
+                f"argv must be a program and its arguments, such as ['ls', '-l']; got {argv!r}"
+            )
         contents = {relative_parts(name): encode(data) for name, data in (files or {}).items()}
+        for path in contents:
+            if not contents.keys().isdisjoint(path.parents):
+                raise ConfigError(f"files: a folder of {str(path)!r} is itself among the files")
         start = time.monotonic()
         with _input(encode(stdin)) as stdin_fd:
             try:
@@ -212,7 +220,7 @@ class ProcessSandbox(Sandbox):
             except (OSError, ValueError) as error:
                 return SandboxResult(
                     status="sandbox_error",
-                    stderr=f"{argv[0] if argv else 'nothing'!r} cannot be started: {error}",
+                    stderr=f"{argv[0]!r} cannot be started: {error}",
                     seconds=time.monotonic() - start,
                 )
         with contained:

@@ -24,14 +24,17 @@ import types
 def _serve(requests, answers) -> None:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    number = 0
+    number, own = 0, os.getpid()
     while True:
         head = requests.read(4)
         if len(head) < 4:
             return
         request = json.loads(requests.read(struct.unpack(">I", head)[0]))
         number += 1
-        answer = json.dumps(_run(request["code"], f"<piece {number}>", vars(main))).encode()
+        values = _run(request["code"], f"<piece {number}>", vars(main))
+        if os.getpid() != own:  # the piece forked, and this is not who was asked
+            os._exit(values["exit_code"])
+        answer = json.dumps(values).encode()
         answers.write(struct.pack(">I", len(answer)) + answer)
         answers.flush()
 

@@ -73,4 +73,4 @@ def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> 
     ]
     if num_processes is not None:
         argv.append(f"--nproc={num_processes}")
-    return argv
+    return [*argv, "--"]

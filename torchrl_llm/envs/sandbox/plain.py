@@ -149,6 +149,8 @@ class _Supervised(Contained):
             _kill_marked(self.mark)
 
     def exit_code(self) -> int | None:
+        if not self._reported("failed", absent=True):  # before the program was begun
+            return None
         return self._reported("exit_code")
 
     def _reported(self, key: str, *, absent: bool = False) -> Any:

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from torchrl_llm.envs.sandbox.base import Limits, SandboxResult, SandboxSession
+from torchrl_llm.envs.sandbox.base import Limits, SandboxResult, SandboxSession, check_seconds
 from torchrl_llm.envs.sandbox.watch import Capture, classify, cpu_seconds, pump
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class PipeSession(SandboxSession):
             os.close(answers_w)
         # Also where nobody closes it, and where the process ends.
         self._finalizer = weakref.finalize(
-            self, _let_go, self._contained, self._answers, self._code_w
+            self, _let_go, self._contained, self._answers, self._code_w, os.getpid()
         )
         if self._contained is None:
             self._finalizer()
@@ -114,6 +114,7 @@ class PipeSession(SandboxSession):
 
     def run(self, code: str, *, wall_s: float | None = None) -> SandboxResult:
         """See :meth:`SandboxSession.run`; one piece at a time, others wait."""
+        check_seconds("wall_s", wall_s, optional=True)
         with self._lock:
             if not self.alive:
                 self._end("the interpreter ended between two pieces of code")
@@ -189,9 +190,11 @@ class PipeSession(SandboxSession):
         self._finalizer()
 
 
-def _let_go(contained: Contained | None, answers: Capture, code_w: int) -> None:
-    if contained is not None:
+def _let_go(contained: Contained | None, answers: Capture, code_w: int, owner: int) -> None:
+    if contained is not None and os.getpid() == owner:
         contained.close()
+    elif contained is not None:  # a fork of the trainer lets go of its copy, and ends nothing
+        contained.close_pipes()
     answers.close()
     os.close(code_w)
 

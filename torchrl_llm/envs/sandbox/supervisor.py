@@ -374,6 +374,7 @@ def _main() -> None:
             _become(orders, its)
         except BaseException as error:
             os.write(report_fd, json.dumps({"failed": str(error)}).encode() + b"\n")
+            os.write(2, f"the sandbox failed: {error}\n".encode(errors="replace"))
         finally:
             os._exit(127)
     its.close()
