@@ -367,6 +367,9 @@ def checked_score(score: Any) -> RewardScore:
     full = score if isinstance(score, RewardScore) else None
     value = score if full is None else full.reward
     if full is not None:
+        kinds = (type(value), type(full.success), type(full.has_answer), type(full.has_think))
+        if kinds == (float, bool, bool, bool) and abs(value) <= _FLOAT32_MAX:
+            return full  # as nearly always
         full = full._replace(
             success=_flag("success", full.success),
             has_answer=_flag("has_answer", full.has_answer),
