@@ -141,6 +141,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")
+        twice = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
+        ensure(not twice, f"tasks names {twice} more than once: the answers have one file a task")
         for name in (*self.tasks, *self.data_files, *self.options):
             check_task(name)
         for task, options in self.options.items():
@@ -238,14 +240,16 @@ def answer_task(
             file.flush()
             bar.update()
 
-        evaluate(
-            env,
-            policy,
-            num_prompts=total,
-            max_turns=type(env).max_turns(config.eval.max_steps) or _MOST_TURNS,
-            on_answer=write,
-        )
-    env.close()
+        try:
+            evaluate(
+                env,
+                policy,
+                num_prompts=total,
+                max_turns=type(env).max_turns(config.eval.max_steps) or _MOST_TURNS,
+                on_answer=write,
+            )
+        finally:
+            env.close()
     return records
 
 

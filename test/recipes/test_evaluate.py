@@ -239,6 +239,7 @@ def test_without_files_the_hub_is_asked_for_the_split_that_it_has(recipe, monkey
     [
         (["tasks=[gsm9k]"], "unknown task 'gsm9k'.*'gsm8k'"),
         (["tasks=[]"], "nothing to evaluate on"),
+        (["tasks=[gsm8k,ifeval,gsm8k]"], r"tasks names \['gsm8k'\] more than once"),
         (["eval.num_prompt=3"], "unknown key 'eval.num_prompt'.*'eval.num_prompts'"),
         (["eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
         (["eval.repeats=4"], "no effect with inference_model.temperature=0"),
