@@ -54,21 +54,26 @@ def test_calls_attributes_and_errors_are_those_of_the_object(times):
         times.call("nonsense")
 
 
-def test_calls_run_beside_each_other_and_a_sign_of_life_beside_all(times):
-    started = time.monotonic()
-    refs = [times.submit("sleep", 1.5) for _ in range(4)]
-    assert times.pid(timeout_s=1.4) != os.getpid()
-    assert time.monotonic() - started < 1.5
-    for ref in refs:
-        times.result(ref)
-    assert time.monotonic() - started < 4.5
+def test_calls_run_beside_each_other_and_a_sign_of_life_beside_all(cluster):
+    # Those who wait at the barrier go on only when the third has come.
+    barrier = RemoteObject(
+        partial(threading.Barrier, 3), ActorOptions(num_cpus=0, max_concurrency=3), what="a barrier"
+    )
+    refs = [barrier.submit("wait", 200) for _ in range(2)]
+    deadline = time.monotonic() + 200
+    while barrier.read("n_waiting") < 2:
+        assert time.monotonic() < deadline
+    assert barrier.pid(timeout_s=100) != os.getpid()
+    refs.append(barrier.submit("wait", 200))
+    assert sorted(map(barrier.result, refs)) == [0, 1, 2]
+    barrier.shutdown()
 
 
 def test_a_call_without_an_answer_ends_at_its_limit(times):
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"sleep of a clock: no answer within 0\.3 s"):
-        times.call("sleep", 3, timeout_s=0.3)
-    assert time.monotonic() - started < 2
+        times.call("sleep", 40, timeout_s=0.3)
+    assert time.monotonic() - started < 30  # long before the answer
 
 
 def test_a_pickled_copy_names_the_same_actor(times):
@@ -103,7 +108,7 @@ def test_a_killed_actor_fails_its_calls_with_its_name_and_soon(cluster):
         remote.result(ref)
     with pytest.raises(WorkerError, match="a sign of life of clock 3"):
         remote.pid()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50  # and not with the end of the call
 
 
 def test_what_the_cluster_cannot_give_is_said_before_anything_starts(cluster):
@@ -112,7 +117,8 @@ def test_what_the_cluster_cannot_give_is_said_before_anything_starts(cluster):
         check_resources("a pool", [{"CPU": 2.0}] * 3)
     with pytest.raises(ResourceError, match=r"1 GPU \(0 of 0 free\)"):
         RemoteObject(dict, ActorOptions(num_gpus=1))
-    assert time.monotonic() - started < 5
+    # What is too much for the whole cluster is not waited for.
+    assert time.monotonic() - started < 10
 
 
 def test_what_others_hold_is_waited_for_and_then_named(cluster):
@@ -120,7 +126,7 @@ def test_what_others_hold_is_waited_for_and_then_named(cluster):
     with pytest.raises(ResourceError, match=r"1 CPU \(0(\.5)? of 2 free\)"):
         check_resources("more", [{"CPU": 1.0}], settle_s=0.5)
     threading.Timer(0.5, holder.shutdown).start()
-    check_resources("more", [{"CPU": 1.0}])
+    check_resources("more", [{"CPU": 1.0}], settle_s=200)
 
 
 @pytest.mark.parametrize("bad", [{"num_gpus": -1}, {"max_concurrency": 0}, {"timeout_s": 0}])
