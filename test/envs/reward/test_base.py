@@ -165,6 +165,14 @@ def test_defect_09_padded_rows_of_tokens_mode_are_scored_one_by_one(tokenizer):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_the_input_mode_is_the_environments_unless_given(mode, tokenizer):
+    env = DatasetChatEnv(dataset=[{"query": "q"}], input_mode=mode, tokenizer=tokenizer)
+    assert Scripted().input_mode is None
+    assert Scripted(in_keys=[("tokens", "full"), "answer"]).input_mode == "tokens"
+    assert env.append_transform(Scripted()).transform[-1].input_mode == mode
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_three_input_modes_agree(mode, tokenizer):
     texts = iter(["a", "score", "raise", "nope"])
     env = make_env(["a", "b", "c", "d"], mode=mode, tokenizer=tokenizer)
@@ -339,6 +347,9 @@ def test_what_is_missing_or_contradictory_is_named(queries, answer):
         Scripted(in_keys=["text"])
     with pytest.raises(ConfigError, match="contradicts"):
         Scripted(in_keys=[("text", "full"), "answer"], input_mode="history")
+    for wrong in ({"input_mode": "chat"}, {"in_keys": [("full", "text"), "answer"]}):
+        with pytest.raises(ConfigError, match=r"input_mode must be one of .*'history'"):
+            Scripted(**wrong)
     with pytest.raises(ConfigError, match="out_keys"):
         Scripted(out_keys=["reward"])
 

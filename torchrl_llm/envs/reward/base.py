@@ -31,6 +31,7 @@ from torchrl_llm.errors import ConfigError, DataError, RewardError
 __all__ = ["RewardParser", "RewardScore", "checked_score", "extract_block", "extract_tags"]
 
 _AUXILIARY_KEY = ("tools", "auxiliary")
+_INPUT_MODES = ("history", "text", "tokens")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
 
@@ -168,6 +169,8 @@ class RewardParser(Transform):
             if input_mode not in (None, in_keys[0][0]):
                 raise ConfigError(f"in_keys {in_keys[0]!r} contradicts input_mode={input_mode!r}")
             input_mode, self._answer_key = in_keys[0][0], in_keys[1]
+        if input_mode not in (None, *_INPUT_MODES):
+            raise ConfigError(f"input_mode must be one of {_INPUT_MODES}, got {input_mode!r}")
         self.tokenizer = tokenizer
         self.eos_token = getattr(tokenizer, "eos_token", None) if eos_token is None else eos_token
         self.set_done_if_answer = set_done_if_answer
@@ -192,6 +195,12 @@ class RewardParser(Transform):
         """
 
     # Reading
+
+    @property
+    def input_mode(self) -> str | None:
+        """``"history"``, ``"text"`` or ``"tokens"``; ``None`` before there is an environment."""
+        mode = None if self.parent is None else getattr(self.parent, "mode", None)
+        return mode.name if self._input_mode is None and mode is not None else self._input_mode
 
     def _mode(self) -> InputMode:
         if self._input_mode is None and self.parent is not None:
