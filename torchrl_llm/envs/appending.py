@@ -115,6 +115,12 @@ def _append_row(
     formatter: ChatFormatter, grown: Grown, row: int, turn: _Turn, new: list[Message]
 ) -> None:
     prompt = grown.token_ids[row]
+    if turn.start and not torch.equal(prompt[: turn.token_ids.shape[0]], turn.token_ids):
+        raise TemplateError(
+            f"row {row}: the prompt does not begin with the turn that messages are to be put "
+            "behind. Leave out rows that are not stepped, and append what rewrites the "
+            "conversation (a context strategy) after what adds messages to it"
+        )
     extension = formatter.extend_turn(
         turn.token_ids,
         _message(formatter, turn),
@@ -178,7 +184,9 @@ def _turns(
     turns: list[_Turn | None] = []
     for row, (ids, start) in enumerate(zip(full, _starts(td, full), strict=True)):
         reason = FinishReason.STOP if reasons is None else FinishReason(int(reasons[row]))
-        turns.append(_Turn(ids, start, reason) if start < ids.shape[0] else None)
+        # A response without a token (aborted, or to a prompt that was too long) is a turn, too.
+        there = 0 < ids.shape[0] >= start
+        turns.append(_Turn(ids, start, reason) if there else None)
     return turns
 
 

@@ -175,6 +175,17 @@ class ChatEnv(EnvBase):
         self.full_reward_spec = Composite(shape=shape, device=self.device)
         self.full_done_spec = Composite(done, shape=shape, device=self.device)
 
+    def keep_history(self) -> None:
+        """Keep ``("history", "prompt")`` up to date in text and tokens mode too.
+
+        Nobody reads the policy's prompt from there; it is for transforms that work on messages. The
+        context strategies call it when they are appended; call it before the first reset.
+        """
+        if not self.mode.keeps_history:
+            self.mode.keeps_history = True
+            self._make_specs(self.batch_size[0])
+            self.empty_cache()
+
     # Reset
 
     def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:

@@ -56,9 +56,13 @@ class InputMode(ABC):
         formatter: renders and encodes conversations; history mode needs none.
         example: a conversation that ends with a user message, for the specs.
         policy_role: role of the model's messages.
+
+    Attributes:
+        keeps_history: whether the mode writes ``("history", "prompt")``.
     """
 
     name: str
+    keeps_history: bool = False
 
     def __init__(self, formatter: ChatFormatter | None, example: Chat, policy_role: str) -> None:
         self.formatter = formatter
@@ -104,6 +108,17 @@ class InputMode(ABC):
 
         Raises:
             TemplateError: the chat template refuses the messages (text and tokens mode).
+        """
+
+    @abstractmethod
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Put other conversations into rows of the prompts that a reset or step has written.
+
+        They are encoded anew: nothing in them was sampled.
+
+        Args:
+            out: the prompts; changed in place.
+            chats: conversations by row.
         """
 
 

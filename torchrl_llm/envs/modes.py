@@ -6,26 +6,22 @@ text and tokens mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import ChatHistory
 from torchrl_llm.data.formatter import ChatFormatter
-from torchrl_llm.data.history import History
+from torchrl_llm.envs.conversations import history_spec, read_chats, write_chats
 from torchrl_llm.envs.input_mode import (
     InputMode,
     Message,
     merge_rows,
     message_text,
-    missing_key,
 )
-from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.token_modes import TextMode, TokensMode
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -45,31 +41,26 @@ class HistoryMode(InputMode):
     """Conversations: ``("history", "full")`` becomes the next ``("history", "prompt")``."""
 
     name = "history"
+    keeps_history = True
 
     def prompt_specs(self, size: int) -> dict[str, Composite]:
         """``history.prompt``."""
-        return {"history": self._spec("prompt", self.example, size)}
+        return {"history": history_spec("prompt", self.example, size)}
 
     def full_specs(self, size: int) -> dict[str, Composite]:
         """``history.full``."""
         answered = self.example + [{"role": self.policy_role, "content": "An answer."}]
-        return {"history": self._spec("full", answered, size)}
-
-    @staticmethod
-    def _spec(field: str, chat: Chat, size: int) -> Composite:
-        column = ColumnSpec((size, -1), example_data=chat)
-        history = Composite(messages=column, shape=(size,), data_cls=History)
-        return Composite({field: history}, shape=(size,), data_cls=ChatHistory)
+        return {"history": history_spec("full", answered, size)}
 
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         """Write ``history.prompt``."""
-        self._write(out, [Chat() if chat is None else chat for chat in chats])
+        write_chats(out, [Chat() if chat is None else chat for chat in chats])
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``history.prompt``; the token record moves with each chat."""
-        full = self._read(td, "full")
-        self._write(
-            out, full if stepped is None else merge_rows(full, self._read(td, "prompt"), stepped)
+        full = read_chats(td, "full")
+        write_chats(
+            out, full if stepped is None else merge_rows(full, read_chats(td, "prompt"), stepped)
         )
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
@@ -78,12 +69,12 @@ class HistoryMode(InputMode):
             message_text(chat[-1])
             if len(chat) and chat[-1].get("role") == self.policy_role
             else DataError(f"the conversation does not end with a {self.policy_role!r} message")
-            for chat in self._read(td, "full")
+            for chat in read_chats(td, "full")
         ]
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
         """The last message of each conversation, if the model wrote it."""
-        chats = self._read(td, "full")
+        chats = read_chats(td, "full")
         ends = (chat.messages[-1] if len(chat) else {} for chat in chats)
         return [dict(end) if end.get("role") == self.policy_role else None for end in ends]
 
@@ -91,25 +82,16 @@ class HistoryMode(InputMode):
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
     ) -> None:
         """Append to ``history.prompt``; the token record stays with each chat."""
-        chats = self._read(out, "prompt")
+        chats = read_chats(out, "prompt")
         if any(added):
-            self._write(
+            write_chats(
                 out, [c + list(new) if new else c for c, new in zip(chats, added, strict=True)]
             )
 
-    @staticmethod
-    def _read(td: TensorDictBase, field: str) -> list[Chat]:
-        history = td.get(("history", field), None)
-        if history is None:
-            raise missing_key(("history", field))
-        return history.chats
-
-    @staticmethod
-    def _write(out: TensorDictBase, chats: list[Chat]) -> None:
-        node = TensorDict._new_unsafe(
-            source={"prompt": History.of(chats)}, batch_size=torch.Size([len(chats)])
-        )
-        out.set("history", ChatHistory._from_tensordict(node))
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Set ``history.prompt``; the policy encodes what has no record."""
+        now = read_chats(out, "prompt")
+        write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
 
 
 _MODES: dict[str, type[InputMode]] = {

@@ -8,7 +8,7 @@ Shape legend: ``B`` rows, ``T`` tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.formatter import Encoded
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.envs.appending import NewText, aligned_rows, append_ids, read_turns, valid_rows
+from torchrl_llm.envs.conversations import history_spec, read_chats, write_chats
 from torchrl_llm.envs.input_mode import InputMode, Message, merge_rows, missing_key
 from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import DataError
@@ -42,12 +43,28 @@ class _TokenCarrier(InputMode):
     """Text and tokens mode: ids, trace and log-probs travel as keys of their own."""
 
     def prompt_specs(self, size: int) -> dict[str, Composite]:
-        """``tokens.prompt``, ``log_probs.prompt`` and ``trace``."""
+        """``tokens.prompt``, ``log_probs.prompt`` and ``trace``, and ``history.prompt`` if kept."""
+        kept = {"history": history_spec("prompt", self.example, size)} if self.keeps_history else {}
         return {
+            **kept,
             "tokens": RaggedSpec({"prompt": torch.int64}, shape=(size,)),
             "log_probs": RaggedSpec({"prompt": torch.float32}, shape=(size,)),
             "trace": RaggedSpec(_TRACE, shape=(size,)),
         }
+
+    def _start_chats(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        if self.keeps_history:
+            write_chats(out, [Chat() if chat is None else chat for chat in chats])
+
+    def _step_chats(
+        self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
+    ) -> None:
+        if not self.keeps_history:
+            return
+        before = read_chats(td, "prompt")
+        said = zip(before, self.turns(td), strict=True)
+        after = [chat if turn is None else chat + [turn] for chat, turn in said]
+        write_chats(out, merge_rows(after, before, stepped))
 
     def _start_tokens(
         self, out: TensorDictBase, rows: Sequence[Tensor], sources: Sequence[Tensor]
@@ -91,9 +108,34 @@ class _TokenCarrier(InputMode):
         if any(added):
             self._append_ids(td, out, added)
 
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Encode the conversations, generation prompt included, in place of the ids."""
+        self._replace_ids(out, chats)
+
+    def _replace_ids(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> list[Tensor]:
+        """The new ids, in the order of the conversations."""
+        if self.keeps_history:
+            now = read_chats(out, "prompt")
+            write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
+        rows = read_rows(out, ("tokens", "prompt"))
+        log_probs = read_rows(out, ("log_probs", "prompt"))
+        trace = {name: read_rows(out, ("trace", name)) for name in _UNKNOWN}
+        encoded = self.formatter.encode_batch(list(chats.values()))
+        for row, item in zip(chats, encoded, strict=True):
+            rows[row] = item.token_ids
+            log_probs[row] = torch.zeros(item.token_ids.shape)
+            for name, value in _UNKNOWN.items():
+                (trace[name][row],) = _filled([item.token_ids], value, name)
+            trace["source"][row] = item.source.to(torch.int8)
+        self._write_tokens(out, rows, log_probs, trace)
+        return [item.token_ids for item in encoded]
+
     def _append_ids(
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
     ) -> list[NewText]:
+        if self.keeps_history:
+            chats = zip(read_chats(out, "prompt"), added, strict=True)
+            write_chats(out, [chat + list(new) if new else chat for chat, new in chats])
         grown = append_ids(self.formatter, td, out, added, self.responses(td))
         self._write_tokens(out, grown.token_ids, grown.log_probs, grown.trace)
         return grown.texts
@@ -147,6 +189,7 @@ class TextMode(_TokenCarrier):
             "" if chat is None else self.formatter.decode(next(encoded).token_ids) for chat in chats
         ]
         self._write(out, texts)
+        self._start_chats(out, chats)
         empty = [torch.zeros(0, dtype=torch.int64)] * len(chats)
         self._start_tokens(out, empty, empty)
 
@@ -157,6 +200,14 @@ class TextMode(_TokenCarrier):
             out, full if stepped is None else merge_rows(full, self._read(td, "prompt"), stepped)
         )
         self._step_tokens(td, out, stepped)
+        self._step_chats(td, out, stepped)
+
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Render the conversations; the policy encodes them."""
+        texts = self._read(out, "prompt")
+        for row, ids in zip(chats, self._replace_ids(out, chats), strict=True):
+            texts[row] = self.formatter.decode(ids)
+        self._write(out, texts)
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
         """``text.response``, or what ``text.full`` adds to the prompt."""
@@ -216,12 +267,14 @@ class TokensMode(_TokenCarrier):
         filler = Encoded(nothing, nothing, nothing.bool())
         items = [filler if chat is None else next(encoded) for chat in chats]
         self._start_tokens(out, [item.token_ids for item in items], [item.source for item in items])
+        self._start_chats(out, chats)
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``tokens.prompt`` and its trace."""
         if read_rows(td, ("tokens", "full"), None) is None:
             raise missing_key(("tokens", "full"))
         self._step_tokens(td, out, stepped)
+        self._step_chats(td, out, stepped)
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
         """The decoded ids of each response."""

@@ -266,11 +266,16 @@ def test_a_long_query_is_cut_at_the_start_without_the_mark_of_a_fork(queries):
     assert chat.record is None
 
 
-@pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_a_strategy_says_that_it_needs_messages(mode, tokenizer, queries):
-    env = ChatEnv(batch_size=(1,), input_mode=mode, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match="input_mode='history'"):
-        env.append_transform(FullDialog()).reset(queries("a"))
+def test_a_strategy_says_that_it_needs_messages(queries):
+    class Wordless(Transform):
+        """Takes the conversations away."""
+
+        def _reset(self, tensordict, tensordict_reset):
+            return tensordict_reset.exclude("history")
+
+    env = ChatEnv(batch_size=(1,)).append_transform(Wordless()).append_transform(FullDialog())
+    with pytest.raises(ConfigError, match="rewrites messages, and the prompts have none"):
+        env.reset(queries("a"))
 
 
 def test_specs_hold(queries):

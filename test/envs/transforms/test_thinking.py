@@ -291,8 +291,28 @@ def test_arguments_that_contradict_each_other_are_refused(arguments):
         AddThinkingPrompt(wrong, **arguments)
 
 
-def test_it_needs_messages(tokenizer):
-    env = make_env(AddThinkingPrompt(wrong, "Wait,"), tokenizer=tokenizer, input_mode="text")
-    td = FakeWrapper(WRONG, tokenizer=tokenizer, input_mode="text")(env.reset())
-    with pytest.raises(ConfigError, match="input_mode='history'"):
-        env.step(td)
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_a_turn_can_be_edited_in_history_mode_only(mode, tokenizer):
+    with pytest.raises(ConfigError, match="edit_last_turn=False"):
+        make_env(AddThinkingPrompt(wrong, "Wait,"), tokenizer=tokenizer, input_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_message_of_its_own_works_in_every_input_mode(mode, role, tokenizer):
+    def walk(mode):
+        transform = AddThinkingPrompt(wrong, "Again.", role=role, edit_last_turn=False)
+        rows = [{"query": "a", "answer": "13"}, {"query": "b", "answer": "12"}]
+        env = make_env(transform, rows=rows, num_envs=2, tokenizer=tokenizer, input_mode=mode)
+        policy = FakeWrapper([WRONG, WRONG, RIGHT, RIGHT], tokenizer=tokenizer, input_mode=mode)
+        first = env.step(policy(env.reset()))
+        return first, policy(env.step_mdp(first))
+
+    first, second = walk(mode)
+    assert first["next", "done"].flatten().tolist() == [True, False]
+    ids = [read_rows(td, ("tokens", "full"))[1] for td in (first, second)]
+    assert torch.equal(ids[1][: len(ids[0])], ids[0])
+    told = tokenizer.decode(read_rows(second, ("tokens", "prompt"))[1])
+    assert told.count("Again.") == 1
+    [_, expected] = read_rows(walk("history")[1], ("tokens", "full"))
+    assert torch.equal(ids[1], expected)

@@ -19,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
+from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 
 __all__ = [
@@ -61,12 +62,15 @@ class ContextStrategy(Transform):
     """Base of the strategies: subclasses write :meth:`rewrite` and name their ``cause``.
 
     It acts on every prompt that the environment hands out. Rows that are done or not stepped, and
-    conversations whose last message is an unfinished one of the model's, are left alone. History
-    mode only; append it before transforms that tokenize
+    conversations whose last message is an unfinished one of the model's, are left alone. Append it
+    behind transforms that add messages and before those that tokenize
     (``ChatEnv(with_tokenizer=True)`` keeps its own last).
 
+    In text and tokens mode the environment keeps ``("history", "prompt")`` beside the ids from then
+    on (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), and the record of a fork is found there.
+
     Raises:
-        ConfigError: at the first prompt, in an environment of another input mode.
+        ConfigError: at the first prompt, in an environment that has no messages.
 
     Example:
         >>> from tensordict import TensorDict
@@ -96,6 +100,17 @@ class ContextStrategy(Transform):
             The same messages, or others. What is left out here is gone for later turns too.
         """
 
+    def set_container(self, container: Any) -> None:
+        """Let the environment keep the messages."""
+        super().set_container(container)
+        env = chat_env_of(self)
+        if env is not None:
+            env.keep_history()
+            inner = self.container.base_env
+            while isinstance(inner, TransformedEnv):
+                inner.empty_cache()
+                inner = inner.base_env
+
     def _rewritten(self, chat: Chat, *, starts: bool) -> Chat:
         if not len(chat) or chat.messages[-1].get("is_complete") is False:
             return chat
@@ -110,10 +125,22 @@ class ContextStrategy(Transform):
         history = td.get(("history", "prompt"), None)
         if history is None:
             raise ConfigError(
-                f"{type(self).__name__} rewrites messages and needs input_mode='history'; "
-                "text and token prompts have none"
+                f"{type(self).__name__} rewrites messages, and the prompts have none: append it to "
+                "a ChatEnv, or to an environment with ('history', 'prompt')"
             )
         return history.chats
+
+    def _write(self, td: TensorDictBase, before: list[Chat], after: list[Chat]) -> None:
+        changed = {
+            row: chat
+            for row, (old, chat) in enumerate(zip(before, after, strict=True))
+            if chat is not old
+        }
+        env = chat_env_of(self)
+        if changed and env is not None:
+            env.mode.replace(td, changed)
+        elif changed:
+            td.set(("history", "prompt"), History.of(after))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         chats = self._chats(next_tensordict)
@@ -123,19 +150,20 @@ class ContextStrategy(Transform):
             if mask is not None:
                 flags = (mask.reshape(len(chats), -1).any(-1) == wanted).tolist()
                 going = [a and b for a, b in zip(going, flags, strict=True)]
-        chats = [
+        after = [
             self._rewritten(chat, starts=False) if goes else chat
             for chat, goes in zip(chats, going, strict=True)
         ]
-        next_tensordict.set(("history", "prompt"), History.of(chats))
+        self._write(next_tensordict, chats, after)
         return next_tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         # A first prompt has nothing behind it that it could fork from.
-        chats = [self._rewritten(chat, starts=True) for chat in self._chats(tensordict_reset)]
-        tensordict_reset.set(("history", "prompt"), History.of(chats))
+        chats = self._chats(tensordict_reset)
+        after = [self._rewritten(chat, starts=True) for chat in chats]
+        self._write(tensordict_reset, chats, after)
         return tensordict_reset
 
 

@@ -24,6 +24,7 @@ from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.formatter.codec import Codec, Piece
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["AddThinkingPrompt", "edit_turn"]
@@ -40,7 +41,8 @@ class AddThinkingPrompt(Transform):
 
     Append it behind the reward. Rows that were cut (``truncated``, or at the limit of a
     ``StepCounter``) are over and are left alone, as are rows that are not stepped; a row whose
-    reward is invalid keeps it. History mode only.
+    reward is invalid keeps it. In text and tokens mode, which have no messages to edit, pass
+    ``edit_last_turn=False``.
 
     Args:
         cond: gets one row of what the environment returned (the reward is in it, ``[1, 1]``) and
@@ -59,8 +61,8 @@ class AddThinkingPrompt(Transform):
             any the whole conversation is encoded anew.
 
     Raises:
-        ConfigError: for arguments that contradict each other; at the first step, outside history
-            mode.
+        ConfigError: for arguments that contradict each other; where it is appended, for
+            ``edit_last_turn`` outside history mode.
 
     Example:
         >>> from tensordict import TensorDict
@@ -127,12 +129,23 @@ class AddThinkingPrompt(Transform):
         self._tokenizer = tokenizer
         self._codec: Codec | None = None
 
+    def set_container(self, container: Any) -> None:
+        """Refuse an environment whose turns cannot be edited."""
+        super().set_container(container)
+        env = chat_env_of(self)
+        if self.edit_last_turn and env is not None and env.input_mode != "history":
+            raise ConfigError(
+                "AddThinkingPrompt edits messages and needs input_mode='history', got "
+                f"{env.input_mode!r}; there pass edit_last_turn=False, so that the prompt is a "
+                "message of its own"
+            )
+
     # -- which rows, which prompt -----------------------------------------------------------------
 
     def _rows(
-        self, td: TensorDictBase, next_td: TensorDictBase, chats: Sequence[Chat]
+        self, td: TensorDictBase, next_td: TensorDictBase, chats: Sequence[Chat] | None
     ) -> list[int]:
-        size = len(chats)
+        size = next_td.batch_size.numel()
         open_rows = torch.ones(size, dtype=torch.bool)
         stepped, truncated = td.get("_step", None), next_td.get("truncated", None)
         if stepped is not None:
@@ -164,20 +177,19 @@ class AddThinkingPrompt(Transform):
     # -- the change -------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        history = next_tensordict.get(("history", "prompt"), None)
-        if history is None or self.parent is None:
-            raise ConfigError(
-                "AddThinkingPrompt acts on the steps of a chat environment with "
-                "input_mode='history'"
-            )
-        chats = history.chats
-        rows = self._rows(tensordict, next_tensordict, chats)
+        env = chat_env_of(self)
+        if env is not None and env.input_mode != "history":
+            rows = self._rows(tensordict, next_tensordict, None)
+            added: list[list[dict[str, str]]] = [[] for _ in range(env.batch_size[0])]
+            for row in rows:
+                prompt = self._prompt(next_tensordict, row)
+                added[row] = [{"role": self.role, "content": prompt}]
+            env.mode.append(tensordict, next_tensordict, added)
+        else:
+            rows = self._ask_in_history(tensordict, next_tensordict)
         if not rows:
             return next_tensordict
-        for row in rows:
-            chats[row] = self._asked_again(chats[row], self._prompt(next_tensordict, row))
-        next_tensordict.set(("history", "prompt"), History.of(chats))
-        chosen = torch.zeros(len(chats), dtype=torch.bool)
+        chosen = torch.zeros(next_tensordict.batch_size.numel(), dtype=torch.bool)
         chosen[rows] = True
         chosen = chosen.to(next_tensordict.device or "cpu")
         if self.undo_done:
@@ -185,6 +197,21 @@ class AddThinkingPrompt(Transform):
         if self.zero_reward:
             self._zero(next_tensordict, chosen)
         return next_tensordict
+
+    def _ask_in_history(self, td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
+        history = next_td.get(("history", "prompt"), None)
+        if history is None or self.parent is None:
+            raise ConfigError(
+                "AddThinkingPrompt acts on the steps of a chat environment, or of one with "
+                "('history', 'prompt')"
+            )
+        chats = history.chats
+        rows = self._rows(td, next_td, chats)
+        for row in rows:
+            chats[row] = self._asked_again(chats[row], self._prompt(next_td, row))
+        if rows:
+            next_td.set(("history", "prompt"), History.of(chats))
+        return rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """There is nothing to ask outside an environment.
