@@ -189,9 +189,9 @@ def test_a_fork_that_ends_leaves_the_processes_of_its_parent_alone(tmp_path):
 
 
 def test_a_process_starts_once_and_that_takes_nothing_of_the_time_of_a_call():
-    counter = Counter(seconds=1.0)
+    counter = Counter(seconds=3.0)
     pool = WorkerPool(counter.count, start=counter.start, num_workers=1)
-    first = pool.call(timeout=0.9)
+    first = pool.call(timeout=2.9)
     assert first[1] == 1
     assert pool.call(timeout=30) == first
     pool.close()

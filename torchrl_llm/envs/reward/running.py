@@ -52,7 +52,7 @@ def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None)
             is killed.
 
     Returns:
-        Its value, as :meth:`~torchrl_llm.envs.workers.WorkerPool.call` returns it.
+        Its value, as :meth:`~torchrl_llm.envs.workers.processes.WorkerPool.call` returns it.
 
     Raises:
         RewardTimeoutError: no value in time.
