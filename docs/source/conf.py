@@ -31,6 +31,8 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"torchrl_llm {release}"
+# Lines of 100 characters, as long as those of the code, fit without scrolling.
+html_theme_options = {"light_css_variables": {"code-font-size": "0.73em"}}
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
 
