@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import shutil
@@ -14,6 +15,8 @@ from envs.transforms.tools.web import Site
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms.tools.browser import BrowserTool, BrowserTransform
+from torchrl_llm.envs.transforms.tools.browser_driver import BrowserDriver
+from torchrl_llm.envs.transforms.tools.browser_rules import AddressRules
 from torchrl_llm.envs.transforms.tools.call import ToolCall
 from torchrl_llm.errors import ConfigError, TemplateError, WorkerError
 
@@ -287,3 +290,34 @@ def test_impossible_settings_are_refused(name):
 def test_a_template_without_tools_is_refused(make_tokenizer):
     with pytest.raises(TemplateError, match="tools"):
         BrowserTransform(tokenizer=make_tokenizer())
+
+
+def test_a_page_that_goes_on_while_it_is_read_is_read_again():
+    from playwright.async_api import Error
+
+    class Link:
+        calls = 0
+
+        async def send(self, method, arguments=None):
+            if method == "Page.getFrameTree":
+                return {"frameTree": {"frame": {"id": "1"}}}
+            if method == "Page.createIsolatedWorld":
+                return {"executionContextId": 1}
+            self.calls += 1
+            if self.calls < 3:
+                raise Error("Protocol error: Cannot find context with specified id")
+            if self.calls > 3:
+                raise Error("Protocol error: something else")
+            return {"result": {"value": "read"}}
+
+    class Seat:
+        the_link = Link()
+
+        async def link(self):
+            return self.the_link
+
+    driver, seat = BrowserDriver(AddressRules(["example.org"])), Seat()
+    assert asyncio.run(driver._in_page(seat, "() => 1")) == "read"
+    with pytest.raises(Error, match="something else"):
+        asyncio.run(driver._in_page(seat, "() => 1"))
+    assert seat.the_link.calls == 4

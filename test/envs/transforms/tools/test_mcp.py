@@ -18,7 +18,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms.tools.call import ToolCall
-from torchrl_llm.envs.transforms.tools.mcp import MCPServers, MCPToolTransform
+from torchrl_llm.envs.transforms.tools.mcp import MCPServers, MCPToolTransform, _text_of
 from torchrl_llm.envs.transforms.tools.mcp_client import MCPServerConfig
 from torchrl_llm.errors import ConfigError, WorkerError
 
@@ -204,6 +204,19 @@ def test_a_result_of_ten_megabytes_is_cut(http, make_tools):
         result = run(tools, "big", characters=10_000_000)
     assert (result.error, result.truncated) == ("", True)
     assert 900 < len(result.content) <= 1000
+
+
+def test_what_a_result_holds_beside_texts_is_written_as_it_is():
+    from mcp import types
+
+    resources = [
+        types.TextResourceContents(uri="file:///a", text=""),
+        types.BlobResourceContents(uri="file:///b", blob="AAAA", mime_type="a/b"),
+    ]
+    content = [types.EmbeddedResource(type="resource", resource=one) for one in resources]
+    assert _text_of(types.CallToolResult(content=content)) == "\n[a/b file:///b]"
+    facts = types.CallToolResult(content=[], structured_content={"gr\xfc\xdfe": [1, None]})
+    assert _text_of(facts) == '{"gr\xfc\xdfe": [1, null]}'
 
 
 def test_pictures_are_named_and_not_shown(tools):

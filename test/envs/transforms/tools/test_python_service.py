@@ -126,6 +126,31 @@ def test_the_least_recently_used_interpreter_is_ended_beyond_the_limit(make_serv
     assert (sandbox.closed, service.num_sessions) == (3, 0)
 
 
+def test_a_caller_whose_interpreter_was_crowded_out_is_told(make_service):
+    service = make_service(2, sandbox=CountingSandbox(), max_sessions=1)
+    for session, restarted in (("a", False), ("b", False), ("a", True), ("a", False), ("b", True)):
+        assert service.execute("x", session=session)["restarted"] == restarted
+    service.end_session("a")  # which was crowded out, too: what comes now is a new conversation
+    assert not service.execute("x", session="a")["restarted"]
+
+
+def test_a_tool_that_is_closed_leaves_none_of_its_interpreters_in_a_service_of_many():
+    class Shared(PythonExecutorService):
+        def close(self):
+            """Nothing: others may use it."""
+
+    service = Shared(2, sandbox=CountingSandbox())
+    one, two = (PythonTool(persistent=True, executor=service) for _ in range(2))
+    for tool, session in ((one, 1), (one, 2), (two, 1)):
+        tool.run(ToolCall("python", {"code": "x"}, session=session))
+    one.end_session(2)
+    one.close()
+    assert service.num_sessions == 1
+    assert not service.execute("x", session=(two._owner, 1))["restarted"]
+    two.close()
+    assert service.num_sessions == 0
+
+
 def test_an_interpreter_that_ended_is_opened_again_and_the_caller_told(make_service):
     service = make_service(2, sandbox=CountingSandbox())
     assert not service.execute("die", session="a")["restarted"]

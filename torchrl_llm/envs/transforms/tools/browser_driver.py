@@ -24,6 +24,9 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 # How long an element may take to appear, and a click to lead somewhere.
 _ELEMENT_S = 3.0
 _SETTLE_S = 0.15
+# How often a page is read that goes on to another meanwhile, and how Chromium says so.
+_TRIES = 5
+_GONE = ("Cannot find context", "context was destroyed", "No frame for given id")
 # Answers that leave the page as it is.
 _NO_CONTENT = (204, 205)
 _URL_CHARS = 500
@@ -307,10 +310,25 @@ class BrowserDriver:
 
     async def _in_page(self, seat: _Seat, function: str, *args: Any) -> Any:
         """Call a function on the page, in a world that the scripts of the page cannot reach."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                answer = await self._called(seat, function, *args)
+                break
+            except _errors().Error as error:
+                # The page went on to another between two of these steps.
+                if not tries_left or not any(word in str(error) for word in _GONE):
+                    raise
+                await asyncio.sleep(_SETTLE_S)
+        if "exceptionDetails" in answer:
+            described = answer["exceptionDetails"].get("exception", {}).get("description", "")
+            raise BrowserError(described.partition("\n")[0] or "the page cannot be read")
+        return answer["result"]["value"]
+
+    async def _called(self, seat: _Seat, function: str, *args: Any) -> Mapping[str, Any]:
         link = await seat.link()
         frame = (await link.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
         world = await link.send("Page.createIsolatedWorld", {"frameId": frame})
-        answer = await link.send(
+        return await link.send(
             "Runtime.callFunctionOn",
             {
                 "functionDeclaration": function,
@@ -319,10 +337,6 @@ class BrowserDriver:
                 "returnByValue": True,
             },
         )
-        if "exceptionDetails" in answer:
-            described = answer["exceptionDetails"].get("exception", {}).get("description", "")
-            raise BrowserError(described.partition("\n")[0] or "the page cannot be read")
-        return answer["result"]["value"]
 
     async def _read(self, seat: _Seat, offset: int = 0) -> str:
         await self._check_server(seat)

@@ -215,7 +215,7 @@ def _text_of(result: Any) -> str:
     """What a model can read of a result; of pictures and sounds it gets the kind and the size."""
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
-        parts.append(json.dumps(result.structured_content))
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     return "\n".join(parts)
 
 
@@ -224,7 +224,8 @@ def _block(block: Any) -> str:
         return block.text
     if block.type == "resource":
         resource = block.resource
-        return getattr(resource, "text", None) or f"[{resource.mime_type} {resource.uri}]"
+        text = getattr(resource, "text", None)
+        return f"[{resource.mime_type} {resource.uri}]" if text is None else text
     if block.type == "resource_link":
         return f"[{block.name}: {block.uri}]"
     size = len(block.data) * 3 // 4 - block.data[-2:].count("=")  # it is in base64

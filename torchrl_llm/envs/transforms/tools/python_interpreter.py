@@ -108,10 +108,14 @@ class PythonTool(Tool):
             self.description = f"{self.description} {kept}"
         # Others may have conversations of the same number with the same service.
         self._owner = uuid.uuid4().hex
+        self._sessions: set[int | None] = set()
 
     def run(self, call: ToolCall) -> ToolOutput:
         """Run the code; whatever comes of it is a result."""
-        session = (self._owner, call.session) if self.stateful else None
+        session = None
+        if self.stateful:
+            session = (self._owner, call.session)
+            self._sessions.add(call.session)
         result = self.executor.execute(call.args["code"], session=session)
         return ToolOutput(
             self._text(result),
@@ -139,15 +143,18 @@ class PythonTool(Tool):
     def end_session(self, session: int) -> None:
         """End the interpreter of a conversation."""
         if self.stateful:
+            self._sessions.discard(session)
             self.executor.end_session((self._owner, session))
 
     def close(self) -> None:
-        """End all interpreters."""
+        """End all interpreters; those of others in a shared service stay."""
+        for session in list(self._sessions):
+            self.end_session(session)
         self.executor.close()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._owner = uuid.uuid4().hex
+        self._owner, self._sessions = uuid.uuid4().hex, set()
 
 
 class PythonInterpreter(ToolTransform):

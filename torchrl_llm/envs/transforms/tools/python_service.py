@@ -75,6 +75,7 @@ class PythonExecutorService:
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = self._given
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._crowded_out: set[Hashable] = set()
 
     @property
     def sandbox(self) -> Sandbox:
@@ -108,7 +109,8 @@ class PythonExecutorService:
                 return _as_dict(sandbox.run_python(code, limits=self.limits))
             kept = self._keep(session)
             with kept.lock:
-                restarted = kept.open(sandbox, self.limits)
+                restarted = kept.open(sandbox, self.limits) or session in self._crowded_out
+                self._crowded_out.discard(session)
                 return _as_dict(kept.session.run(code, wall_s=self.timeout), restarted)
 
     def _keep(self, session: Hashable) -> _Kept:
@@ -118,6 +120,7 @@ class PythonExecutorService:
             crowd = list(self._kept)[: max(0, len(self._kept) - self.max_sessions)]
         for other in crowd:
             self.end_session(other)
+            self._crowded_out.add(other)  # its caller must be told when it comes back
         return kept
 
     def end_session(self, session: Hashable) -> None:
@@ -128,12 +131,13 @@ class PythonExecutorService:
         """
         with self._lock:
             kept = self._kept.pop(session, None)
+            self._crowded_out.discard(session)
         if kept is not None:
             kept.close()
 
     def close(self) -> None:
         """End all interpreters; may be called twice, and used again after."""
-        for session in list(self._kept):
+        for session in [*self._kept, *self._crowded_out]:
             self.end_session(session)
         with self._lock:
             sandbox, self._sandbox = self._sandbox, self._given
@@ -142,7 +146,7 @@ class PythonExecutorService:
 
     def __getstate__(self) -> dict[str, Any]:
         # Interpreters stay where they run.
-        rest = ("_free", "_lock", "_sandbox", "_kept")
+        rest = ("_free", "_lock", "_sandbox", "_kept", "_crowded_out")
         return {key: value for key, value in self.__dict__.items() if key not in rest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
