@@ -333,6 +333,39 @@ def test_dangerous_parts_of_the_kernel_are_refused(attack):
     assert attack(code(caller)).stdout.split() == ["1"] * 4
 
 
+def test_limits_and_priorities_of_the_trainer_stay(attack):
+    meddler = """
+        import resource
+        acts = (
+            lambda: resource.prlimit(trainer, resource.RLIMIT_CORE, (0, 0)),
+            lambda: os.setpriority(os.PRIO_PROCESS, trainer, 5),
+            lambda: os.sched_setaffinity(trainer, {0}),
+            lambda: os.sched_setscheduler(trainer, os.SCHED_BATCH, os.sched_param(0)),
+        )
+        for act in acts:
+            try: act(); print("done")
+            except OSError: pass
+        # Its own it may change as ever.
+        os.nice(1)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+        print(os.getpriority(os.PRIO_PROCESS, 0))
+    """
+    assert attack(code(meddler)).stdout == "1\n"
+
+
+def test_nothing_of_system_v_is_left_behind(attack):
+    leaver = """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        x86 = os.uname().machine == "x86_64"
+        for number in (29, 64, 68) if x86 else (194, 190, 186):
+            print(libc.syscall(number, 0, 1, 0o1600))
+        print(libc.syscall(240 if x86 else 180, b"queue", 0o102, 0o600, None))
+    """
+    assert attack(code(leaver)).stdout.split() == ["-1"] * 4
+
+
 def test_devices_and_settings_of_the_kernel_are_out_of_reach(attack):
     opener = """
         for path in ("/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/sda", "/dev/kvm", "/dev/fuse",

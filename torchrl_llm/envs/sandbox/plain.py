@@ -225,7 +225,8 @@ def _spawn(
 
 
 def _filter(sessions: Literal["ask", "refuse"]) -> bytes:
-    return filter_program(families=(), attributes=False, sessions=sessions) or b""
+    program = filter_program(families=(), attributes=False, others=False, sessions=sessions)
+    return program or b""
 
 
 def _limits(limits: Limits) -> dict[str, tuple[int, int]]:

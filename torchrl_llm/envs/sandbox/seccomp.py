@@ -25,6 +25,9 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _FORBIDDEN = {
     "shmget": (29, 194),
     "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "pidfd_getfd": (438, 438),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "add_key": (248, 217),
@@ -68,6 +71,16 @@ _ATTRIBUTES = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
 }
+# What a process may ask of any other of its user: limits and the scheduler, by number. Only itself
+# (0) is let; of calls that name groups and users too, only the process.
+_OTHERS = {
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+_IOPRIO_SET, _SETPRIORITY = (251, 30), (141, 140)
 _SOCKET, _CLONE, _CLONE3, _SETSID = (41, 198), (56, 220), (435, 435), (112, 157)
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
@@ -84,6 +97,7 @@ def filter_program(
     *,
     families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6),
     attributes: bool = True,
+    others: bool = True,
     sessions: Literal["allow", "ask", "refuse"] = "allow",
 ) -> bytes | None:
     """The filter, as ``bwrap --seccomp`` reads it.
@@ -92,6 +106,7 @@ def filter_program(
         machine: name of the processor's architecture; this machine's if not given.
         families: sockets that may be opened.
         attributes: whether modes, owners and times of files may be changed by their paths.
+        others: whether limits and priorities of other processes may be changed.
         sessions: whether a process may begin a session of its own; with ``"ask"``, whoever installs
             the filter with a listener decides about each.
 
@@ -108,6 +123,13 @@ def filter_program(
     column = list(_AUDIT_ARCH).index(machine)
     forbidden = _FORBIDDEN if attributes else _FORBIDDEN | _ATTRIBUTES
     numbers = sorted({numbers[column] for numbers in forbidden.values()})
+    named: list[tuple[int, int, str]] = []
+    if not others:
+        named = [(_EQUAL, numbers[column], "named") for numbers in _OTHERS.values()]
+        named += [
+            (_EQUAL, _SETPRIORITY[column], "priority"),
+            (_EQUAL, _IOPRIO_SET[column], "forbid"),
+        ]
     lines: list[tuple[int, int, str | None] | str] = [
         (_LOAD, _ARCH_AT, None),
         (_EQUAL, _AUDIT_ARCH[machine], "known"),
@@ -121,6 +143,7 @@ def filter_program(
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
         (_EQUAL, _CLONE3[column], "absent"),
         (_EQUAL, _SETSID[column], {"ask": "ask", "refuse": "forbid"}.get(sessions, "allow")),
+        *named,
         *((_EQUAL, number, "forbid") for number in numbers),
         "allow",
         (_RETURN, _ALLOW, None),
@@ -136,6 +159,20 @@ def filter_program(
         (_RETURN, _ALLOW, None),
         "forbid_clone",
         (_RETURN, _ERRNO | errno.EPERM, None),
+        "priority",
+        (_LOAD, _ARGUMENT_AT, None),
+        (_EQUAL, 0, "whose"),
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "whose",
+        (_LOAD, _ARGUMENT_AT + 8, None),
+        (_EQUAL, 0, "own"),
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "named",
+        (_LOAD, _ARGUMENT_AT, None),
+        (_EQUAL, 0, "own"),
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "own",
+        (_RETURN, _ALLOW, None),
         "socket",
         (_LOAD, _ARGUMENT_AT, None),
         *((_EQUAL, family, "allow_socket") for family in families),
