@@ -144,6 +144,7 @@ class BrowserTool(Tool):
         # What another action would take is no reason to refuse this one.
         args = {name: value for name, value in args.items() if name in required + optional}
         try:
+            self.start()  # its time is none of the action's
             return ToolOutput(self._loop.run(self._act(call, action, args), timeout_s=self.timeout))
         except BrowserError as error:
             return ToolOutput(str(error), "BrowserError")
