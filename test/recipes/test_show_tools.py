@@ -10,19 +10,22 @@ from recipes.test_evaluate import SCRIPT as EVALUATE
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.envs.datasets import CalculatorEnv
+from torchrl_llm.envs.games import TicTacToeEnv
 from torchrl_llm.envs.tasks import task_class
 from torchrl_llm.envs.transforms import PythonInterpreter
+from torchrl_llm.envs.transforms.tools import ToolTransform
 from torchrl_llm.trainers import load_config
 from torchrl_llm.trainers.recipe import make_policy
 
 NAMED = {"name": str(embedded_model_path())}
 
 
-def prompt_of(env_name, **model):
+def prompt_of(env_name, *, options=None, **model):
     """The first prompt of a task, as text."""
-    config = load_config({"env": {"dataset": env_name}, "model": model})
+    options = options or {}
+    config = load_config({"env": {"dataset": env_name, "options": options}, "model": model})
     policy = make_policy(config)
-    env = task_class(env_name)(num_envs=1, shuffle=False)
+    env = task_class(env_name)(num_envs=1, shuffle=False, **options)
     td = policy(env.reset())
     env.close()
     return policy.tokenizer.decode(td["tokens"].get("prompt", as_list=True)[0])
@@ -43,6 +46,20 @@ def test_the_embedded_model_knows_its_tool_without(model):
 
 def test_it_can_be_told_all_the_same():
     assert "<tools>" in prompt_of("calculator", show_tools=True)
+
+
+def test_a_game_whose_moves_are_calls_shows_the_tool_that_moves():
+    prompt = prompt_of("tic_tac_toe", options={"actions": "call"}, **NAMED)
+    assert '"name": "move"' in prompt
+    assert "<tools>" not in prompt_of("tic_tac_toe", **NAMED)
+
+
+def test_a_tool_that_moves_is_described_once():
+    env = TicTacToeEnv(num_envs=1, actions="call")
+    [acting] = env.tool_schemas
+    env = env.append_transform(ToolTransform([env.action_tool]))
+    assert env.tool_schemas == [acting]
+    env.close()
 
 
 def test_a_task_without_tools_has_the_prompt_that_it_had():

@@ -31,6 +31,7 @@ from torchrl_llm.envs.datasets.base import TaskEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, load_rows
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
+from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser
 from torchrl_llm.errors import ConfigError, RewardError
 
 __all__ = ["ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
@@ -321,6 +322,15 @@ class WorldEnv(TaskEnv):
         if not isinstance(parser, CallAction):
             raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
         return parser.tool
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools of the transforms, and the one that acts where an action is a tool call."""
+        schemas, parser = super().tool_schemas, self.world.parser
+        if not (isinstance(parser, CallAction) and isinstance(parser.calls, MessageCallParser)):
+            return schemas
+        acting = parser.tool.schema
+        return schemas if acting in schemas else [*schemas, acting]
 
 
 def _seed_row(index: int) -> Mapping[str, Any]:

@@ -180,11 +180,14 @@ def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
 def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
     """The task's tools as chat templates take them, where the model is to be told of them."""
     task = task_class(config.env.dataset)
-    if not config.model.is_told_of_tools or task.make_tools is TaskEnv.make_tools:
+    has_tools = (
+        task.make_tools is not TaskEnv.make_tools or task.tool_schemas is not TaskEnv.tool_schemas
+    )
+    if not (config.model.is_told_of_tools and has_tools):
         return None
     env = task(**_data(config, task)[0], **_settings(config))
     try:
-        return env.tool_schemas
+        return env.tool_schemas or None
     finally:
         env.close()
 

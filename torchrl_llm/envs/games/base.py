@@ -53,7 +53,7 @@ class GameEnv(WorldEnv):
         system_prompt: instead of the rules and the form of an answer.
         template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; with ``actions="call"`` the tool
             is added to ``tools`` in text and tokens mode. In history mode give
-            ``env.action_tool.schema`` to the policy's wrapper.
+            ``env.tool_schemas`` to the policy's wrapper as ``tools``.
         kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
