@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from envs.sandbox.conftest import kill
 
 from torchrl_llm.envs.sandbox import (
     BubblewrapSandbox,
@@ -215,6 +218,19 @@ def test_no_descriptor_is_left_open(sandbox):
         session.close()
         sandbox.run(["no-such-program"])
     assert count() == before
+
+
+def test_a_run_that_is_ended_while_it_begins_leaves_no_process(sandbox, survivors):
+    token = f"early-{uuid.uuid4().hex}"
+    try:
+        for step in range(60):
+            argv = ["/usr/bin/sleep", "300", token]
+            contained = sandbox._spawn(argv, limits=sandbox.limits, files={})
+            time.sleep(0.0002 * (step % 30))
+            contained.close()
+        assert survivors(token) == []
+    finally:
+        kill(token)
 
 
 @pytest.mark.sandbox

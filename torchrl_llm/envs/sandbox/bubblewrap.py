@@ -164,6 +164,7 @@ class _Jailed(Contained):
 
     def __init__(self, argv: Sequence[str], *, status: _Status, **kwargs: Any) -> None:
         self.status = status
+        self._group_is_killed = False
         super().__init__(argv, **kwargs)
 
     @property
@@ -173,16 +174,21 @@ class _Jailed(Contained):
     def kill(self) -> None:
         """Kill the namespace's first process, whereupon the kernel kills all others in it."""
         self.status.drain()
-        first = self.status.first_fd
-        if first is not None:
+        if self.status.first_fd is None and not self._group_is_killed:
+            # Bubblewrap is about to report it. Until then it is of bubblewrap's own group, and
+            # waits without an end for a word that a killed bubblewrap never says.
+            self._group_is_killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.wait()
+            self.status.drain()
+        if (first := self.status.first_fd) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             # It ends only after every other process of its namespace.
             _wait_for(first, select.POLLIN)
-        else:
-            self.process.kill()
-            if self.stdout.open:
-                _wait_for(self.stdout.fd, select.POLLHUP)
+        elif self.stdout.open:
+            _wait_for(self.stdout.fd, select.POLLHUP)
         self.wait()
         if self.process.returncode is None:
             self.process.kill()
