@@ -114,8 +114,8 @@ def test_a_dialogue_of_four_turns_keeps_every_sampled_token_until_it_forks(name,
         after = formatter.continue_record(record, chat)
         assert after.num_messages == len(chat)
         assert formatter.continue_record(after, chat) is after
-        if after.num_turns:
-            assert kept or record.num_turns == 1
+        if after.num_turns > after.earlier_turns:  # it holds turns, so it has not just forked
+            assert kept or record.num_turns - record.earlier_turns == 1
             kept.append(response.tolist())
             assert torch.equal(after.token_ids[: len(record.token_ids)], record.token_ids)
             sampled = after.token_ids[after.source == Source.SAMPLED].tolist()
@@ -341,7 +341,7 @@ def test_a_chat_that_lost_messages_starts_anew():
     record = record.respond(torch.tensor([5]), torch.zeros(1), 0, FinishReason.STOP)
     again = formatter.continue_record(record, chat)
     assert again.fork_cause == "history_changed"
-    assert again.num_turns == 0
+    assert (again.num_turns, again.earlier_turns) == (1, 1)  # one before, and none in these ids
 
 
 def test_an_empty_response_is_closed_and_followed():

@@ -222,6 +222,20 @@ def test_conversations_share_no_page_and_no_cookie(site, browser, act):
     browser.end_session(1)
 
 
+def test_a_page_that_cannot_be_opened_is_an_error_and_the_next_call_opens_one(
+    site, act, monkeypatch
+):
+    async def opens_nothing(self, seat, timeout_s=5.0):
+        del self._seats[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BrowserDriver, "_renew", opens_nothing)
+        refused = act("navigate", url=site.url)
+    assert refused.error == "TimeoutError"
+    assert "no page could be opened within 60 s" in refused.content
+    assert "Welcome" in act("navigate", url=site.url).content
+
+
 def _browsers():
     """The main process of each browser that descends from this one."""
     parents, mains = {}, []

@@ -245,7 +245,9 @@ class BrowserDriver:
             seat = await asyncio.wait_for(self._seat(session), self.timeout_s)
             async with seat.lock:
                 if seat.page is None or seat.page.is_closed():
-                    await self._renew(seat)
+                    await self._renew(seat, self.timeout_s)
+                if seat.page is None or seat.page.is_closed():
+                    raise TimeoutError(f"no page could be opened within {self.timeout_s:g} s")
                 try:
                     return await asyncio.wait_for(work(seat, **args), self.timeout_s)
                 except TimeoutError:
@@ -271,10 +273,10 @@ class BrowserDriver:
                 await _quietly(context.close())
         return seat
 
-    async def _renew(self, seat: _Seat) -> None:
+    async def _renew(self, seat: _Seat, timeout_s: float = 5.0) -> None:
         # The old page goes when the new one is taken; a renderer in an endless loop is killed so.
         try:
-            await asyncio.wait_for(seat.context.new_page(), 5.0)
+            await asyncio.wait_for(seat.context.new_page(), timeout_s)
         except (TimeoutError, _errors().Error):
             self._seats = {key: kept for key, kept in self._seats.items() if kept is not seat}
             await _quietly(seat.context.close())
