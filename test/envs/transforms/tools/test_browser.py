@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from envs.transforms.tools.web import Site
+from playwright.async_api import Error as PlaywrightError
 
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
@@ -222,17 +223,31 @@ def test_conversations_share_no_page_and_no_cookie(site, browser, act):
     browser.end_session(1)
 
 
+@pytest.mark.parametrize(
+    ("failure", "error", "said"),
+    [
+        (TimeoutError(), "TimeoutError", "no page could be opened within 60 s"),
+        (PlaywrightError("out of memory\nand more"), "BrowserError", "out of memory"),
+    ],
+)
 def test_a_page_that_cannot_be_opened_is_an_error_and_the_next_call_opens_one(
-    site, act, monkeypatch
+    failure, error, said, site, act, browser, monkeypatch
 ):
-    async def opens_nothing(self, seat, timeout_s=5.0):
-        del self._seats[0]
+    async def opens_nothing():
+        raise failure
 
+    async def seat(self, session):
+        found = await ours(self, session)
+        monkeypatch.setattr(found.context, "new_page", opens_nothing)
+        return found
+
+    act("navigate", url=site.url)
+    browser.end_session(0)
+    ours = BrowserDriver._seat
     with monkeypatch.context() as patch:
-        patch.setattr(BrowserDriver, "_renew", opens_nothing)
+        patch.setattr(BrowserDriver, "_seat", seat)
         refused = act("navigate", url=site.url)
-    assert refused.error == "TimeoutError"
-    assert "no page could be opened within 60 s" in refused.content
+    assert (refused.error, refused.content) == (error, said)
     assert "Welcome" in act("navigate", url=site.url).content
 
 

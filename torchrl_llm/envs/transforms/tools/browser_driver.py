@@ -245,9 +245,7 @@ class BrowserDriver:
             seat = await asyncio.wait_for(self._seat(session), self.timeout_s)
             async with seat.lock:
                 if seat.page is None or seat.page.is_closed():
-                    await self._renew(seat, self.timeout_s)
-                if seat.page is None or seat.page.is_closed():
-                    raise TimeoutError(f"no page could be opened within {self.timeout_s:g} s")
+                    await self._open(seat)
                 try:
                     return await asyncio.wait_for(work(seat, **args), self.timeout_s)
                 except TimeoutError:
@@ -273,13 +271,26 @@ class BrowserDriver:
                 await _quietly(context.close())
         return seat
 
-    async def _renew(self, seat: _Seat, timeout_s: float = 5.0) -> None:
+    async def _open(self, seat: _Seat) -> None:
+        try:
+            await asyncio.wait_for(seat.context.new_page(), self.timeout_s)
+        except TimeoutError:
+            await self._give_up(seat)
+            raise TimeoutError(f"no page could be opened within {self.timeout_s:g} s") from None
+        except _errors().Error:
+            await self._give_up(seat)
+            raise
+
+    async def _renew(self, seat: _Seat) -> None:
         # The old page goes when the new one is taken; a renderer in an endless loop is killed so.
         try:
-            await asyncio.wait_for(seat.context.new_page(), timeout_s)
+            await asyncio.wait_for(seat.context.new_page(), 5.0)
         except (TimeoutError, _errors().Error):
-            self._seats = {key: kept for key, kept in self._seats.items() if kept is not seat}
-            await _quietly(seat.context.close())
+            await self._give_up(seat)
+
+    async def _give_up(self, seat: _Seat) -> None:
+        self._seats = {key: kept for key, kept in self._seats.items() if kept is not seat}
+        await _quietly(seat.context.close())
 
     async def _navigate(self, seat: _Seat, url: str) -> str:
         if problem := self.rules.problem(url):
