@@ -18,20 +18,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from imitate_utils import ImitateConfig, games, load_config, make_game_env
 from omegaconf import DictConfig
+from sft import save, train
 from tqdm import tqdm
 
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
-from torchrl_llm.objectives import SFTLoss
-from torchrl_llm.trainers import (
-    LossMeter,
-    MetricsTable,
-    check_override_keys,
-    clipped_step,
-    make_optimizer,
-    make_scheduler,
-    save_pretrained,
-)
+from torchrl_llm.trainers import check_override_keys
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")
@@ -46,24 +38,9 @@ def main(cfg: DictConfig) -> None:
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, chat_template_name=config.model.chat_template_name
     )
-    loss_module = SFTLoss(policy)
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
-    scheduler = make_scheduler(
-        optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
-    )
 
     folder = Path(HydraConfig.get().runtime.output_dir)
-    table = MetricsTable(folder / "metrics.csv")
-    with tqdm(games(config), total=config.train.max_steps, unit="step") as bar:
-        for step, rows in enumerate(bar, start=1):
-            output = loss_module(rows)
-            output.total_loss().backward()
-            meter = LossMeter()
-            meter.add(output)
-            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
-            table.write(step, meter.metrics())
-            bar.set_postfix_str(f"loss {output.loss_sft.item():.3f}", refresh=False)
+    train(policy, games(config), config, folder)
 
     if config.eval.num_prompts:
         env = make_game_env(config, tokenizer, held_out=True)
@@ -75,10 +52,7 @@ def main(cfg: DictConfig) -> None:
             max_turns=env.max_turns(),
         )
         tqdm.write(f"held-out games won, greedy: {result.accuracy:.3f}")
-    path = folder / "model" if config.output is None else Path(config.output)
-    path.mkdir(parents=True, exist_ok=True)
-    save_pretrained(path, model, tokenizer)
-    tqdm.write(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+    save(config, model, tokenizer, folder)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.envs.games import Agent, Game, GameEnv, expert, random_agent
-from torchrl_llm.envs.tasks import check_task, task_class, task_options
+from torchrl_llm.envs.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.config import ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import ModelConfig, OptimizerConfig
 
@@ -36,13 +36,7 @@ class GameConfig:
             issubclass(task_class(self.dataset), GameEnv),
             f"env.dataset={self.dataset!r} is no game: there is nobody to imitate",
         )
-        allowed = task_options(self.dataset)
-        for name in self.options:
-            ensure(
-                name in allowed,
-                f"env.options.{name} is no setting of the task {self.dataset!r}; it has "
-                f"{sorted(allowed)}",
-            )
+        check_options(self.dataset, self.options)
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,9 @@ answers: something for reinforcement learning to find. Every key is in config/sf
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -24,7 +26,9 @@ from sft_utils import (
     make_tokenizer,
     measure,
 )
+from tensordict import TensorDict
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
@@ -39,24 +43,17 @@ from torchrl_llm.trainers import (
 )
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="sft")
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    torch.set_num_threads(config.train.num_threads)
-    torch.manual_seed(config.seed)
-
-    tokenizer = make_tokenizer()
-    model = make_model(config.model, tokenizer)
-    policy = TransformersWrapper(model, tokenizer=tokenizer)
+def train(
+    policy: TransformersWrapper, batches: Iterable[TensorDict], config: Any, folder: Path
+) -> None:
+    """Follow the answers of each batch, one optimizer step a batch; ``imitate.py`` does so too."""
     loss_module = SFTLoss(policy)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
     )
-
-    folder = Path(HydraConfig.get().runtime.output_dir)
     table = MetricsTable(folder / "metrics.csv")
-    with tqdm(demonstrations(config), total=config.train.max_steps, unit="step") as bar:
+    with tqdm(batches, total=config.train.max_steps, unit="step") as bar:
         for step, rows in enumerate(bar, start=1):
             output = loss_module(rows)
             output.total_loss().backward()
@@ -67,13 +64,32 @@ def main(cfg: DictConfig) -> None:
             table.write(step, meter.metrics())
             bar.set_postfix_str(f"loss {output.loss_sft.item():.3f}", refresh=False)
 
-    if config.eval.num_prompts:
-        for name, result in measure(policy, config.eval).items():
-            tqdm.write(f"held-out accuracy, {name}: {result.accuracy:.3f}")
+
+def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write the finished model to ``output``, or into the run's folder."""
     path = folder / "model" if config.output is None else Path(config.output)
     path.mkdir(parents=True, exist_ok=True)
     save_pretrained(path, model, tokenizer)
     tqdm.write(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="sft")
+def main(cfg: DictConfig) -> None:
+    config = load_config(cfg)
+    torch.set_num_threads(config.train.num_threads)
+    torch.manual_seed(config.seed)
+
+    tokenizer = make_tokenizer()
+    model = make_model(config.model, tokenizer)
+    policy = TransformersWrapper(model, tokenizer=tokenizer)
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    train(policy, demonstrations(config), config, folder)
+
+    if config.eval.num_prompts:
+        for name, result in measure(policy, config.eval).items():
+            tqdm.write(f"held-out accuracy, {name}: {result.accuracy:.3f}")
+    save(config, model, tokenizer, folder)
 
 
 if __name__ == "__main__":

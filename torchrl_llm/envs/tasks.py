@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torchrl_llm.errors import ConfigError
 if TYPE_CHECKING:
     from torchrl_llm.envs.datasets.base import TaskEnv
 
-__all__ = ["TASKS", "check_task", "task_class", "task_options"]
+__all__ = ["TASKS", "check_options", "check_task", "task_class", "task_options"]
 
 TASKS: dict[str, str] = {
     "arithmetic": "torchrl_llm.envs.datasets.arithmetic:ArithmeticEnv",
@@ -96,6 +97,27 @@ def task_options(name: str) -> tuple[str, ...]:
     bases = inspect.getmro(task_class(name))
     own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
     return tuple(key for key in dict.fromkeys(own) if key not in shared)
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Refuse settings that a task does not have; without any, the task is not imported.
+
+    Args:
+        name: as of :func:`task_class`.
+        options: names of settings, the keys below ``env.options`` in a recipe.
+
+    Raises:
+        ConfigError: for a setting that the task does not have.
+
+    Example:
+        >>> check_options("countdown", ["max_number"])
+    """
+    for option in options:
+        allowed = task_options(name)
+        if option not in allowed:
+            raise ConfigError(
+                f"env.options.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
+            )
 
 
 def _class_of_yours(name: str) -> type[TaskEnv]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from torchrl_llm.envs.tasks import check_task, task_options
+from torchrl_llm.envs.tasks import check_options, check_task
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.trainers.config import ensure
@@ -65,13 +65,7 @@ class EnvConfig:
             check_task(self.dataset)
         except ConfigError as error:
             raise ConfigError(f"env.dataset: {error}") from None
-        allowed = task_options(self.dataset) if self.options else ()
-        for name in self.options:
-            ensure(
-                name in allowed,
-                f"env.options.{name} is no setting of the task {self.dataset!r}; it has "
-                f"{sorted(allowed)}",
-            )
+        check_options(self.dataset, self.options)
 
 
 @dataclass(kw_only=True)
