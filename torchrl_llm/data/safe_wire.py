@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from tensordict import is_tensorclass as _is_tensorclass
+from tensordict._reductions import _make_td
 from torch import Tensor
 
 from torchrl_llm.data import containers, enums
@@ -40,7 +41,7 @@ from torchrl_llm.data.wire import (
 )
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["rows_from_bytes", "rows_to_bytes", "safe_class"]
+__all__ = ["classes_of_rows", "rows_from_bytes", "rows_to_bytes", "safe_class"]
 
 _MAX_ROWS = 1 << 20
 _RECORD_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
@@ -78,6 +79,16 @@ def safe_class(cls: _Class) -> _Class:
     if _CLASSES.setdefault(cls.__name__, cls) is not cls:
         raise ConfigError(f"another class is known as {cls.__name__!r}")
     return cls
+
+
+def classes_of_rows() -> list[Any]:
+    """What packed rows are pickled as: their classes, those of :func:`safe_class` among them.
+
+    Making them from any contents runs no code, so a file may name them.
+    """
+    wire = [PackedRows, _Chats, _Nodes, _Objects, _Records, _Tensors]
+    nodes = [TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack, _make_td, torch.Size]
+    return [*wire, *nodes, Chat, Column, TokenRecord, *_ENUMS.values(), *_CLASSES.values()]
 
 
 def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> bytes:
