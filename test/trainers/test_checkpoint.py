@@ -11,7 +11,9 @@ from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.ragged import ragged_rows
+from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import CheckpointError
 from torchrl_llm.trainers.checkpoint import (
@@ -217,21 +219,29 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_
 
 
 def test_rows_of_every_form_come_back_from_a_checkpoint(tmp_path):
-    ids = [torch.tensor([1, 2]), torch.tensor([3])]
-    rows = ragged_rows({"ids": ids, "reward": list(torch.rand(2, 1))})
+    record = TokenRecord.from_prompt(torch.tensor([5]), torch.ones(1, dtype=torch.int8), 1)
+    part = ContentBase(type="text", text="é")
+    chat = Chat([{"role": "user", "content": [part]}]).with_record(record)
+    rows = ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]})
     rows.set("text", Column.of(["a", "b"]))
-    rows.set("history", Column.of([Chat([{"role": "user", "content": "é"}])] * 2))
+    rows.set("chat", Column.of([chat] * 2))
     board = TensorDict({"cells": torch.arange(6).view(2, 3)}, [2, 3])
-    rows = lazy_stack([row.set("board", board[i]) for i, row in enumerate(rows.unbind(0))])
+    typed = History(messages=Column.of([chat] * 2), batch_size=[2])
+    one = rows.clone(recurse=False)
+    packed = pack_rows(lazy_stack([r.set("board", b) for r, b in zip(rows, board, strict=True)]))
+    state = {"rows": one, "packed": packed, "typed": typed, "why": FinishReason.LENGTH}
     store = CheckpointStore(tmp_path)
-    store.save(1, {"rows": pack_rows(rows), "why": FinishReason.LENGTH, "seen": {1, 2}})
-    state = store.load()
-    back = state["rows"].unpack()
-    for row, other in zip(rows.unbind(0), back.unbind(0), strict=True):
-        assert torch.equal(row["ids"], other["ids"])
-        assert torch.equal(row["board", "cells"], other["board", "cells"])
-        assert (row["text"], row["history"]) == (other["text"], other["history"])
-    assert (state["why"], state["seen"]) == (FinishReason.LENGTH, {1, 2})
+    store.save(1, state)
+    back = store.load()
+    unpacked = back["packed"].unpack()
+    for i in range(2):
+        for other in (back["rows"][i], unpacked[i]):
+            assert torch.equal(other["ids"], rows[i]["ids"])
+            assert (other["text"], other["chat"]) == (rows[i]["text"], chat)
+            assert torch.equal(other["chat"].record.token_ids, record.token_ids)
+        assert torch.equal(unpacked[i]["board", "cells"], board[i]["cells"])
+        assert back["typed"][i, -1].content[0].text == "é"
+    assert back["why"] is FinishReason.LENGTH
 
 
 def test_what_a_killed_process_left_behind_is_swept_away(tmp_path):

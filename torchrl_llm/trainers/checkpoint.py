@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from torchrl_llm.data.safe_wire import classes_of_rows
+from torchrl_llm.data.safe_wire import names_of_rows
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
@@ -150,7 +150,7 @@ class CheckpointStore:
             if broken is not None:
                 raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
             _refuse_unknown_classes(path)
-            with torch.serialization.safe_globals(classes_of_rows()):
+            with torch.serialization.safe_globals(names_of_rows()):
                 return torch.load(path, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
@@ -301,7 +301,7 @@ def lock_folder(folder: Path) -> IO[str]:
 
 
 def _refuse_unknown_classes(path: Path) -> None:
-    with torch.serialization.safe_globals(classes_of_rows()):
+    with torch.serialization.safe_globals(names_of_rows()):
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unknown:
         raise CheckpointError(
