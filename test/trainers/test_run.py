@@ -209,3 +209,16 @@ def test_settings_of_evaluation_and_checkpoints_are_checked():
     with pytest.raises(ConfigError, match=r"checkpoint.interval must be at least 1"):
         CheckpointConfig(interval=0)
     assert run_module.EvalConfig().interval is None
+
+
+class Down:
+    def log_scalar(self, name, value, step=None):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_logger_that_raises_does_not_end_the_run_which_counts_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_module, "make_loggers", lambda *args, **kwargs: [Down()])
+    toy = Toy(tmp_path, max_steps=3).train()
+    toy.run.finish()
+    assert "Down raised at 3 of the steps" in capsys.readouterr().err
+    assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3"]
