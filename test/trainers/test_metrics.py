@@ -142,3 +142,41 @@ def test_a_file_that_lost_rows_is_named_and_mended_from_the_checkpoint(tmp_path,
     assert wrong in resumed.resume(3, copy)
     assert table.path.read_bytes() == whole
     assert resumed.resume(3, copy) is None
+
+
+class Down:
+    """A logger whose server does not answer until the third step."""
+
+    def __init__(self):
+        self.asked = []
+
+    def log_scalar(self, name, value, step=None):
+        self.asked.append((name, step))
+        if step < 3:
+            raise ConnectionError("no route to host")
+
+
+class Works(Down):
+    def log_scalar(self, name, value, step=None):
+        self.asked.append((name, step))
+
+
+def test_a_logger_that_raises_is_warned_of_once_and_the_others_go_on(tmp_path, caplog):
+    down, works = Down(), Works()
+    table = MetricsTable(tmp_path / "metrics.csv", [down, works])
+    with caplog.at_level("WARNING", logger="torchrl"):
+        for step in (1, 2, 3):
+            table.write(step, {"train/reward": 0.5, "train/loss": 0.1})
+    (said,) = [r.getMessage() for r in caplog.records if "Down" in r.getMessage()]
+    assert "ConnectionError: no route to host" in said
+    assert table.failures == {"Down": 2}
+    # A step that failed is not asked for its other metrics; the next one is asked again.
+    assert down.asked == [("train/reward", n) for n in (1, 2, 3)] + [("train/loss", 3)]
+    assert len(works.asked) == 6
+    assert len(rows(table.path)) == 3
+
+
+def test_a_metrics_file_that_cannot_be_written_stays_an_error(tmp_path):
+    table = MetricsTable(tmp_path / "gone" / "metrics.csv", [Works()])
+    with pytest.raises(FileNotFoundError):
+        table.write(1, {"train/reward": 0.5})

@@ -302,3 +302,16 @@ def test_a_run_whose_terminal_is_gone_saves(tmp_path):
     run.communicate()
     assert run.returncode == 128 + signal.SIGHUP
     assert (tmp_path / "checkpoints" / "step_000002").exists()
+
+
+class Down:
+    def log_scalar(self, name, value, step=None):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_logger_that_raises_does_not_end_the_run_which_counts_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_module, "make_loggers", lambda *args, **kwargs: [Down()])
+    toy = Toy(tmp_path, max_steps=3).train()
+    toy.run.finish()
+    assert "Down raised at 3 of the steps" in capsys.readouterr().err
+    assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
@@ -70,9 +71,13 @@ class MetricsTable:
 
     Args:
         path: the CSV file; its folder must exist.
-        loggers: TorchRL loggers that get every number too.
+        loggers: TorchRL loggers that get every number too. One that raises is warned of once and
+            asked again at the next step: the run, and the other loggers, go on.
         columns: columns that the header holds from the start, so that a metric which appears
             later (an evaluation) does not force the file to be written anew.
+
+    Attributes:
+        failures: class name of a logger to the steps at which it raised.
 
     Example:
         >>> import tempfile
@@ -88,6 +93,7 @@ class MetricsTable:
     ) -> None:
         self.path = Path(path)
         self.loggers = list(loggers)
+        self.failures: dict[str, int] = {}
         self._columns = [STEP, *columns]
         self._rows: list[dict[str, str]] = []
         self._written = False
@@ -101,6 +107,7 @@ class MetricsTable:
 
         Raises:
             ValueError: a name without one of the prefixes, or a step that does not go on.
+            OSError: the file cannot be written.
         """
         if self._rows and step <= int(self._rows[-1][STEP]):
             raise ValueError(f"step {step} follows step {self._rows[-1][STEP]} in {self.path}")
@@ -120,8 +127,20 @@ class MetricsTable:
                     [row.get(name, "") for name in self._columns]
                 )
         for logger in self.loggers:
-            for name, value in numbers.items():
-                logger.log_scalar(name, value, step=step)
+            self._pass_on(logger, numbers, step)
+
+    def _pass_on(self, logger: Logger, numbers: Mapping[str, float | int], step: int) -> None:
+        name = type(logger).__name__
+        try:
+            for metric, value in numbers.items():
+                logger.log_scalar(metric, value, step=step)
+        except Exception as error:  # a server that is down, a full disk: not worth a run
+            if name not in self.failures:
+                log.warning(
+                    f"{name} did not take the metrics of step {step}: {type(error).__name__}: "
+                    f"{error}; the run goes on and {self.path} has them all (said once)"
+                )
+            self.failures[name] = self.failures.get(name, 0) + 1
 
     def read(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has a value.

@@ -274,6 +274,8 @@ class TrainingRun:
         accuracy = series["eval/accuracy"][1]
         if accuracy:
             self.say(f"held-out greedy accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+        for name, number in self._table.failures.items():
+            self.say(f"{name} raised at {number} of the steps, which it may lack")
         self.say(f"metrics {self._table.path}\ncurve {picture}")
         if self._store.steps():
             self.say(
