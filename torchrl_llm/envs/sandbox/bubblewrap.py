@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
@@ -187,8 +188,12 @@ class _Jailed(Contained):
             # bubblewrap's own group, and waits without an end for a word that a killed bubblewrap
             # never says.
             self._group_is_killed = True
-            _wait_for(self.status.fd, select.POLLIN)
-            self.status.drain()
+            patience = time.monotonic() + GRACE_S
+            while self.status.first_fd is None and self.status.open:  # it comes in pieces
+                if time.monotonic() > patience:
+                    break
+                _wait_for(self.status.fd, select.POLLIN)
+                self.status.drain()
             if self.status.first_fd is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
