@@ -211,6 +211,22 @@ def test_overlong_prompts_are_an_error_or_counted(tmp_path, run):
     assert column(table, "train/tokens_trained")[0] > 0
 
 
+def test_an_evaluation_beyond_its_data_asks_each_problem_once(tmp_path, run, warned):
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    held_out.write_text("\n".join(map(json.dumps, rows)))
+    table = run(
+        tmp_path / "run",
+        "train.max_steps=1",
+        f"env.eval_data_files={held_out}",
+        "eval.num_prompts=10",
+        "eval.batch_size=2",
+    )
+    assert column(table, "eval/num_prompts") == [3, 3]
+    assert all(round(accuracy * 3, 5) % 1 == 0 for accuracy in column(table, "eval/accuracy"))
+    assert "num_prompts=10 is more than the data has: its 3 prompts" in warned[0]
+
+
 def test_bad_data_is_a_clear_error(tmp_path, run, problems):
     gsm8k = ["env=gsm8k", "train.max_steps=1"]
     with pytest.raises(DataError, match=r"cannot read the data file .*missing.jsonl"):
