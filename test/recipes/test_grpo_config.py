@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -154,11 +156,38 @@ def test_collectors_have_neither_the_trainers_gpu_nor_its_adapters():
     values = {"train": {"device": "cuda:1"}, "train_model": {"lora": {"enabled": True}}}
     config = load_config(values, AsyncGRPOConfig)
     sent = CollectionConfig.of(config)
-    assert (sent.train.device, sent.train_model.lora.enabled) == ("auto", False)
+    # Without a GPU of their own they sample on the CPU, whatever the trainer has.
+    assert (sent.train.device, sent.train_model.lora.enabled) == ("cpu", False)
+    one_each = load_config(values | {"ray": {"gpus_per_collector": 1}}, AsyncGRPOConfig)
+    assert CollectionConfig.of(one_each).train.device == "auto"
     assert (sent.rows_per_batch, config.train.device) == (64, "cuda:1")
     config = load_config({"train": {"device": "cpu"}}, AsyncGRPOConfig)
     assert CollectionConfig.of(config).train.device == "cpu"
     assert pickle.loads(pickle.dumps(CollectionConfig.of(config))) == CollectionConfig.of(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "left"),
+    [
+        (["train.device=cuda:2"], "0,1,3"),
+        (["train.device=cuda"], "1,2,3"),
+        (["train.device=cuda:1", "ref_model.num_devices=1", "train.kl_to_ref_coeff=0.1"], "0,3"),
+        (["train.device=cuda:1", "train_model.num_devices=0"], None),
+        (["train.device=cpu"], None),
+    ],
+)
+def test_the_gpus_of_policy_and_reference_are_hidden_from_the_collectors(
+    overrides, left, monkeypatch
+):
+    from torchrl_llm.trainers.ray_collection import _visible_gpus
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    values = OmegaConf.from_dotlist([*overrides, "ray.gpus_per_collector=0.5"])
+    with _visible_gpus(load_config(values, AsyncGRPOConfig)):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == left
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_reference_on_a_gpu_that_is_not_there_is_refused():

@@ -66,13 +66,14 @@ class CollectionConfig:
         """What the collectors of a recipe need of its configuration.
 
         Adapters and checkpointing of gradients are the trainer's alone: collectors get merged
-        weights, and have no gradients. So is its GPU: theirs is what Ray gives them.
+        weights, and have no gradients. So is its GPU: theirs is what Ray gives them, the CPU where
+        it gives them none.
 
         Args:
             config: the recipe's.
         """
         names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
-        device = "cpu" if config.train.device == "cpu" else "auto"
+        device = "auto" if config.gpus_per_collector else "cpu"
         groups = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)
         return cls(

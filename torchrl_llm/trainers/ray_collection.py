@@ -29,6 +29,7 @@ from torchrl_llm.trainers.collection import (
     rollout_options,
 )
 from torchrl_llm.trainers.grpo_config import AsyncGRPOConfig
+from torchrl_llm.trainers.recipe import device_of, reference_device
 from torchrl_llm.weight_update import engine_weights
 
 __all__ = ["RayCollection", "ray_collection"]
@@ -199,11 +200,12 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
 def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
     """Ray of this machine counts the GPUs that are left beside those of policy and reference."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    kept = config.train_model.num_devices + config.ref_model.num_devices
+    kept = _trainers_gpus(config)
     if config.ray.address is None and kept and config.gpus_per_collector:
         found = torch.cuda.device_count()
         names = given.split(",") if given else [str(index) for index in range(found)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[kept:])
+        left = [name for index, name in enumerate(names) if index not in kept]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left)
     try:
         yield
     finally:
@@ -211,6 +213,17 @@ def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = given
         elif config.ray.address is None:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+
+def _trainers_gpus(config: AsyncGRPOConfig) -> set[int]:
+    """Places of the GPUs of policy and reference among those that this process sees."""
+    policy = device_of(config)
+    if policy.type != "cuda":
+        return set()
+    kept = {policy.index or 0} if config.train_model.num_devices else set()
+    if config.ref_model.num_devices:
+        kept.add(reference_device(config).index)
+    return kept
 
 
 def _build(

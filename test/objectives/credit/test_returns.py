@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from objectives.credit.credit_rows import NAN, advantages, row, write
 
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -41,6 +42,15 @@ def test_calls_of_the_model_within_one_turn_are_not_discounted():
     """A turn of three calls: the reference discounts the first by gamma cubed."""
     rows = [row(0.0, traj=0, done=False, turn=0) for _ in range(3)] + [row(8.0, traj=0, turn=1)]
     assert advantages(write(MonteCarloReturn(0.5), rows)) == [4.0, 4.0, 4.0, 8.0]
+
+
+def test_a_turn_that_thought_with_tools_is_one_with_the_next():
+    rows = _turns(0.0, 1.0)
+    rows[0]["next", "tools"] = TensorDict(auxiliary=torch.tensor([True]))
+    rows[1]["next", "tools"] = TensorDict(auxiliary=torch.tensor([False]))
+    assert advantages(write(MonteCarloReturn(0.5), rows)) == [1.0, 1.0]
+    rows[0]["next", "tools", "auxiliary"] = torch.tensor([False])  # an action
+    assert advantages(write(MonteCarloReturn(0.5), rows)) == [0.5, 1.0]
 
 
 def test_rows_without_a_turn_number_are_turns():

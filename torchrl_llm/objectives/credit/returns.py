@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -112,9 +113,10 @@ class MonteCarloReturn(CreditAssigner):
     r"""What came after: :math:`A_t = G_t = r_t + \gamma G_{t+1}` over the turns of an episode.
 
     The discount is one *environment turn*: rows with the same ``"turn"`` (several calls of the
-    model within one) are not discounted against each other, nor are the tokens of a response.
-    (The reference of Ludic discounts once a call.) Rewards per token give each token what comes
-    after it.
+    model within one) are not discounted against each other, nor are a turn that thought with tools
+    (``("next", "tools", "auxiliary")``) and the one behind it, nor the tokens of a response. (The
+    reference of Ludic discounts once a call.) Rewards per token give each token what comes after
+    it.
 
     An episode that was cut has lost the rewards behind the cut: treating it as ended there is right
     only where running out of time is a failure.
@@ -190,7 +192,8 @@ def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) 
     """What comes after each turn, or after each token where rewards are per token.
 
     Args:
-        trajectory: with one row a turn, or rows of one turn with the same ``"turn"``.
+        trajectory: with one row a turn, or rows of one turn with the same ``"turn"``; a row that
+            thought with tools is one turn with the next.
         gamma: discount from one turn to the next.
         bootstrap: value of the state behind the last turn.
 
@@ -222,12 +225,19 @@ def _turns(trajectory: Trajectory) -> Iterator[list[int]]:
     turn, last = [0], leaf(trajectory.rows[0], ("turn",))
     for i, row in enumerate(trajectory.rows[1:], 1):
         number = leaf(row, ("turn",))
-        if number is None or last is None or not torch.equal(number, last):
+        same = number is not None and last is not None and torch.equal(number, last)
+        if not same and not _thought(trajectory.rows[i - 1]):
             yield turn
             turn = []
         turn.append(i)
         last = number
     yield turn
+
+
+def _thought(row: TensorDictBase) -> bool:
+    """Whether a row did nothing but think with tools, which is no step of the environment."""
+    auxiliary = leaf(row, ("next", "tools", "auxiliary"))
+    return auxiliary is not None and bool(auxiliary.all())
 
 
 def _check_turns(trajectory: Trajectory, what: str, *, discounted: bool = False) -> None:

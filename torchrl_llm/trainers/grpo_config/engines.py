@@ -158,8 +158,8 @@ class AsyncTrainModelConfig(TrainModelConfig):
 
     Attributes:
         num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
-            the policy, 0 where it shares its GPU with them (then give ``ray.gpus_per_collector``
-            and ``inference_model.gpu_memory_utilization``). A cluster that runs already was told
+            the policy (the one of ``train.device``), 0 where it shares its GPU with them (then give
+            ``ray.gpus_per_collector``, a part of 1, and ``inference_model.gpu_memory_utilization``). A cluster that runs already was told
             which GPUs it has.
     """
 
@@ -188,7 +188,7 @@ class RayConfig:
             of ``train.prompts_per_batch``.
         cpus_per_collector: CPUs of each.
         gpus_per_collector: GPUs of each; ``None`` for none on the CPU, else
-            ``inference_model.num_devices``.
+            ``inference_model.num_devices``. With 0 a collector samples on the CPU.
         max_restarts: times that a collector which died is built anew.
         timeout_s: seconds without rows, or without a sign of life of a collector, after which it is
             given up.

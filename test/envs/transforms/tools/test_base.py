@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs
 
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
@@ -198,6 +199,26 @@ def test_calls_beyond_the_limit_are_answered_all_together(played):
     ]
     assert td["tools", "num_calls"].tolist() == [4, 1]
     assert td["tools"].get("calls").tolist()[0][-1]["error"] == "TooManyCalls"
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
+def test_calls_in_a_response_that_was_cut_are_not_made(reason, queries, answer):
+    notes = Notes()
+    env = make(ToolTransform([notes], HermesParser()), 2)
+    td = answer(env.reset(queries("a", "b")), *[hermes("note", text="hello") + " and"] * 2)
+    td["tokens", "finish_reason"] = torch.tensor([reason, FinishReason.STOP])
+    td = env.step(td)["next"]
+    assert contents(td) == [["No tool was called: your answer was cut before its end."], ["hello"]]
+    assert [len(row) for row in notes.notes.values()] == [1]
+    assert td["tools"].get("calls").tolist()[0][0]["error"] == "CutResponse"
+    assert td["tools", "num_failed"].tolist() == [1, 0]
+    env.close()
+
+
+def test_two_transforms_with_a_tool_of_one_name_are_refused():
+    env = make(ToolTransform([add]), 1).append_transform(ToolTransform([Notes()]))
+    with pytest.raises(ConfigError, match="both have a tool named 'add'"):
+        env.append_transform(ToolTransform([Move(), add]))
 
 
 def test_a_turn_is_auxiliary_unless_it_acts(played):

@@ -23,7 +23,9 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.formatter.codec import whole_characters
+from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall, ToolResult
 from torchrl_llm.envs.transforms.tools.executor import ToolExecutor
@@ -40,6 +42,8 @@ __all__ = ["ToolTransform", "as_tool"]
 Calls = list[ToolCall | BrokenCall]
 # Names of tools that there are not may be as long as a turn.
 _MOST_NAME_CHARS = 200
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+_CUT_ANSWER = "No tool was called: your answer was cut before its end."
 
 
 class ToolTransform(Transform):
@@ -62,11 +66,14 @@ class ToolTransform(Transform):
     - ``"auxiliary_turns"``: int64 ``[B]``, how many such turns there were since the last step.
 
     A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
-    names, arguments that do not fit, calls that cannot be read. Nothing of it raises.
+    names, arguments that do not fit, calls that cannot be read. Nothing of it raises. Calls in a
+    response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
+    carried out, for nobody knows what it would have gone on to say; the answer tells so.
 
     Append it in front of rewards and step counters. Tools are started at the first call and closed
     with the environment (``env.close()``). Several of these transforms can stand in one
-    environment; a call is answered by the one that knows its tool.
+    environment; a call is answered by the one that knows its tool, so no two may have a tool of
+    one name.
 
     Args:
         tools: tools, or functions with type hints and a Google-style docstring.
@@ -83,7 +90,8 @@ class ToolTransform(Transform):
             episode goes on for ever.
 
     Raises:
-        ConfigError: for tools that cannot be described, two of one name, or impossible numbers.
+        ConfigError: for tools that cannot be described, two of one name, or impossible numbers;
+            and where it is appended, for a tool of a name that another transform there has.
 
     Example:
         >>> from torchrl_llm.envs import ChatEnv
@@ -162,6 +170,18 @@ class ToolTransform(Transform):
         self.executor.close()
         super().close()
 
+    def set_container(self, container: Any) -> None:
+        """Refuses a place beside a tool of the same name."""
+        others = container if _is_stack(container) else ()
+        for other in others:
+            if isinstance(other, ToolTransform) and other is not self:
+                for name in self.tools.keys() & other.tools.keys():
+                    raise ConfigError(
+                        f"{type(self).__name__} and {type(other).__name__} both have a tool named "
+                        f"{name!r}, and a call of it would be answered twice; rename one of them"
+                    )
+        super().set_container(container)
+
     # -- one step ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -224,23 +244,26 @@ class ToolTransform(Transform):
                 replace(call, session=session, state=state) if isinstance(call, ToolCall) else call
                 for call in found
             ]
-            allowed = self.max_calls if turns.thought[row] < self.max_auxiliary_turns else 0
+            more = turns.thought[row] < self.max_auxiliary_turns and not turns.cut[row]
+            allowed = self.max_calls if more else 0
             wanted.append(ready[:allowed])
-            refused.append(self._refusal(ready[allowed:], allowed))
+            refused.append(self._refusal(ready[allowed:], allowed, cut=turns.cut[row]))
         answered = self.executor.run(wanted)
         return [a + b for a, b in zip(answered, refused, strict=True)]
 
-    def _refusal(self, calls: Calls, allowed: int) -> list[ToolResult]:
-        """One answer to all calls that are too many."""
+    def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
+        """One answer to all calls that are too many, or stand in a response that was cut."""
         if not calls:
             return []
+        first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
+        if cut:
+            return [ToolResult(first, _CUT_ANSWER, error="CutResponse")]
         text = f"{len(calls)} further calls were not run: at most {allowed} a turn."
         if not allowed:
             text = (
                 f"No tool was called: {self.max_auxiliary_turns} turns with calls are the limit. "
                 "Answer without tools now."
             )
-        first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
         return [ToolResult(first, text, error="TooManyCalls")]
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
@@ -361,6 +384,7 @@ class _Turns(NamedTuple):
         active: rows that are stepped and not done.
         sessions: ``traj_id`` of each.
         thought: auxiliary turns of each since the last step of the environment.
+        cut: rows whose response was cut, by its length or by an abort.
         rows: a row as the policy left it, by its index.
     """
 
@@ -368,6 +392,7 @@ class _Turns(NamedTuple):
     active: list[bool]
     sessions: list[int | None]
     thought: list[int]
+    cut: list[bool]
     rows: Callable[[int], TensorDictBase]
 
     @classmethod
@@ -381,11 +406,13 @@ class _Turns(NamedTuple):
             over = done.reshape(size, -1).any(-1).tolist()
             active = [a and not b for a, b in zip(active, over, strict=True)]
         ids, thought = td.get("traj_id", None), td.get(("tools", "auxiliary_turns"), None)
+        reasons = read_rows(td, ("tokens", "finish_reason"), None)
         return cls(
             messages,
             active,
             [None] * size if ids is None else ids.flatten().tolist(),
             [0] * size if thought is None else thought.tolist(),
+            [False] * size if reasons is None else [int(reason) in _CUT for reason in reasons],
             lambda row: td[row].lock_(),
         )
 

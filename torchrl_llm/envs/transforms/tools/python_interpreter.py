@@ -248,7 +248,7 @@ class PythonInterpreter(ToolTransform):
 
 
 def _answer(result: ToolResult) -> str:
-    if result.error == "TooManyCalls":
+    if result.error in ("TooManyCalls", "CutResponse"):  # nothing was run
         return result.content
     how = "executed successfully" if result.ok else "failed"
     return f"Code block {result.call.tag} {how}:\n{result.content}"

@@ -1,0 +1,74 @@
+"""Every command of a recipe that the documentation shows is one that the recipe accepts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import hydra
+import pytest
+from recipes.script import run_alone
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "sota-implementations"
+PAGES = [ROOT / "README.rst", *ROOT.glob("docs/source/**/*.rst"), *RECIPES.glob("*/*.py")]
+# A script, and what stands behind it in its line and in the lines that it is continued on.
+COMMAND = re.compile(r"python (sota-implementations/\S+\.py)((?:[^\n]*\\\n)*[^\n]*)")
+
+# What the pages have the reader write before.
+WRITTEN = {
+    "my_rewards.py": "def polite(answer):\n    return 1.0\n",
+    "clock_task.py": "from torchrl_llm.envs.datasets import ArithmeticEnv as ClockEnv\n",
+}
+
+
+def documented():
+    """``(script, arguments)`` of each, once."""
+    found = {}
+    for page in PAGES:
+        for script, rest in COMMAND.findall(page.read_text()):
+            words = shlex.split(rest.replace("\\\n", " ").partition("``")[0], comments=True)
+            arguments = tuple(word for word in words if "=" in word and "$" not in word)
+            found[script, arguments] = None
+    return [pair for pair in found if "/pico/" not in pair[0]]
+
+
+class Accepted(Exception):
+    """The configuration was read."""
+
+
+@pytest.fixture
+def only_reads(monkeypatch):
+    """Recipes end when they have read their configuration."""
+    real = hydra.main
+
+    def main(**options):
+        def wrap(function):
+            names = function.__globals__
+            load = names["load_config"]
+
+            def load_and_end(*args, **kwargs):
+                load(*args, **kwargs)
+                raise Accepted
+
+            names["load_config"] = load_and_end
+            return real(**options)(function)
+
+        return wrap
+
+    monkeypatch.setattr(hydra, "main", main)
+
+
+def test_the_documentation_shows_commands():
+    assert len(documented()) > 30
+
+
+@pytest.mark.parametrize(("script", "arguments"), documented())
+def test_a_documented_command_is_accepted(script, arguments, only_reads, monkeypatch, tmp_path):
+    for name, text in WRITTEN.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Accepted):
+        run_alone(monkeypatch, ROOT / script, tmp_path, *arguments, f"hydra.run.dir={tmp_path}")
