@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 from objectives.credit.credit_rows import NAN, advantages, row, write
+from tensordict import TensorDict
 
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError

@@ -159,8 +159,9 @@ class AsyncTrainModelConfig(TrainModelConfig):
     Attributes:
         num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
             the policy (the one of ``train.device``), 0 where it shares its GPU with them (then give
-            ``ray.gpus_per_collector``, a part of 1, and ``inference_model.gpu_memory_utilization``). A cluster that runs already was told
-            which GPUs it has.
+            ``ray.gpus_per_collector``, a part of 1, and
+            ``inference_model.gpu_memory_utilization``). A cluster that runs already was told which
+            GPUs it has.
     """
 
     num_devices: int = 1

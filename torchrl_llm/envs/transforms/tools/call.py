@@ -78,8 +78,8 @@ class ToolResult:
         content: what the model reads.
         error: name of what went wrong, empty where all went well: ``"MalformedCall"``,
             ``"UnknownTool"``, ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``,
-            ``"CutResponse"`` (the response was cut), ``"NotRun"`` (behind a call of the same turn that failed or did not end), or the name of
-            the exception that the tool raised.
+            ``"CutResponse"`` (the response was cut), ``"NotRun"`` (behind a call of the same turn
+            that failed or did not end), or the name of the exception that the tool raised.
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.
