@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_llm.data.families import BUILTIN_TEMPLATES, CHATML_TOOLS, LLAMA_TOOLS
+from torchrl_llm.data.json_at import json_at
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
 
 __all__ = ["BUILTIN_PARSERS", "InverseParser", "parser_for_template", "split_tool_calls"]
@@ -144,13 +145,15 @@ class InverseParser:
                 return
 
     def _refuse_doubts(self, messages: list[Message], eos: str) -> None:
+        doubts = {
+            role: re.compile(pattern.replace("EOS", re.escape(eos)))
+            for role, pattern in self.doubts.items()
+        }
         for index, message in enumerate(messages):
             role = message["role"]
-            patterns = [self.doubts.get(None)]
-            if message.get("is_complete", True):  # tags are read in finished turns only
-                patterns.append(self.doubts.get(role))
-            for pattern in filter(None, patterns):
-                found = re.search(pattern.replace("EOS", re.escape(eos)), message["content"])
+            roles = (None, role) if message.get("is_complete", True) else (None,)
+            for pattern in (doubts[r] for r in roles if r in doubts):  # tags: in finished turns
+                found = pattern.search(message["content"])
                 if found is not None:
                     raise AmbiguousTextError(
                         f"the text can be read in more than one way: {found[0]!r} in message "
@@ -186,9 +189,11 @@ def split_tool_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
         >>> split_tool_calls(text)[0]
         'One moment.'
     """
+    # Each block is read once: what does not reach the end from one block does not from its next.
+    tried: set[int] = set()
     start = content.find("<tool_call>")
     while start >= 0:
-        calls = _calls_to_the_end(content, start)
+        calls = _calls_to_the_end(content, start, tried)
         if calls:
             before = content[:start]
             return before.removesuffix("\n"), calls
@@ -197,18 +202,18 @@ def split_tool_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder()
 
 
-def _calls_to_the_end(text: str, place: int) -> list[dict[str, Any]]:
+def _calls_to_the_end(text: str, place: int, tried: set[int]) -> list[dict[str, Any]]:
     calls = []
     while place < len(text):
-        if not text.startswith("<tool_call>", place):
+        if place in tried or not text.startswith("<tool_call>", place):
             return []
+        tried.add(place)
         place = _SPACE.match(text, place + len("<tool_call>")).end()
         try:
-            value, place = _DECODER.raw_decode(text, place)
-        except (json.JSONDecodeError, RecursionError):
+            value, place = json_at(text, place, strict=True)
+        except (ValueError, RecursionError):
             return []
         call = _as_call(value, "arguments")
         place = _SPACE.match(text, place).end()
@@ -301,7 +306,7 @@ def _read_llama(messages: list[Message]) -> list[Message]:
         if message["role"] == "assistant" and whole and message.get("is_complete", True):
             try:
                 call = _as_call(json.loads(content), "parameters")
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 call = None
             if call is not None:
                 message = message | {"content": "", "tool_calls": [call]}

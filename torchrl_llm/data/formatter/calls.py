@@ -10,19 +10,26 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.formatter.probe import NAME, VALUE
+from torchrl_llm.data.json_at import json_at
 
 __all__ = ["Call", "CallSyntax", "ParsedCalls", "syntax_of"]
 
-_NAME_PATTERN = r"([\w.\-/]+?)"
-# Line ends inside strings, which JSON wants escaped, are common where models write code.
-_DECODER = json.JSONDecoder(strict=False)
-# Looking for more of them costs time that grows with their square, and tells nobody anything.
+# The bound keeps the time linear where a name may hold the mark in front of it.
+_NAME_PATTERN = r"([\w.\-/]{1,200}?)"
+_SPACE = re.compile(r"\s*")
+# More of them tell nobody anything, and each may be looked for to the end of the text.
 _MOST_ERRORS = 64
 _MOST_LEVELS = 100
+_NESTS = (dict, list, tuple, set)
+# No turn means as many calls, and a text of empty objects would hold half a million.
+_MOST_VALUES = 4096
+# Python's own parser takes a second and a hundred times the memory for a megabyte.
+_MOST_PYTHON = 1 << 17
 
 
 class Call(NamedTuple):
@@ -147,7 +154,9 @@ class _NamedJson(_Marked):
         calls, cursor = [], at
         while head := self._head.search(text, cursor):
             gap = text[cursor : head.start()]
-            if calls and _without(gap, [*self._tail, *_marks(self.opening), *_MARKS.findall(gap)]):
+            # What begins with a mark of its own is read by itself: it may be broken.
+            begins = text.find(self.opening, cursor, head.end()) >= 0
+            if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
                 break
             arguments, cursor = _json_at(text, head.end())
             calls.append(Call(head.group(1), _arguments(arguments)))
@@ -166,14 +175,16 @@ class _Tags(_Marked):
         follows = re.escape(closing)
         if keyed:
             self._name = re.compile(r"\s*([^\s<]+)")
-            self._begin = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+            self._begin = re.compile(
+                r"\s*<arg_key>((?:[^<]|<(?!/arg_key>))*+)</arg_key>\s*<arg_value>"
+            )
             self._end = re.compile(rf"</arg_value>(?=\s*(?:<arg_key>|{follows}))")
-            self._last = ""
+            self._newline, self._last = "", ""
         else:
             self._name = re.compile(r"\s*<function=([^>]+)>")
             self._begin = re.compile(r"\s*<parameter=([^>]+)>\n?")
-            self._end = re.compile(rf"\n?</parameter>(?=\s*(?:<parameter=|</function>|{follows}))")
-            self._last = "</function>"
+            self._end = re.compile(rf"</parameter>(?=\s*(?:<parameter=|</function>|{follows}))")
+            self._newline, self._last = "\n", "</function>"
 
     def read(
         self, text: str, at: int, schemas: Mapping[str, Mapping[str, Any]]
@@ -189,7 +200,8 @@ class _Tags(_Marked):
             ended = self._end.search(text, begun.end())
             if ended is None:
                 raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
-            arguments[key] = _typed(text[begun.end() : ended.start()], known.get(key))
+            value = text[begun.end() : ended.start()].removesuffix(self._newline)
+            arguments[key] = _typed(value, known.get(key))
             cursor = ended.end()
         cursor = _skip(text, cursor, self._last)
         return [Call(name.group(1), arguments)], _behind(text, cursor, self.closing)
@@ -206,6 +218,8 @@ class _Pythonic(_Marked):
         end = text.find(self.closing, start)
         if end < 0:
             raise ValueError(f"a tool call without {self.closing!r}")
+        if end > _MOST_PYTHON:
+            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
         try:
             tree = ast.parse(text[start:end].strip(), mode="eval").body
             nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -271,22 +285,14 @@ def _last_mark(text: str) -> str:
     return next(iter(reversed(_marks(text))), "")
 
 
-def _without(text: str, parts: Sequence[str]) -> str:
-    for part in parts:
-        text = text.replace(part, "")
-    return "" if text.strip() in ("", "function") else text
-
-
 def _flexible(text: str) -> str:
     """A pattern for a text in which the amount of white space may differ."""
     return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    while at < len(text) and text[at].isspace():
-        at += 1
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = json_at(text, _SPACE.match(text, at).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
     return _shallow(value), end
@@ -295,10 +301,13 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 def _json_values(text: str) -> list[Any]:
     """The items of a list, or values with nothing but commas and semicolons between them."""
     values: list[Any] = []
-    at = 0
+    at = found = 0
     while at < len(text):
         value, end = _json_at(text, at)
         values += value if isinstance(value, list) else [value]
+        found += 1
+        if max(found, len(values)) > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} tool calls in one turn")
         at = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
     return values
 
@@ -315,24 +324,17 @@ def _is_call(value: Any) -> bool:
 
 def _shallow(value: Any) -> Any:
     """The value, or a ValueError where those who copy and write it would recurse too deeply."""
-    level = [value]
+    level = [value] if type(value) in _NESTS else []
     for _ in range(_MOST_LEVELS):
-        level = [inner for outer in level for inner in _items(outer)]
+        inner = chain.from_iterable(o.values() if type(o) is dict else o for o in level)
+        level = [value for value in inner if type(value) in _NESTS]
         if not level:
             return value
     raise ValueError(f"the arguments of a tool call are nested deeper than {_MOST_LEVELS}")
 
 
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, (list, tuple, set)) else ()
-
-
 def _skip(text: str, at: int, mark: str) -> int:
-    start = at
-    while start < len(text) and text[start].isspace():
-        start += 1
+    start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     return start + len(mark) if text.startswith(mark, start) else at
 
 

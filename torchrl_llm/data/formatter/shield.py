@@ -9,6 +9,7 @@ rendering, the code is turned back and its place is remembered as *literal*. The
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -104,5 +105,6 @@ class Shield:
 
 
 def covers(literals: list[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether any of the half-open ranges overlaps ``[start, end)``."""
-    return any(a < end and start < b for a, b in literals)
+    """Whether any of the half-open ranges, in order and apart, overlaps ``[start, end)``."""
+    before = bisect_left(literals, (end,))
+    return before > 0 and literals[before - 1][1] > start

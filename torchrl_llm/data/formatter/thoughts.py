@@ -33,10 +33,14 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
     """
     pieces: list[tuple[str, bool]] = []
     at, opened = 0, -1
+    seen, quoted = 0, False
     for mark in _MARKS.finditer(text):
         closes = mark[0] == "</think>"
-        if opened < 0 and _quoted(text, mark.start()):
-            continue
+        if opened < 0:
+            quoted = _quoted(text, seen, mark.start(), quoted)
+            seen = mark.start()
+            if quoted:
+                continue
         if opened < 0 and not closes:
             opened = mark.start()
         elif closes and (opened >= 0 or not pieces):
@@ -46,7 +50,12 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
     return pieces + ([(text[at:], False)] if at < len(text) or not pieces else [])
 
 
-def _quoted(text: str, at: int) -> bool:
-    """Whether a place is inside a string in double quotes, which ends with its line at last."""
-    begin = text.rfind("\n", 0, at) + 1
-    return (text.count('"', begin, at) - text.count('\\"', begin, at)) % 2 == 1
+def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
+    """Whether a place is inside a string in double quotes, which ends with its line at last.
+
+    It was ``quoted`` at ``seen``; each character is counted once, whatever the number of places.
+    """
+    line = text.rfind("\n", seen, at) + 1
+    begin = line or seen
+    quotes = text.count('"', begin, at) - text.count('\\"', begin, at)
+    return (quotes + (quoted and not line)) % 2 == 1

@@ -17,6 +17,10 @@ from torchrl_llm.errors import RewardError
 __all__ = ["Verdict", "loose_forms", "verify"]
 
 
+# Four times the longest answer that a prompt asks for; each instruction reads it nine times.
+_LONGEST = 1 << 15
+
+
 class Verdict(NamedTuple):
     """Which instructions of a prompt a response follows.
 
@@ -53,6 +57,8 @@ def verify(
 ) -> Verdict:
     r"""Both verdicts on every instruction of a prompt.
 
+    A response of more than 32,768 characters follows none.
+
     Args:
         response: what the model wrote.
         instruction_ids: names of the instructions.
@@ -71,6 +77,8 @@ def verify(
             "a prompt needs as many arguments as instructions, and at least one of them; got "
             f"{len(instruction_ids)} instructions and {len(arguments)} arguments"
         )
+    if len(response) > _LONGEST:
+        return Verdict(*[(False,) * len(arguments)] * 2)
     forms = loose_forms(response)
     strict, loose = [], []
     for name, given in zip(instruction_ids, arguments, strict=True):

@@ -8,8 +8,8 @@ a last block without one. The code is never compiled or run here.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping
+from itertools import accumulate
 
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall
 from torchrl_llm.envs.transforms.tools.parsers import ToolParser, spoken_text
@@ -21,10 +21,12 @@ _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
 _FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"
 # A fence with a language: of Python anywhere in a line, of others at the beginning of one.
 _OPENING = re.compile(
-    rf"(?P<fence>{_FENCE})[ \t]*+{_PYTHON}(?P<rest>[^\n]*+)(?:\n|$)"
+    rf"(?P<fence>{_FENCE})[ \t]*+{_PYTHON}"
     rf"|^[ \t]*+(?P<other_fence>{_FENCE})[ \t]*+(?!{_PYTHON})[\w{{][^\n`]*+\n",
     re.IGNORECASE | re.MULTILINE,
 )
+_BLANK_BEGIN = re.compile(r"^[ \t]", re.MULTILINE)
+_CLOSING = {mark: re.compile(rf"(?<!{mark})({mark}{{3,}}+)[ \t]*+$", re.MULTILINE) for mark in "`~"}
 
 
 def python_blocks(text: str) -> list[str]:
@@ -44,32 +46,61 @@ def python_blocks(text: str) -> list[str]:
         >>> python_blocks("So:\n``` Python3 \nprint(1)```\nand ```py\nx = 2\nprint(x)")
         ['print(1)', 'x = 2\nprint(x)']
     """
-    text = text.replace("\r\n", "\n")
-    blocks, at = [], 0
-    never_closed: set[str] = set()
+    text = text.replace("\r\n", "\n") + "\n"
+    blocks, at, line_end = [], 0, -1
+    closings = {mark: _Closings(text, mark) for mark in "`~"}
     while found := _OPENING.search(text, at):
         if other := found["other_fence"]:
-            closing = None
-            if other not in never_closed:
-                closing = _closing(other).search(text, found.end())
-                never_closed.update([] if closing else [other])
+            closing = closings[other[0]].after(found.end(), len(other))
             at = closing.end() if closing else found.end()
             continue
-        within = found["rest"].find(found["fence"])
+        fence, begin = found["fence"], found.end()
+        if line_end < begin:
+            line_end = text.index("\n", begin)
+        within = text.find(fence, begin, line_end)
         if within >= 0:  # all in one line
-            code, at = found["rest"][:within], found.start("rest") + within + len(found["fence"])
+            code, at = text[begin:within], within + len(fence)
         else:
-            closing = _closing(found["fence"]).search(text, found.end())
-            code = text[found.end() : closing.start() if closing else len(text)]
+            closing = closings[fence[0]].after(begin, len(fence))
+            code = text[line_end + 1 : closing.start() if closing else len(text)]
             at = closing.end() if closing else len(text)
         if code.strip():
-            blocks.append(textwrap.dedent(code).strip("\n"))
+            blocks.append(_dedented(code).strip("\n"))
     return blocks
 
 
-def _closing(fence: str) -> re.Pattern[str]:
-    mark = fence[0]
-    return re.compile(rf"(?<!{mark}){mark}{{{len(fence)},}}+[ \t]*+$", re.MULTILINE)
+class _Closings:
+    """The fences of one character that may close a block; places are asked for in rising order."""
+
+    def __init__(self, text: str, mark: str) -> None:
+        self._found = list(_CLOSING[mark].finditer(text))
+        self._lengths = [len(found[1]) for found in self._found]
+        self._longest = list(accumulate(reversed(self._lengths), max))[::-1]
+        self._at = 0
+
+    def after(self, place: int, length: int) -> re.Match[str] | None:
+        """The first of at least a length from a place on."""
+        at = self._at
+        while at < len(self._found) and self._found[at].start() < place:
+            at += 1
+        self._at = at
+        if at == len(self._found) or self._longest[at] < length:
+            return None
+        while self._lengths[at] < length:
+            at += 1
+        return self._found[at]
+
+
+def _dedented(code: str) -> str:
+    # As textwrap.dedent, which makes a pattern of the indentation, whatever its length.
+    if not _BLANK_BEGIN.search(code):
+        return code
+    lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
+    margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
+    # What the first and the last of them in order share, all do.
+    pairs = enumerate(zip(min(margins), max(margins), strict=False))
+    margin = next((at for at, (a, b) in pairs if a != b), len(min(margins)))
+    return "\n".join(line[margin:] for line in lines)
 
 
 class CodeBlockParser(ToolParser):

@@ -17,6 +17,7 @@ from typing import Any
 
 from torchrl_llm.data.formatter.calls import CallSyntax, syntax_of
 from torchrl_llm.data.formatter.probe import NAME, VALUE
+from torchrl_llm.data.json_at import json_at
 from torchrl_llm.envs.transforms.tools.call import BrokenCall, ToolCall
 from torchrl_llm.envs.transforms.tools.parsers import Calls, Schemas, TextCalls, TextParser
 from torchrl_llm.errors import ConfigError
@@ -31,8 +32,6 @@ __all__ = [
     "XMLBlockParser",
 ]
 
-# Line ends inside strings, which JSON wants escaped, are common where models write code.
-_DECODER = json.JSONDecoder(strict=False)
 _FENCED = re.DOTALL | re.IGNORECASE
 _BLANKS = re.compile(r"\s*")
 
@@ -123,11 +122,9 @@ class _Blocks(TextParser):
         self, text: str, inside: int, tool: str, tag: str | None, schemas: Schemas
     ) -> tuple[ToolCall | BrokenCall, int]:
         """The call whose arguments begin at ``inside``, and where its block ends."""
-        begin = _behind_blanks(text, inside)
-        closed = text.find(self.closing, inside)
         try:
             # By its JSON first: a string in it may spell the closing tag.
-            args, end = _DECODER.raw_decode(text, begin)
+            args, end = json_at(text, _behind_blanks(text, inside))
         except (ValueError, RecursionError) as error:
             problem = f"its arguments are not JSON: {error}"
         else:
@@ -139,6 +136,7 @@ class _Blocks(TextParser):
                     return ToolCall(tool, args, tag), behind
                 problem = f"the arguments of {tool!r:.80} must be an object"
                 return BrokenCall(problem, self.expected), behind
+        closed = text.find(self.closing, inside)
         body = text[inside : closed if closed >= 0 else len(text)].strip()
         behind = closed + len(self.closing) if closed >= 0 else len(text)
         if not body:
@@ -200,7 +198,7 @@ class ToolTagParser(_Blocks):
 
     expected = '<tool>NAME\n{"argument": value}</tool>'
     closing = "</tool>"
-    _opening = re.compile(r"<tool>[ \t]*\n?[ \t]*([^\s<>{]{1,200})[ \t]*\n?")
+    _opening = re.compile(r"<tool>[ \t]*+(?:\n[ \t]*+)?([^\s<>{]{1,200})[ \t]*+\n?")
 
     def _opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
         found = self._opening.search(text, at)
@@ -210,6 +208,9 @@ class ToolTagParser(_Blocks):
 class PatternParser(TextParser):
     r"""Calls by a regular expression of your own with two groups, name and JSON arguments.
 
+    It takes the time that the pattern takes: one with ``.*?`` looks from every beginning to the end
+    of the text, which a model that repeats the beginning makes slow.
+
     Args:
         pattern: is searched for with ``.`` matching line ends.
 
@@ -217,7 +218,8 @@ class PatternParser(TextParser):
         ConfigError: it is no pattern with two groups.
 
     Example:
-        >>> PatternParser(r"CALL\[(.*?)\]\((.*?)\)")('CALL[add]({"a": 1})')["calls"][0].args
+        >>> parser = PatternParser(r"CALL\[(\w+)\]\(([^()]*+)\)")
+        >>> parser('CALL[add]({"a": 1})')["calls"][0].args
         {'a': 1}
     """
 
