@@ -44,7 +44,7 @@ from torchrl_llm.trainers.recipe import (
     seed_everything,
     set_threads,
 )
-from torchrl_llm.trainers.sampler import make_sampler
+from torchrl_llm.trainers.sampler import canary_metrics, make_sampler
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo")
@@ -120,7 +120,8 @@ def main(cfg: DictConfig) -> None:
             meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
         collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(sampler) | algorithm_metrics(algorithm))
+        metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
+        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))
     run.finish()
 
 

@@ -28,6 +28,7 @@ from torchrl_llm.trainers.recipe import (
     max_turns,
     minibatches,
 )
+from torchrl_llm.trainers.sampler import make_canary
 
 
 def train_beside(
@@ -82,6 +83,8 @@ def train_beside(
             checkpoint=config.checkpoint,
             evaluation=config.eval,
         )
+        if config.weight_sync.verify and config.inference_model.backend == "vllm":
+            collector.canary = make_canary(config, policy, "load")
         begin(collector, policy.model)
         # Half a million objects of the imports need not be searched for garbage at every step.
         gc.freeze()

@@ -30,7 +30,7 @@ from torchrl_llm.trainers.collection import (
 )
 from torchrl_llm.trainers.config import check_override_keys, ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
-from torchrl_llm.weight_update import DoubleBufferWriter, engine_weights
+from torchrl_llm.weight_update import CanaryTarget, DoubleBufferWriter, engine_weights
 from torchrl_llm.weight_update.double_buffer import newest_update
 from torchrl_llm.weight_update.redis import RedisWeightReader, RedisWeightWriter
 
@@ -78,11 +78,15 @@ class PipelineWeightSyncConfig:
             all have their present answer, and go on with the new weights; ``keep`` what is there
             of the answers too (each token knows its version); or ``abort``: drop them and begin
             others.
+        verify: after each update every actor compares its engine's log-probs of a few rows with the
+            learner's, and ends where more than rounding is between them. Needs
+            ``inference_model.backend=vllm`` to have an effect.
     """
 
     type: Literal["redis", "double_buffer"] = "redis"
     folder: str | None = None
     in_flight: Literal["wait", "keep", "abort"] = "wait"
+    verify: bool = True
 
     def __post_init__(self) -> None:
         ensure(
@@ -207,8 +211,10 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
         writer.close()
 
 
-def _write(writer: DoubleBufferWriter, weights: Any, version: int) -> str | None:
-    return writer.write(engine_weights(weights), version=version).digest
+def _write(
+    writer: DoubleBufferWriter, weights: Any, version: int, *, canary: CanaryTarget | None = None
+) -> str | None:
+    return writer.write(engine_weights(weights), version=version, canary=canary).digest
 
 
 # -- the actors' end ------------------------------------------------------------------------------

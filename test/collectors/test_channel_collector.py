@@ -17,7 +17,8 @@ from torchrl_llm.collectors.transport import Delivery, LocalChannel, WorkerCount
 from torchrl_llm.data import Source
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.weight_update import WeightUpdater
+from torchrl_llm.modules import FakeBackend
+from torchrl_llm.weight_update import CanaryCheck, WeightUpdater
 
 WAIT_S = 20.0
 
@@ -276,6 +277,20 @@ def test_nothing_is_granted_beyond_the_pace_while_workers_are_built_anew(channel
 
 
 # -- weights --------------------------------------------------------------------------------------
+
+
+def test_with_a_canary_each_version_is_published_with_what_it_computes(channel):
+    trained, told = FakeBackend(vocab_size=16, eos_token_ids=(2,)), []
+    collector = ChannelCollector(
+        channel, batch_rows=2, publish=lambda weights, version, canary: told.append(canary)
+    )
+    collector.canary = CanaryCheck(trained)
+    collector.publish(trained.module)
+    with torch.no_grad():
+        trained.module.head.mul_(2)
+    collector.update_policy_weights_(trained.module)
+    assert told[0].rows == told[1].rows
+    assert not torch.equal(told[0].exact, told[1].exact)
 
 
 def test_weights_are_published_before_their_version_is_named(channel):

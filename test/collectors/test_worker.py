@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from torchrl_llm.data.wire import unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import FakeBackend, FakeWrapper, TransformersWrapper
 from torchrl_llm.modules.backends.weights import TensorSource
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.weight_update import CanaryCheck, engine_weights
 
 PATIENCE_S = 60.0
 
@@ -377,3 +378,39 @@ def test_an_unknown_rule_for_what_is_in_flight_is_refused(model_policy):
     with pytest.raises(ConfigError, match="in_flight must be one of"):
         worker.load_weights(_source(model_policy.model, 1.0), 1, "drop")
     assert worker.collector.policy_version == 0
+
+
+def _told(seed):
+    """Weights, with what they compute."""
+    trained = FakeBackend(vocab_size=292, eos_token_ids=(2,), seed=seed)
+    source = TensorSource(engine_weights(trained.module))
+    source.canary = CanaryCheck(trained).target()
+    return pickle.loads(pickle.dumps(source))
+
+
+def test_a_policy_without_the_weights_that_it_was_given_delivers_nothing(policy, monkeypatch):
+    worker = _worker(policy)
+    worker.load_weights(_told(seed=1), 1)
+    worker.channel.grant(2)
+    result = _runs(worker)
+    assert worker.channel.get(timeout_s=PATIENCE_S).digests.keys() == {1}
+
+    loads = policy.backend.update_weights
+    nothing = TensorSource({})
+    nothing.kind = "delta"
+    monkeypatch.setattr(
+        policy.backend, "update_weights", lambda source, *, version: loads(nothing, version=version)
+    )
+    with pytest.raises(WeightUpdateError, match="does not compute with version 2 of the weights"):
+        worker.load_weights(_told(seed=2), 2)
+    worker.channel.grant(2)
+    assert isinstance(result(), WeightUpdateError)
+    assert len(worker.channel) == 0
+
+    # Others, that are proven, are a new beginning.
+    monkeypatch.undo()
+    worker.load_weights(_told(seed=2), 3)
+    worker.channel.grant(2)
+    _runs(worker)
+    assert worker.channel.get(timeout_s=PATIENCE_S).digests.keys() == {3}
+    worker.stop()

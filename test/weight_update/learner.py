@@ -85,6 +85,12 @@ class Faulty(Backend):
         return [receipt]
 
 
+def push_and_step(updater, learner, times):
+    for _ in range(times):
+        updater.push_weights()
+        learner.step()
+
+
 def does_nothing(weights):
     weights.clear()
 

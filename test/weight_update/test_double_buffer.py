@@ -21,6 +21,7 @@ from weight_update.processes import (
 
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError
 from torchrl_llm.weight_update import (
+    CanaryCheck,
     DoubleBufferReceiver,
     DoubleBufferSource,
     DoubleBufferWeights,
@@ -28,6 +29,7 @@ from torchrl_llm.weight_update import (
     double_buffer,
     engine_weights,
 )
+from torchrl_llm.weight_update.double_buffer import newest_update
 
 
 @pytest.fixture
@@ -50,6 +52,16 @@ WEIGHTS = {
     "mask": torch.tensor([True, False]),
     "turned": torch.arange(6.0).view(2, 3).T,
 }
+
+
+def test_what_the_weights_compute_is_found_with_them(tmp_path):
+    told = CanaryCheck(fake()).target()
+    writer = DoubleBufferWriter(tmp_path)
+    writer.write(WEIGHTS, version=1)
+    assert newest_update(tmp_path)[1].canary is None
+    writer.write(WEIGHTS, version=2, canary=told)
+    version, source = newest_update(tmp_path)
+    assert (version, source.canary.to_json()) == (2, told.to_json())
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

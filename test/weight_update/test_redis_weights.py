@@ -18,6 +18,7 @@ from torchrl_llm.data.safe_bytes import to_bytes
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import FakeBackend
 from torchrl_llm.modules.backends.weights import load_into
+from torchrl_llm.weight_update import CanaryCheck
 from torchrl_llm.weight_update.redis import RedisWeightReader, RedisWeightWriter
 
 pytestmark = [
@@ -53,10 +54,12 @@ def test_a_version_arrives_whole_with_its_digest(server, chunk_bytes):
     assert reader.newest() is None
     trained, sampler = model(0), model(1)
 
-    digest = writer.publish(trained, 7)
+    told = CanaryCheck(FakeBackend(vocab_size=16, eos_token_ids=(2,))).target()
+    digest = writer.publish(trained, 7, canary=told)
 
     version, source = reader.newest()
     source = pickle.loads(pickle.dumps(source))
+    assert source.canary.to_json() == told.to_json()
     assert (version, source.version, source.digest) == (7, 7, digest)
     assert len(chunk_keys(writer)) == {1: 4, 600: 2, 1 << 20: 1}[chunk_bytes]
     receipt = load_into(sampler, source, version=7)

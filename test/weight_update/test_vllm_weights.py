@@ -236,7 +236,7 @@ def test_a_load_is_all_or_nothing(pair):
 def test_the_canary_finds_what_a_load_did_wrong(qwen, make_tiny_model, fault):
     learner = Learner(make_tiny_model(**HEADS, **QWEN), lr=1e-4)
     engine = Faulty(qwen, fault=lambda weights: None)
-    canary = CanaryCheck(learner.reference, tolerance=0.05)
+    canary = CanaryCheck(learner.reference)
     updater = EngineWeights(engine, model=learner.model, canary=canary)
     updater.push_weights()
     engine.fault = fault

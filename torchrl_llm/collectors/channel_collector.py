@@ -27,7 +27,7 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens
 from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.weight_update import WeightLedger, WeightUpdater
+from torchrl_llm.weight_update import CanaryCheck, WeightLedger, WeightUpdater
 
 __all__ = ["ChannelCollector"]
 
@@ -74,7 +74,8 @@ class ChannelCollector(BaseCollector):
         pacer: how many rows are granted, and which slow workers a batch waits for. Without one the
             caller grants, with :meth:`grant`.
         publish: ``publish(weights, version)`` brings weights to where the workers find them, before
-            the channel names the version; returns their digest, or ``None``.
+            the channel names the version; returns their digest, or ``None``. It takes ``canary=``
+            where this collector has one.
         weight_updater: does that by ``push_weights(weights)`` instead; at most one of the two.
         timeout_s: most seconds to wait for a delivery that is accepted.
         worker_timeout_s: a worker that holds claims and gives no sign of life for so many seconds
@@ -86,6 +87,8 @@ class ChannelCollector(BaseCollector):
     Attributes:
         accounts: tokens that were received and lost.
         ledger: digests of the weights that were published.
+        canary: says with each version what it computes, so that every worker compares its engine
+            before it delivers a row; to be set. ``None`` proves the bytes alone.
 
     Raises:
         ConfigError: for arguments that contradict each other.
@@ -116,7 +119,7 @@ class ChannelCollector(BaseCollector):
         *,
         batch_rows: int,
         pacer: Pacer | None = None,
-        publish: Callable[[Weights | None, int], str | None] | None = None,
+        publish: Callable[..., str | None] | None = None,
         weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
         timeout_s: float = 600.0,
         worker_timeout_s: float = 120.0,
@@ -134,6 +137,7 @@ class ChannelCollector(BaseCollector):
         self._publish, self._check = publish, check
         self._version = version
         self.ledger = WeightLedger()
+        self.canary: CanaryCheck | None = None
         self._held: list[_Held] = []
         self._unused = 0
         self.accounts = TokenAccounts()
@@ -404,7 +408,8 @@ class ChannelCollector(BaseCollector):
         version = self._version if version is None else version
         digest = None
         if self._publish is not None:
-            digest = self._publish(weights, version)
+            told = {} if self.canary is None else {"canary": self.canary.target()}
+            digest = self._publish(weights, version, **told)
         elif self.weight_updater is not None:
             self.weight_updater.push_weights(weights)
         self._version = version

@@ -20,10 +20,11 @@ from torchrl_llm.collectors.base import LLMCollector
 from torchrl_llm.collectors.transport.base import ChannelClosedError, Delivery, RowChannel
 from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.wire import leaf, pack_rows
-from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.weight_update import CanaryJudge, engine_weights
 
 __all__ = ["CollectorWorker"]
 
@@ -97,6 +98,9 @@ class CollectorWorker:
         self._sequence = 0
         self._stopping = threading.Event()
         self._changing = threading.Lock()
+        self._proving = threading.Lock()
+        self._judge = CanaryJudge()
+        self._unproven: WeightUpdateError | None = None
         collector.after_call = self._report
         self._name_first_weights()
 
@@ -122,6 +126,8 @@ class CollectorWorker:
 
         Raises:
             WorkerError: the channel is gone, full for too long, or took this worker for dead.
+            WeightUpdateError: the policy does not compute with the weights that it was given;
+                nothing that it sampled with them is delivered.
             Exception: what policy or environment raised.
         """
         try:
@@ -131,12 +137,20 @@ class CollectorWorker:
                 if self.channel.claim(self.name, self.claim_rows, timeout_s=_WAIT_S):
                     if self.before_batch is not None:
                         self.before_batch()
+                    self._check_proven()
                     self._put(self.collector.rollout())
         except ChannelClosedError:
             return "the channel was closed"
         return "it was stopped"
 
+    def _check_proven(self) -> None:
+        # Waits for a check under way: what waits here may be sampled by what is being checked.
+        with self._proving:
+            if self._unproven is not None:
+                raise self._unproven
+
     def _put(self, batch: TensorDictBase) -> None:
+        self._check_proven()
         rows = split_rollout(batch)
         collector = self.collector
         delivery = Delivery(
@@ -187,7 +201,34 @@ class CollectorWorker:
         version: int,
         in_flight: Literal["wait", "keep", "abort"] = "wait",
     ) -> list[WeightReceipt]:
-        """Take new weights; see :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`."""
+        """Take new weights, and prove them where their sender says what they compute.
+
+        See :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
+
+        Raises:
+            WeightUpdateError: they did not arrive, and the old ones stay; or the policy does not
+                compute with them, and :meth:`run` ends unless others come before the next batch.
+        """
+        with self._proving:
+            receipts = self._load(source, version, in_flight)
+            self._prove(source, version)
+        return receipts
+
+    def _prove(self, source: WeightSource, version: int) -> None:
+        scorer = getattr(self.collector.policy, "backend", None)
+        if source.canary is None or not isinstance(scorer, TokenScorer):
+            self._unproven = None
+            return
+        try:
+            self._judge.check(scorer, source.canary, version=version)
+        except WeightUpdateError as error:
+            self._unproven = error
+            raise
+        self._unproven = None
+
+    def _load(
+        self, source: WeightSource, version: int, in_flight: Literal["wait", "keep", "abort"]
+    ) -> list[WeightReceipt]:
         with self._changing:
             # Named before they act: a row that they sampled may be delivered at once.
             if source.kind == "full" and source.digest is not None:

@@ -30,7 +30,7 @@ from torchrl_llm.trainers.collection import (
 )
 from torchrl_llm.trainers.grpo_config import AsyncGRPOConfig
 from torchrl_llm.trainers.recipe import device_of, reference_device
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.weight_update import CanaryTarget, engine_weights
 
 __all__ = ["RayCollection", "ray_collection"]
 
@@ -81,9 +81,12 @@ class RayCollection(ChannelCollector):
         for member in self.members:
             member.start()
 
-    def _send(self, weights: Any, version: int) -> str | None:
+    def _send(
+        self, weights: Any, version: int, *, canary: CanaryTarget | None = None
+    ) -> str | None:
         self._check_members()
         source = ObjectStoreSource.put(engine_weights(weights))
+        source.canary = canary
         for member in self.members:
             member.load_weights(source, version=version)
         return source.digest

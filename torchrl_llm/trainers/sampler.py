@@ -26,11 +26,19 @@ from torchrl_llm.weight_update import (
     WeightUpdater,
 )
 
-__all__ = ["SamplerConfig", "engine_arguments", "make_sampler", "sync_type"]
+__all__ = [
+    "SamplerConfig",
+    "canary_metrics",
+    "engine_arguments",
+    "make_canary",
+    "make_sampler",
+    "sync_type",
+]
 
 # The ranks that vLLM has kernels for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+# Kernels of a GPU may compute float32 with 10 bits (TF32).
+_TF32_NATS = 1e-3
 
 
 class SamplerConfig(RecipeConfig, Protocol):
@@ -83,6 +91,40 @@ def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
     return options
 
 
+def make_canary(config: SamplerConfig, policy: TransformersWrapper, sync: str) -> CanaryCheck:
+    """Compares the engine that the configuration asks for with the trained policy.
+
+    Args:
+        config: the recipe's.
+        policy: what is trained.
+        sync: how the engine gets its weights, see :func:`sync_type`.
+    """
+    dtype = getattr(torch, engine_arguments(config, sync)["dtype"])
+    if dtype == torch.float32 and device_of(config).type != "cpu":
+        return CanaryCheck(policy, dtype=dtype, tolerance=_TF32_NATS)
+    return CanaryCheck(policy, dtype=dtype)
+
+
+def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
+    """How far the engine was from the trainer at the last update; nothing without a canary.
+
+    Args:
+        canary: what checked it.
+
+    Returns:
+        ``train/canary_rounding``, about 1 (see
+        :class:`~torchrl_llm.weight_update.CanaryReport`); and ``train/canary_distinct``, 1 where
+        the new weights could be told from older ones, 0 where the digest alone proves them.
+    """
+    report = None if canary is None else canary.report
+    if report is None:
+        return {}
+    return {
+        "train/canary_rounding": report.rounding,
+        "train/canary_distinct": float(report.followed is not None),
+    }
+
+
 def make_sampler(
     config: SamplerConfig, policy: TransformersWrapper
 ) -> tuple[LLMWrapperBase, WeightUpdater]:
@@ -110,8 +152,7 @@ def make_sampler(
     sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **wrapper_options(config))
     canary = None
     if config.weight_sync.verify:
-        tolerance = _TOLERANCE[getattr(torch, options["dtype"])]
-        canary = CanaryCheck(policy, tolerance=tolerance)
+        canary = make_canary(config, policy, sync)
     model = policy.model
     if sync == "shared":
         # The version is proven by the canary; hashing all weights as well would double the cost.

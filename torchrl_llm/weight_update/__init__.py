@@ -7,7 +7,8 @@ from torchrl_llm.weight_update.base import WeightUpdater, named_weights
 from torchrl_llm.weight_update.broadcast import BroadcastSender
 from torchrl_llm.weight_update.broadcast_receiver import BroadcastReceiver
 from torchrl_llm.weight_update.broadcast_source import BroadcastSource
-from torchrl_llm.weight_update.canary import CanaryCheck, CanaryReport
+from torchrl_llm.weight_update.canary import CanaryCheck
+from torchrl_llm.weight_update.canary_rule import CanaryJudge, CanaryReport, CanaryTarget
 from torchrl_llm.weight_update.delta import DeltaWeights
 from torchrl_llm.weight_update.double_buffer import (
     DoubleBufferReceiver,
@@ -51,7 +52,9 @@ __all__ = [
     "BroadcastSource",
     "BroadcastWeights",
     "CanaryCheck",
+    "CanaryJudge",
     "CanaryReport",
+    "CanaryTarget",
     "DeltaWeights",
     "DoubleBufferReceiver",
     "DoubleBufferSource",

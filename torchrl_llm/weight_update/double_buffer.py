@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -32,6 +32,7 @@ from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.weight_update.canary_rule import CanaryTarget
 from torchrl_llm.weight_update.receive import WeightReceiver
 
 __all__ = [
@@ -54,12 +55,15 @@ class BufferHeader(NamedTuple):
         sequence: 1, 2, 3, ...; even ones lie in slot 0.
         version: of the weights.
         digest: of the weights; ``None`` while they are being written.
+        canary: what they compute, as :meth:`~torchrl_llm.weight_update.CanaryTarget.to_json` says
+            it; ``None`` where the sender does not know.
     """
 
     writer: str
     sequence: int
     version: int
     digest: str | None
+    canary: dict[str, Any] | None = None
 
     @property
     def slot(self) -> int:
@@ -135,12 +139,19 @@ class DoubleBufferWriter:
         self._sequence = 0 if last is None else last.sequence
         self.last_version = 0 if last is None else last.version
 
-    def write(self, weights: Mapping[str, Tensor], *, version: int) -> BufferHeader:
+    def write(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        version: int,
+        canary: CanaryTarget | None = None,
+    ) -> BufferHeader:
         """Write weights for receivers to find.
 
         Args:
             weights: name to tensor.
             version: their number.
+            canary: what they compute, for receivers to check.
 
         Returns:
             The header that receivers will see.
@@ -155,7 +166,8 @@ class DoubleBufferWriter:
         # Of what lies in the slot, so that a slot written by two would be found out.
         digest = weights_digest((name, slot.get(name)) for name in weights)
         _flush(self.folder / f"slot{header.slot}")
-        header = header._replace(digest=digest)
+        told = None if canary is None else canary.to_json()
+        header = header._replace(digest=digest, canary=told)
         self._publish(header)
         self._sequence, self.last_version = header.sequence, version
         return header
@@ -265,6 +277,8 @@ def newest_update(
         return None
     source = DoubleBufferSource(folder, sequence=header.sequence, num_threads=num_threads)
     source.digest = header.digest
+    if header.canary is not None:
+        source.canary = CanaryTarget.from_json(header.canary)
     return header.version, source
 
 

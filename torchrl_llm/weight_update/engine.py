@@ -155,8 +155,11 @@ class EngineWeights(WeightUpdater):
                 f"{sorted(versions)} and digests {sorted(digests)}"
             )
         if self.canary is not None:
+            target = self.canary.target()
             for backend in self.backends:
-                self.canary.check(backend, version=version)
+                # An engine that is awake with its weights only is asked when it has a cache again.
+                check = partial(self.canary.check, backend, version=version, target=target)
+                backend.when_awake(check)
 
 
 def _update(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:

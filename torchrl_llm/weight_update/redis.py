@@ -21,6 +21,7 @@ from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
 from torchrl_llm.errors import ConfigError, DataError, WeightUpdateError
 from torchrl_llm.modules.backends.weights import WeightSource
+from torchrl_llm.weight_update.canary_rule import CanaryTarget
 from torchrl_llm.weight_update.names import Weights, engine_weights
 
 __all__ = ["RedisWeightReader", "RedisWeightSource", "RedisWeightWriter"]
@@ -68,12 +69,13 @@ class RedisWeightWriter:
         self._uploads: list[tuple[str, int]] = []
         self._last: tuple[dict[str, Any], list[bytes]] | None = None
 
-    def publish(self, weights: Weights, version: int) -> str:
+    def publish(self, weights: Weights, version: int, *, canary: CanaryTarget | None = None) -> str:
         """Put a version there; what :class:`~torchrl_llm.collectors.ChannelCollector` calls.
 
         Args:
             weights: the trained module, its state dict, or a tensordict of its weights.
             version: their number.
+            canary: what they compute, for readers to check.
 
         Returns:
             Their digest.
@@ -90,6 +92,7 @@ class RedisWeightWriter:
             "digest": weights_digest(named),
             "upload": uuid.uuid4().hex,
             "chunks": len(chunks),
+            "canary": None if canary is None else canary.to_json(),
         }
         self._send(head, chunks)
         return head["digest"]
@@ -223,4 +226,7 @@ class RedisWeightReader:
         if wrong or not 0 <= head["chunks"] <= 1 << 20:
             raise WeightUpdateError(f"what the Redis names as newest weights is malformed: {wrong}")
         fields = {name: head[name] for name in _FIELDS}
-        return head["version"], RedisWeightSource(self._link, self._name, **fields)
+        source = RedisWeightSource(self._link, self._name, **fields)
+        if head.get("canary") is not None:
+            source.canary = CanaryTarget.from_json(head["canary"])
+        return head["version"], source

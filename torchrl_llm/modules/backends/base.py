@@ -11,7 +11,7 @@ sequence, ``N`` scored positions of a batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -205,6 +205,14 @@ class Backend(TokenScorer):
     def exclusive(self) -> AbstractContextManager[Any]:
         """A context in which other threads neither sample nor score; nothing to wait for here."""
         return nullcontext()
+
+    def when_awake(self, action: Callable[[], Any]) -> None:
+        """Do what samples or scores: at once, or where the engine sleeps as soon as it wakes.
+
+        Args:
+            action: is called without arguments; of several that wait, the last alone.
+        """
+        action()
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """Take new weights, forget what was computed with the old ones, and say what arrived.

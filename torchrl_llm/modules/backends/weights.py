@@ -63,11 +63,15 @@ class WeightSource(ABC):
             sender could not know it beforehand.
         reusable: whether it can be opened again later, by an engine that was built anew; what is
             broadcast comes once.
+        canary: what an engine computes that has these weights, a
+            :class:`~torchrl_llm.weight_update.CanaryTarget`, for receivers that check it; ``None``
+            where the sender does not say.
     """
 
     kind: Literal["full", "delta", "adapter"] = "full"
     digest: str | None = None
     reusable: bool = True
+    canary: Any = None
 
     @abstractmethod
     def receive(self) -> Iterator[tuple[str, Tensor]]:

@@ -95,8 +95,8 @@ class WeightSyncConfig:
         type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
             of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
             alone. ``auto``: ``shared`` on the CPU, ``adapter`` with LoRA, else ``load``.
-        verify: after each update compare the engine's log-probs of a prompt with the trainer's, and
-            stop where they differ.
+        verify: after each update compare the engine's log-probs of a few rows with the trainer's,
+            and stop where more than rounding is between them.
     """
 
     type: Literal["auto", "shared", "load", "delta", "adapter"] = "auto"
@@ -115,9 +115,12 @@ class AsyncWeightSyncConfig:
             all have their present answer, and go on with the new weights; ``keep`` what is there
             of the answers too (each token knows its version); or ``abort``: drop them and begin
             others.
+        verify: as in the recipe of one process; each collector compares its own engine. Needs
+            ``inference_model.backend=vllm`` to have an effect.
     """
 
     in_flight: Literal["wait", "keep", "abort"] = "wait"
+    verify: bool = True
 
 
 @dataclass(kw_only=True)

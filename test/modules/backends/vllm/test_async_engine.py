@@ -206,7 +206,12 @@ def test_while_they_sleep_requests_raise_and_nobody_is_built_again(engine, token
     engine.sleep()
     with pytest.raises(BackendError, match=r"sleep|asleep"):
         engine.generate(prompts(tokenizer), params)
+    waited = []
+    engine.when_awake(lambda: waited.extend(engine.generate(prompts(tokenizer)[:1], params)))
+    engine.wake(weights_only=True)
+    assert not waited
     engine.wake()
+    assert len(waited) == 1
     [done] = engine.generate(prompts(tokenizer)[:1], params)
     assert done[0].finish_reason != FinishReason.ABORT
     assert engine.replica_pids() == pids

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -144,6 +144,7 @@ class AsyncVLLM(EnginePool):
         self._served, self._engine = served, engine
         self._engine_settings = {"in_flight": in_flight, "seeded": seeded}
         self._num_devices = num_devices
+        self._sleeps, self._waiting = False, None
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
@@ -385,11 +386,23 @@ class AsyncVLLM(EnginePool):
 
     def sleep(self, level: int = 1) -> None:
         """Put all engines to sleep, see :meth:`VLLMBackend.sleep`; requests then raise."""
+        self._sleeps = True
         self.on_every_replica("sleep", level)
 
     def wake(self, *, weights_only: bool = False) -> None:
         """Wake all engines, see :meth:`VLLMBackend.wake`."""
         self.on_every_replica("wake", weights_only=weights_only)
+        if not weights_only:
+            self._sleeps, action, self._waiting = False, self._waiting, None
+            if action is not None:
+                action()
+
+    def when_awake(self, action: Callable[[], Any]) -> None:
+        """See :meth:`Backend.when_awake`."""
+        if self._sleeps:
+            self._waiting = action
+        else:
+            action()
 
 
 def make_async_vllm_engine(

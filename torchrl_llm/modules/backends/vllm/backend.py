@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -423,9 +423,18 @@ class VLLMBackend(Backend):
 
         Raises:
             BackendError: it does not sleep.
+            Exception: of what waited for it, see :meth:`when_awake`.
         """
         with self.exclusive("wait"):
             self._local.sleep.wake(weights_only=weights_only)
+        action = self._local.sleep.take_waiting()
+        if action is not None:
+            action()
+
+    def when_awake(self, action: Callable[[], Any]) -> None:
+        """See :meth:`Backend.when_awake`."""
+        if not self._local.sleep.wait(action):
+            action()
 
 
 def _last(mask: Tensor) -> int:

@@ -12,6 +12,7 @@ have arrived.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 from torchrl_llm.errors import BackendError, ConfigError
@@ -48,6 +49,7 @@ class SleepState:
         self._engine, self._loop = engine, loop
         self._enabled, self._frees = enabled, frees_memory
         self._mode, self._empty = _Mode.AWAKE, False
+        self._waiting: Callable[[], Any] | None = None
 
     @property
     def reason(self) -> str | None:
@@ -107,6 +109,25 @@ class SleepState:
             self._engine.wake_up(parts)
         self._mode = _Mode.WEIGHTS if weights_only else _Mode.AWAKE
         self._loop.closed = self.reason
+
+    def wait(self, action: Callable[[], Any]) -> bool:
+        """Keep an action for when the engine can answer, in place of the one before.
+
+        Args:
+            action: what samples or scores.
+
+        Returns:
+            Whether it waits; ``False`` where the engine can answer now.
+        """
+        self._waiting = None if self.reason is None else action
+        return self._waiting is not None
+
+    def take_waiting(self) -> Callable[[], Any] | None:
+        """What waited, once, when the engine can answer."""
+        if self.reason is not None:
+            return None
+        action, self._waiting = self._waiting, None
+        return action
 
     def filled(self) -> None:
         """Say that full weights arrived."""
