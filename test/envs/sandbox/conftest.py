@@ -132,7 +132,7 @@ class Trainer:
         )
         hello = json.loads(self.process.stdout.readline())
         self.python, self.pid, self.uid = hello["python"], hello["pid"], hello["uid"]
-        self.missing = hello["missing"]
+        self.missing, self.counts_together = hello["missing"], hello["grouped"]
         self.calm = self._ask("pass", {}, "", "calm")
 
     @staticmethod

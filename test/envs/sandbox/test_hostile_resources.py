@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 MEGABYTE = 1 << 20
 
 
@@ -117,6 +119,117 @@ def test_memory_of_many_processes_counts_together(attack):
     result = attack(code(bomb), wall_s=8, memory_bytes=200 * MEGABYTE)
     assert result.status == "memory"
     assert result.seconds < 8
+
+
+GIVE_BACK = """
+    import mmap, os, time
+    size = 160 << 20
+    for _ in range(9):
+        if os.fork() == 0: break
+    while True:
+        pages = mmap.mmap(-1, size, flags=mmap.{kind} | mmap.MAP_ANONYMOUS)
+        for at in range(0, size, 4096): pages[at] = 1
+        pages.madvise(mmap.MADV_DONTNEED)
+        {after}
+"""
+
+
+@pytest.mark.parametrize("kind", ["MAP_PRIVATE", "MAP_SHARED"])
+@pytest.mark.parametrize("after", ["time.sleep(60)", "pages.close()"], ids=["kept", "let go"])
+def test_memory_that_is_given_back_between_two_looks_counts(attack, trainer, kind, after):
+    if after == "pages.close()" and not trainer.counts_together:
+        pytest.skip("without control groups what is gone before the next look is not seen")
+    bomb = code(GIVE_BACK.format(kind=kind, after=after))
+    result = attack(bomb, wall_s=8, cpu_s=60, memory_bytes=200 * MEGABYTE)
+    assert result.status == "memory"
+    assert result.seconds < 8
+
+
+def test_what_lies_in_sockets_counts(attack):
+    hoard = """
+        import os, socket, time
+        for _ in range(12):
+            if os.fork() == 0: break
+        pairs = []
+        try:
+            while True:
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    end.setblocking(False)
+                    try:
+                        while True: end.send(bytes(4096))
+                    except BlockingIOError: pass
+        except OSError: time.sleep(60)
+    """
+    result = attack(code(hoard), wall_s=10, cpu_s=60, memory_bytes=100 * MEGABYTE)
+    assert result.status == "memory"
+    assert result.seconds < 10
+
+
+def test_buffers_of_sockets_stay_as_small_as_they_are(attack):
+    raiser = """
+        import socket
+        one, _ = socket.socketpair()
+        print(one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 212992)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    """
+    result = attack(code(raiser))
+    assert (result.stdout, result.status) == ("True\n", "error")
+    assert "PermissionError" in result.stderr
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6"])
+def test_no_socket_can_be_opened_to_itself(attack, family):
+    opener = f"import socket\nsocket.create_server(('', 0), family=socket.{family})"
+    assert attack(opener).status == "error"
+
+
+HONEST = {
+    "threads with their stacks": """
+        import threading, time
+        threads = [threading.Thread(target=time.sleep, args=(0.5,)) for _ in range(12)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """,
+    "programs that it starts": """
+        import subprocess, sys
+        work = "import time; data = bytes(8 << 20); time.sleep(0.4)"
+        started = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(4)]
+        assert not any(one.wait() for one in started)
+    """,
+    "forks that read what their parent holds": """
+        import os, time
+        data = bytearray(120 << 20)
+        for at in range(0, len(data), 4096): data[at] = 1
+        for _ in range(4):
+            if os.fork() == 0:
+                time.sleep(0.4)
+                os._exit(data[-4096] != 1)
+        assert not any(os.wait()[1] for _ in range(4))
+    """,
+    "memory that is taken and given back many times": """
+        for _ in range(8): bytearray(b"x" * (100 << 20))
+    """,
+    "a loop of events and its sockets": """
+        import asyncio
+        async def main():
+            done = await asyncio.create_subprocess_exec("true")
+            await asyncio.gather(*(asyncio.sleep(0.2) for _ in range(50)), done.wait())
+        asyncio.run(main())
+    """,
+    "many open files": """
+        import time
+        files = [open(f"f{n}", "w") for n in range(60)]
+        time.sleep(0.4)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_program_below_its_limits_is_let(attack, name):
+    result = attack(code(HONEST[name]), wall_s=20)
+    assert (result.status, result.stderr) == ("ok", "")
 
 
 def test_shared_memory_that_no_limit_counts_is_refused(attack):

@@ -15,6 +15,7 @@ import time
 import warnings
 
 from torchrl_llm.envs.sandbox import Limits, make_sandbox
+from torchrl_llm.envs.sandbox.cgroups import groups_work
 
 SENTINEL = bytearray(b"trainer" * 100_000)
 
@@ -48,7 +49,12 @@ if __name__ == "__main__":
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sandbox = make_sandbox(sys.argv[1])
-    hello = {"pid": os.getpid(), "uid": os.getuid(), "missing": sandbox.missing}
+    hello = {
+        "pid": os.getpid(),
+        "uid": os.getuid(),
+        "missing": sandbox.missing,
+        "grouped": groups_work(),
+    }
     print(json.dumps({"python": sandbox.python, **hello}), file=out)
     for line in sys.stdin:
         print(json.dumps(answer(sandbox, json.loads(line))), file=out)

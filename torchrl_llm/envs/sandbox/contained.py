@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult, SandboxSession
+from torchrl_llm.envs.sandbox.cgroups import control_group
 from torchrl_llm.envs.sandbox.session import INTERPRETER, PipeSession
 from torchrl_llm.envs.sandbox.watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 from torchrl_llm.errors import ConfigError
@@ -93,9 +94,11 @@ class Contained:
 
     Attributes:
         overhead: processes of the sandbox itself.
+        grouped: whether its memory is to be counted by a control group, where one can be made.
     """
 
     overhead = 0
+    grouped = True
 
     def __init__(
         self,
@@ -107,13 +110,17 @@ class Contained:
         stdin: int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
+        group = None
+        if self.grouped:
+            group = control_group(limits.memory_bytes, limits.file_bytes)
+        self.group = group
         out_r, out_w = os.pipe()
         err_r, err_w = os.pipe()
         self.stdout = Capture(out_r, limits.output_bytes)
         self.stderr = Capture(err_r, limits.output_bytes)
         try:
             self.process = subprocess.Popen(
-                argv,
+                argv if group is None else [*group.argv, *argv],
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=out_w,
                 stderr=err_w,
@@ -124,11 +131,13 @@ class Contained:
             )
         except BaseException:
             self.close_pipes()
+            if group is not None:
+                group.close()
             raise
         finally:
             os.close(out_w)
             os.close(err_w)
-        self.tree = Tree(self.process.pid, limits, overhead=self.overhead)
+        self.tree = Tree(self.process.pid, limits, overhead=self.overhead, group=group)
 
     @property
     def outputs(self) -> tuple[Capture, ...]:
@@ -155,8 +164,8 @@ class Contained:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the sandbox itself saw, after the end, that memory was what ended it."""
-        return False
+        """Whether memory has ended it or a process of it."""
+        return self.group is not None and self.group.exceeded
 
     def close_pipes(self) -> None:
         """Close the reading ends."""
@@ -167,6 +176,8 @@ class Contained:
         """Leave nothing of it; may be called twice."""
         self.kill()
         self.close_pipes()
+        if self.group is not None:
+            self.group.close()
 
     def __enter__(self) -> Contained:
         return self

@@ -234,6 +234,8 @@ class _State(NamedTuple):
 class _InContainer(Contained):
     """The engine's client, which runs as long as the container does."""
 
+    grouped = False
+
     def __init__(
         self, argv: Sequence[str], *, engine: str, name: str, share: Path | None, **kwargs: Any
     ) -> None:

@@ -7,6 +7,7 @@ no more than one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,15 +15,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["ProcessTable", "Use"]
+__all__ = ["ProcessTable", "Use", "committed_bytes", "socket_bytes"]
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+# What may lie in a socket until somebody reads it: Linux's default, which a run cannot raise.
+_SOCKET_BYTES = 212_992
+# Descriptors that any program may have open without being taken for a hoard of sockets.
+_FEW_FILES = 32
 
 
 class _Entry(NamedTuple):
     parent: int
     threads: int
-    pages: int
+    addresses: int
 
 
 class Use(NamedTuple):
@@ -30,12 +34,12 @@ class Use(NamedTuple):
 
     Attributes:
         threads: processes and threads.
-        resident_bytes: memory, where pages that two of them share count twice.
+        address_bytes: all that they have mapped, used or not; no less than their memory.
         pids: the processes.
     """
 
     threads: int
-    resident_bytes: int
+    address_bytes: int
     pids: tuple[int, ...]
 
 
@@ -47,7 +51,7 @@ def _entry(pid: str) -> _Entry | None:
         return None
     # The name of the program stands in parentheses and may itself hold anything.
     fields = text[text.rfind(b")") + 2 :].split()
-    return _Entry(int(fields[1]), int(fields[17]), int(fields[21]))
+    return _Entry(int(fields[1]), int(fields[17]), int(fields[20]))
 
 
 class ProcessTable:
@@ -80,7 +84,7 @@ class ProcessTable:
         pids = tuple(p for p in _below(pid, children) if p in entries)
         return Use(
             sum(entries[p].threads for p in pids),
-            sum(entries[p].pages for p in pids) * _PAGE,
+            sum(entries[p].addresses for p in pids),
             pids,
         )
 
@@ -116,20 +120,51 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
         waiting.extend(children.get(at, ()))
 
 
-def proportional_bytes(pids: tuple[int, ...]) -> int | None:
-    """Memory of some processes, each shared page counted once; ``None`` where it cannot be read.
+def socket_bytes(pids: tuple[int, ...]) -> int:
+    """The most that the kernel may hold in sockets of some processes, if that is much.
+
+    Args:
+        pids: the processes.
+    """
+    total = 0
+    for pid in pids:
+        # The size of that folder is the number of its entries (Linux 6.2 and later).
+        with contextlib.suppress(OSError):
+            total += max(0, os.stat(f"/proc/{pid}/fd").st_size - _FEW_FILES) * _SOCKET_BYTES
+    return total
+
+
+def committed_bytes(pids: tuple[int, ...]) -> int:
+    """Memory that some processes may use at any moment without asking for more.
+
+    What was never written to counts, or was given back and can be written to again; a page that a
+    fork shares with its parent counts once until one of them writes to it.
 
     Args:
         pids: the processes; those that are gone count nothing.
     """
     total = 0
+    shared: dict[tuple[bytes, ...], int] = {}
     for pid in pids:
         try:
             with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-                rows = file.read().splitlines()
+                rows = (row.split() for row in file.read().splitlines()[1:])
+            used = {row[0]: int(row[1]) << 10 for row in rows}
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                maps = [line.split(maxsplit=5) for line in file.read().splitlines()]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        except OSError:
-            return None
-        total += sum(int(row.split()[1]) << 10 for row in rows if row.startswith(b"Pss:"))
-    return total
+        except OSError:  # it hides itself: it may have all that it has addresses for
+            entry = _entry(str(pid))
+            total += 0 if entry is None else entry.addresses
+            continue
+        private = 0
+        for place, rights, _, *file in maps:
+            low, high = (int(end, 16) for end in place.split(b"-"))
+            if rights[1:2] == b"w" and rights[3:4] == b"s":
+                key = tuple(file[:2])
+                shared[key] = max(shared.get(key, 0), high - low)
+            elif rights[1:2] == b"w":
+                private += high - low
+        total += max(0, private - used[b"Anonymous:"]) + used[b"Pss:"]
+    return total + sum(shared.values())

@@ -1,9 +1,10 @@
 """A filter of system calls for the sandboxes of Linux, as the kernel's own small programs.
 
 Namespaces do not hold everything. This filter forbids what they leave open and no ordinary program
-misses: memory that no limit counts (System V segments, ``memfd``), sockets of families that know no
-network namespace (``AF_VSOCK`` reaches the host of a virtual machine), namespaces of its own, and
-parts of the kernel known for their holes (``io_uring``, ``bpf``, ``userfaultfd``, keys).
+misses: memory that no limit counts (System V segments, ``memfd``, what lies in sockets of TCP or in
+a socket's larger buffer), sockets of families that know no network namespace (``AF_VSOCK`` reaches
+the host of a virtual machine), namespaces of its own, and parts of the kernel known for their holes
+(``io_uring``, ``bpf``, ``userfaultfd``, keys).
 
 Forbidden calls fail with an error that programs know, they are not killed.
 """
@@ -18,7 +19,7 @@ from typing import Literal
 
 __all__ = ["filter_program"]
 
-AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+AF_UNIX = 1
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # Numbers of the calls: x86_64, aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
@@ -82,6 +83,8 @@ _OTHERS = {
 }
 _IOPRIO_SET, _SETPRIORITY = (251, 30), (141, 140)
 _SOCKET, _CLONE, _CLONE3, _SETSID = (41, 198), (56, 220), (435, 435), (112, 157)
+_SOCKETPAIR, _SETSOCKOPT = (53, 199), (54, 208)
+_SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
 
@@ -95,7 +98,7 @@ _ALLOW, _KILL, _ERRNO, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 def filter_program(
     machine: str | None = None,
     *,
-    families: tuple[int, ...] = (AF_UNIX, AF_INET, AF_INET6),
+    families: tuple[int, ...] = (AF_UNIX,),
     attributes: bool = True,
     others: bool = True,
     sessions: Literal["allow", "ask", "refuse"] = "allow",
@@ -104,7 +107,7 @@ def filter_program(
 
     Args:
         machine: name of the processor's architecture; this machine's if not given.
-        families: sockets that may be opened.
+        families: sockets that may be opened one by one; pairs of ``AF_UNIX`` may always be.
         attributes: whether modes, owners and times of files may be changed by their paths.
         others: whether limits and priorities of other processes may be changed.
         sessions: whether a process may begin a session of its own; with ``"ask"``, whoever installs
@@ -139,6 +142,8 @@ def filter_program(
         # The second table of x86_64, which no distribution uses any more.
         (_AT_LEAST, _X32, "forbid"),
         (_EQUAL, _SOCKET[column], "socket"),
+        (_EQUAL, _SOCKETPAIR[column], "pair"),
+        (_EQUAL, _SETSOCKOPT[column], "option"),
         (_EQUAL, _CLONE[column], "clone"),
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
         (_EQUAL, _CLONE3[column], "absent"),
@@ -173,6 +178,21 @@ def filter_program(
         (_RETURN, _ERRNO | errno.EPERM, None),
         "own",
         (_RETURN, _ALLOW, None),
+        "option",
+        (_LOAD, _ARGUMENT_AT + 8, None),
+        (_EQUAL, _SOL_SOCKET, "of_any_socket"),
+        (_RETURN, _ALLOW, None),
+        "of_any_socket",
+        (_LOAD, _ARGUMENT_AT + 16, None),
+        (_EQUAL, _SO_SNDBUF, "forbid_option"),
+        (_EQUAL, _SO_SNDBUFFORCE, "forbid_option"),
+        (_RETURN, _ALLOW, None),
+        "forbid_option",
+        (_RETURN, _ERRNO | errno.EPERM, None),
+        "pair",
+        (_LOAD, _ARGUMENT_AT, None),
+        (_EQUAL, AF_UNIX, "allow_socket"),
+        (_RETURN, _ERRNO | errno.EAFNOSUPPORT, None),
         "socket",
         (_LOAD, _ARGUMENT_AT, None),
         *((_EQUAL, family, "allow_socket") for family in families),

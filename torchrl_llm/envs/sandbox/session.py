@@ -141,6 +141,8 @@ class PipeSession(SandboxSession):
         answer = self._answers.take_answer()
         if ended == "exit" and answer is not None:
             ended = "ready"  # it answered, then died of something that it had left running
+        if ended == "ready" and contained.out_of_memory:
+            ended = "memory"
         exit_code: int | None = -signal.SIGKILL
         if ended == "ready" and answer is not None:
             exit_code, out_of_memory = answer

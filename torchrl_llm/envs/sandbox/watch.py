@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torchrl_llm.envs.sandbox.base import Limits, SandboxResult, Status
-from torchrl_llm.envs.sandbox.processes import ProcessTable, proportional_bytes
+from torchrl_llm.envs.sandbox.cgroups import OVERHEAD_BYTES, ControlGroup
+from torchrl_llm.envs.sandbox.processes import ProcessTable, committed_bytes, socket_bytes
 
 __all__ = ["Capture", "Ended", "Feed", "Tree", "classify", "cpu_seconds", "pump"]
 
@@ -134,22 +135,28 @@ class Tree:
         pid: the process.
         limits: of the run.
         overhead: processes of the sandbox itself.
+        group: that counts their memory; else they are looked at.
     """
 
-    def __init__(self, pid: int, limits: Limits, *, overhead: int = 0) -> None:
+    def __init__(
+        self, pid: int, limits: Limits, *, overhead: int = 0, group: ControlGroup | None = None
+    ) -> None:
         self.pid = pid
+        self.group = group
         self.memory_bytes = limits.memory_bytes
         self.num_processes = limits.num_processes + overhead
 
     def outgrown(self) -> Literal["memory", "processes"] | None:
-        """Which limit they are above now; pages that forked processes share count once."""
+        """Which limit they are above now."""
         use = _TABLE.use(self.pid)
         if use.threads > self.num_processes:
             return "processes"
-        if use.resident_bytes <= self.memory_bytes:
+        if self.group is not None:
+            return "memory" if self.group.exceeded else None
+        left = self.memory_bytes + OVERHEAD_BYTES - socket_bytes(use.pids)
+        if use.address_bytes <= left:
             return None
-        exact = proportional_bytes(use.pids)
-        return "memory" if exact is None or exact > self.memory_bytes else None
+        return "memory" if committed_bytes(use.pids) > left else None
 
 
 def pump(

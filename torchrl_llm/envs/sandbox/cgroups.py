@@ -1,0 +1,199 @@
+"""Control groups of Linux: the kernel counts what all processes of a run use together.
+
+Memory of the kernel itself counts too (pipes, sockets, files in memory), and no process of a run is
+fast enough to be missed, as it may be by :mod:`.watch`, which looks ten times a second. A group can
+be made by root, or where a part of the tree was delegated to the trainer's user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["OVERHEAD_BYTES", "ControlGroup", "control_group", "groups_work"]
+
+OVERHEAD_BYTES = 32 << 20
+"""What bubblewrap and its shell, or the guard of a plain process, may use besides the run."""
+
+_PREFIX = "torchrl-llm"
+_GRACE_S = 1.5
+_turns = itertools.count()
+_left: set[Path] = set()
+
+
+class _Place(NamedTuple):
+    """Where groups are made.
+
+    Attributes:
+        folder: the parent of all of them.
+        enter: the file that a process writes 0 to, to be in the group.
+        events: the file that counts the processes that memory ended.
+        second: whether this is the second version of the interface.
+    """
+
+    folder: Path
+    enter: str
+    events: str
+    second: bool
+
+
+class ControlGroup:
+    """A group of processes that use no more than so much memory together.
+
+    Args:
+        place: where to make it.
+        num_bytes: what they may use; then the kernel ends one of them.
+
+    Raises:
+        OSError: this process may not, or may not any more.
+    """
+
+    def __init__(self, place: _Place, num_bytes: int) -> None:
+        self._place = place
+        self.folder = place.folder / f"{_PREFIX}-{_owner()}-{next(_turns)}"
+        self.folder.mkdir()
+        most = str(num_bytes)
+        try:
+            if place.second:
+                (self.folder / "memory.max").write_text(most)
+                self._perhaps("memory.swap.max", "0")
+            else:
+                (self.folder / "memory.limit_in_bytes").write_text(most)
+                self._perhaps("memory.memsw.limit_in_bytes", most)
+        except OSError:
+            self.close()
+            raise
+
+    def _perhaps(self, name: str, text: str) -> None:
+        if (self.folder / name).exists():  # a kernel without swap has none
+            (self.folder / name).write_text(text)
+
+    @property
+    def argv(self) -> list[str]:
+        """Words in front of a program that is to begin in the group."""
+        enter = 'echo 0 > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", enter, str(self.folder / self._place.enter)]
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the kernel has ended one of them for what they use."""
+        with contextlib.suppress(OSError):
+            for line in (self.folder / self._place.events).read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value) > 0
+        return False
+
+    def close(self) -> None:
+        """End what is left in it, and remove it now or in a later call; may be called twice."""
+        patience = time.monotonic() + _GRACE_S
+        with contextlib.suppress(OSError):
+            # Memory may have ended the very process that was to end the others.
+            while pids := (self.folder / "cgroup.procs").read_text().split():
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                if time.monotonic() > patience:
+                    break
+                time.sleep(0.001)
+        _left.add(self.folder)
+        for folder in list(_left):
+            with contextlib.suppress(OSError):
+                if folder.exists():
+                    folder.rmdir()
+                _left.discard(folder)
+
+
+def control_group(memory_bytes: int, file_bytes: int) -> ControlGroup | None:
+    """A new group for a run; ``None`` where none can be made.
+
+    Args:
+        memory_bytes: for its processes.
+        file_bytes: for files in each of its two folders in memory.
+    """
+    place = _working_place()
+    if place is None:
+        return None
+    with contextlib.suppress(OSError):
+        return ControlGroup(place, memory_bytes + 2 * file_bytes + OVERHEAD_BYTES)
+    return None
+
+
+def groups_work() -> bool:
+    """Whether this process can make groups."""
+    return _working_place() is not None
+
+
+@functools.cache
+def _owner() -> str:
+    """A name of this process that no other one of the machine has or will have."""
+    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{began}"
+
+
+os.register_at_fork(after_in_child=_owner.cache_clear)
+
+
+@functools.cache
+def _working_place() -> _Place | None:
+    for place in _places():
+        try:
+            group = ControlGroup(place, 1 << 30)
+        except OSError:
+            continue
+        done = subprocess.run([*group.argv, "/bin/sh", "-c", "exit 7"], capture_output=True)
+        group.close()
+        if done.returncode == 7:
+            _sweep(place.folder)
+            return place
+    return None
+
+
+def _places() -> Iterator[_Place]:
+    """Where this process might make groups: beside or below it."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    paths = {}
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
+    for line in mounts:
+        words, _, rest = line.partition(" - ")
+        root, point = words.split()[3:5]
+        kind, _, options = rest.split(" ", 2)
+        name = {"cgroup": "memory", "cgroup2": ""}.get(kind)
+        if name is None or name not in paths or name not in ("", *options.split(",")):
+            continue
+        # A container may see its own group as the root of all.
+        path = os.path.relpath(paths[name], root)
+        here = Path(os.path.normpath(f"{point}/{path}"))
+        here = here if ".." not in path and here.is_dir() else Path(point)
+        if kind == "cgroup":
+            yield _Place(here, "tasks", "memory.oom_control", False)
+            continue
+        for folder in (here, *here.parents):
+            with contextlib.suppress(OSError):
+                if "memory" in (folder / "cgroup.subtree_control").read_text().split():
+                    yield _Place(folder, "cgroup.procs", "memory.events", True)
+
+
+def _sweep(place: Path) -> None:
+    """Remove the groups of processes that were killed."""
+    namespace = _owner().partition("-")[0]
+    for folder in place.glob(f"{_PREFIX}-{namespace}-*-*-*"):
+        pid, began = folder.name.split("-")[-3:-1]
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat")
+            if not stat.exists() or stat.read_text().rpartition(")")[2].split()[19] != began:
+                folder.rmdir()
