@@ -110,6 +110,32 @@ class RedisLink:
             time.sleep(pause_s)
             pause_s, again = min(2 * pause_s, _PAUSE_S[1]), True
 
+    def read(self, fill: Callable[[Any], object]) -> list[Any]:
+        """Answers of several commands at one moment.
+
+        Args:
+            fill: puts the commands into the pipeline that it gets.
+
+        Returns:
+            An answer for each; ``None`` where a key holds something of another type.
+
+        Raises:
+            WorkerError: see :meth:`call`.
+        """
+
+        def run(again: bool) -> list[Any]:
+            with self.client.pipeline(transaction=True) as pipe:
+                fill(pipe)
+                answers = pipe.execute(raise_on_error=False)
+            for place, answer in enumerate(answers):
+                if isinstance(answer, self._errors.RedisError):
+                    if not str(answer).startswith("WRONGTYPE"):
+                        raise answer
+                    answers[place] = None
+            return answers
+
+        return self.call(run)
+
     def close(self) -> None:
         """Give the connections back."""
         self.client.close()
