@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from torchrl._utils import logger
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
@@ -118,6 +119,14 @@ def tiny_model():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """What TorchRL's logger is given as warnings; Hydra may have disabled the logger itself."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    return said
 
 
 @pytest.fixture(scope="session")

@@ -49,5 +49,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_override_keys(sys.argv[1:], EvaluateConfig)
+    sys.argv[1:] = check_override_keys(sys.argv[1:], EvaluateConfig)
     main()

@@ -228,9 +228,9 @@ def answer_task(
     if config.model.is_told_of_tools and (schemas := env.tool_schemas):
         policy = policy.get_new_version(tools=schemas)
     available = env.primer.num_rows
-    num_prompts = min(config.eval.num_prompts or available, available)
+    num_prompts = config.eval.num_prompts or available
     records: list[dict] = []
-    total = num_prompts * config.eval.repeats
+    total = min(num_prompts, available) * config.eval.repeats
     with path.open("w", encoding="utf-8") as file, tqdm(total=total, desc=task) as bar:
 
         def write(row: Any, outcome: Any) -> None:
@@ -244,7 +244,7 @@ def answer_task(
             evaluate(
                 env,
                 policy,
-                num_prompts=total,
+                num_prompts=num_prompts * config.eval.repeats,
                 max_turns=type(env).max_turns(config.eval.max_steps) or _MOST_TURNS,
                 on_answer=write,
             )

@@ -91,3 +91,43 @@ def test_an_environment_without_reward_is_a_clear_error(tokenizer):
         evaluate(bare, FakeWrapper("5", tokenizer=tokenizer), num_prompts=2)
     with pytest.raises(ConfigError, match="at least 1"):
         evaluate(env(), FakeWrapper("5", tokenizer=tokenizer), num_prompts=0)
+
+
+@pytest.mark.parametrize("num_envs", [2, 3, 10])
+def test_each_prompt_is_asked_once_where_the_data_has_fewer_than_wanted(
+    tokenizer, warned, num_envs
+):
+    asked, answers = [], []
+
+    def answer(prompt):
+        asked.append(number_in(prompt))
+        return "0"
+
+    task = Numbers(dataset=ROWS[:3], shuffle=False, num_envs=num_envs)
+    policy = FakeWrapper(answer, tokenizer=tokenizer)
+    result = evaluate(
+        task, policy, num_prompts=10, on_answer=lambda row, _: answers.append(row["answer"])
+    )
+    assert (asked, answers) == ([0, 1, 2], ["0", "1", "2"])
+    assert result.accuracy == pytest.approx(1 / 3)
+    assert result.num_prompts == result.metrics()["eval/num_prompts"] == 3
+    assert "num_prompts=10 is more than the data has: its 3 prompts" in warned[0]
+    # Also the next time.
+    assert evaluate(task, policy, num_prompts=3).num_prompts == 3
+
+
+def test_samples_of_a_prompt_are_counted_as_such(tokenizer):
+    policy = FakeWrapper("1", tokenizer=tokenizer)
+    task = Numbers(dataset=ROWS[:3], shuffle=False, num_envs=4, repeats=2)
+    result = evaluate(task, policy, num_prompts=12)
+    assert (result.num_prompts, result.accuracy) == (6, pytest.approx(1 / 3))
+
+
+def test_rows_that_come_from_a_stream_end_where_it_ends(tokenizer):
+    class Stream:
+        def __iter__(self):
+            return iter(ROWS[:3])
+
+    task = Numbers.from_dataloader(Stream(), batch_size=(2,))
+    policy = FakeWrapper("1", tokenizer=tokenizer)
+    assert evaluate(task, policy, num_prompts=9).num_prompts == 3

@@ -277,3 +277,18 @@ def test_a_prompt_that_is_too_long_is_an_error_unless_it_is_dropped(tmp_path, ru
     result = run(tmp_path / "b", *settings, "eval.on_overlong=drop")["gsm8k"]
     assert result["num_prompts"] == 2
     assert answers(tmp_path / "b", "gsm8k")[0]["length"] == 0
+
+
+def test_more_prompts_than_there_are_ask_each_of_them_once(tmp_path, run, warned):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    result = run(
+        tmp_path / "run",
+        "tasks=[arithmetic]",
+        f"data_files.arithmetic={path}",
+        "eval.num_prompts=10",
+        "inference_model.max_tokens=4",
+    )["arithmetic"]
+    assert result["num_prompts"] == len(answers(tmp_path / "run", "arithmetic")) == 3
+    assert "num_prompts=10 is more than the data has: its 3 prompts" in warned[0]

@@ -84,7 +84,7 @@ def test_steps_then_ctrl_c_then_the_rest_equal_a_run_that_was_left_alone(tmp_pat
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, text
+    assert process.returncode == 128 + signal.SIGINT, text
     stopped_at = int(rows(cut)[-1]["train/step"])
     assert 2 <= stopped_at < 12, "the signal must arrive in the middle of the run"
     assert f"saved {cut / 'checkpoints' / f'step_{stopped_at:06d}'}" in text
@@ -209,6 +209,22 @@ def test_overlong_prompts_are_an_error_or_counted(tmp_path, run):
     table = run(tmp_path / "c", *limits, "env.on_overlong=truncate", "eval.num_prompts=0")
     assert column(table, "train/overlong") == [16.0]
     assert column(table, "train/tokens_trained")[0] > 0
+
+
+def test_an_evaluation_beyond_its_data_asks_each_problem_once(tmp_path, run, warned):
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    held_out.write_text("\n".join(map(json.dumps, rows)))
+    table = run(
+        tmp_path / "run",
+        "train.max_steps=1",
+        f"env.eval_data_files={held_out}",
+        "eval.num_prompts=10",
+        "eval.batch_size=2",
+    )
+    assert column(table, "eval/num_prompts") == [3, 3]
+    assert all(round(accuracy * 3, 5) % 1 == 0 for accuracy in column(table, "eval/accuracy"))
+    assert "num_prompts=10 is more than the data has: its 3 prompts" in warned[0]
 
 
 def test_bad_data_is_a_clear_error(tmp_path, run, problems):

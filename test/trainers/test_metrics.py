@@ -119,3 +119,63 @@ def test_batches_of_a_step_are_averaged():
         meter.close()
     assert meter.metrics() == {"train/loss_objective": 5.0, "train/late": 1.0}
     assert LossMeter().metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("harm", "wrong"),
+    [
+        (lambda path: path.unlink(), "was missing"),
+        (lambda path: path.write_text("\n".join(path.read_text().split("\n")[:2])), "at step 1"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00junk"), "is broken"),
+        (lambda path: path.write_text(path.read_text().replace("0.25", "0.75")), "was altered"),
+    ],
+)
+def test_a_file_that_lost_rows_is_named_and_mended_from_the_checkpoint(tmp_path, harm, wrong):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    for step in (1, 2, 3):
+        table.write(step, {"train/reward": 0.25 * step, "perf/step_s": 1.0})
+    whole, copy = table.path.read_bytes(), tmp_path / "copy.csv"
+    table.save(copy)
+    table.write(4, {"train/reward": 1.0})
+    harm(table.path)
+    resumed = MetricsTable(table.path)
+    assert wrong in resumed.resume(3, copy)
+    assert table.path.read_bytes() == whole
+    assert resumed.resume(3, copy) is None
+
+
+class Down:
+    """A logger whose server does not answer until the third step."""
+
+    def __init__(self):
+        self.asked = []
+
+    def log_scalar(self, name, value, step=None):
+        self.asked.append((name, step))
+        if step < 3:
+            raise ConnectionError("no route to host")
+
+
+class Works(Down):
+    def log_scalar(self, name, value, step=None):
+        self.asked.append((name, step))
+
+
+def test_a_logger_that_raises_is_warned_of_once_and_the_others_go_on(tmp_path, warned):
+    down, works = Down(), Works()
+    table = MetricsTable(tmp_path / "metrics.csv", [down, works])
+    for step in (1, 2, 3):
+        table.write(step, {"train/reward": 0.5, "train/loss": 0.1})
+    (said,) = warned
+    assert "ConnectionError: no route to host" in said
+    assert table.failures == {"Down": 2}
+    # A step that failed is not asked for its other metrics; the next one is asked again.
+    assert down.asked == [("train/reward", n) for n in (1, 2, 3)] + [("train/loss", 3)]
+    assert len(works.asked) == 6
+    assert len(rows(table.path)) == 3
+
+
+def test_a_metrics_file_that_cannot_be_written_stays_an_error(tmp_path):
+    table = MetricsTable(tmp_path / "gone" / "metrics.csv", [Works()])
+    with pytest.raises(FileNotFoundError):
+        table.write(1, {"train/reward": 0.5})

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl._utils import logger
 from torchrl.envs import EnvBase
 
 from torchrl_llm.data.enums import FinishReason
@@ -49,7 +50,8 @@ class Evaluation:
         invalid: fraction of prompts whose reward failed.
         response_length: mean tokens of the last response.
         truncated: fraction of last responses cut by their length limit.
-        num_prompts: how many prompts were answered.
+        num_prompts: how many prompts were answered; fewer than were wanted where the data has no
+            more.
         conversations: the first few, as text.
     """
 
@@ -63,7 +65,7 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
-        names = ("accuracy", "reward", "invalid", "response_length", "truncated")
+        names = ("accuracy", "reward", "invalid", "response_length", "truncated", "num_prompts")
         return {f"eval/{name}": getattr(self, name) for name in names}
 
 
@@ -80,13 +82,14 @@ def evaluate(
     """Answer held-out prompts and count the right answers.
 
     Deterministic for a greedy policy: the environment's data is started over first, so that every
-    evaluation sees the same prompts.
+    evaluation sees the same prompts, each of them once.
 
     Args:
         env: gives a reward, ends its conversations, and starts its data over by
-            ``reset_dataloader()``; batch size ``[B]``.
+            ``reset_dataloader()``; batch size ``[B]``. Its ``primer``, where it has one as a
+            :class:`~torchrl_llm.envs.DatasetChatEnv` does, tells where the data ends.
         policy: answers; pass a greedy one for greedy accuracy.
-        num_prompts: the first so many prompts of the data.
+        num_prompts: the first so many prompts of the data; all, with a warning, where it has fewer.
         max_turns: turns after which a conversation counts as it stands. Conversations that have
             ended wait for the others and are not answered again.
         success_key: bool key under ``"next"`` that says whether an answer is right.
@@ -105,18 +108,28 @@ def evaluate(
     env.reset_dataloader()
     columns: dict[str, list[Tensor]] = {}
     shown: list[str] = []
-    answered = 0
-    while answered < num_prompts:
-        facts, rows = _play(env, policy, max_turns, success_key)
-        facts = {name: values[: num_prompts - answered] for name, values in facts.items()}
+    answered, limit = 0, num_prompts
+    primer = getattr(env, "primer", None)
+    while answered < limit:
+        td = env.reset()
+        if primer is not None and (epoch := primer.first_epoch) is not None:
+            limit = min(limit, epoch)
+            if answered == limit:
+                break
+        facts, rows = _play(env, policy, td, limit - answered, max_turns, success_key)
         for name, values in facts.items():
             columns.setdefault(name, []).append(values)
         answered += len(facts["reward"])
         shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
         if on_answer is not None:
             outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
-            for (batch, i), outcome in zip(rows, outcomes, strict=False):
+            for (batch, i), outcome in zip(rows, outcomes, strict=True):
                 on_answer(batch[i], Outcome(*outcome))
+    if answered < num_prompts:
+        logger.warning(
+            f"num_prompts={num_prompts} is more than the data has: its {answered} prompts were "
+            "evaluated, each once"
+        )
     flat = {name: torch.cat(values) for name, values in columns.items()}
     valid = flat["valid"]
     return Evaluation(
@@ -131,9 +144,14 @@ def evaluate(
 
 
 def _play(
-    env: EnvBase, policy: TensorDictModuleBase, max_turns: int, success_key: str
+    env: EnvBase,
+    policy: TensorDictModuleBase,
+    td: TensorDictBase,
+    wanted: int,
+    max_turns: int,
+    success_key: str,
 ) -> tuple[dict[str, Tensor], list[tuple[TensorDictBase, int]]]:
-    """One batch of conversations to their end: facts by row, and where its last turn is."""
+    """The first conversations of a batch to their end: facts by row, and where its last turn is."""
     size = env.batch_size.numel()
     facts: dict[str, Tensor] = {
         "reward": torch.zeros(size),
@@ -143,8 +161,9 @@ def _play(
         "cut": torch.zeros(size, dtype=torch.bool),
     }
     rows: list[tuple[TensorDictBase, int]] = []
-    running = torch.ones(size, dtype=torch.bool)
-    td = env.reset()
+    running = torch.arange(size) < wanted
+    if wanted < size:
+        td.set("_step", running.to(td.device) if td.device else running)
     for _ in range(max_turns):
         td = env.step(policy(td))
         turn = _facts(td, size, success_key)
@@ -153,12 +172,12 @@ def _play(
         for name, values in turn.items():
             facts[name] = torch.where(running, values, facts[name])
         flat = td.reshape(size)
-        rows = [(flat, i) if on else rows[i] for i, on in enumerate(running.tolist())]
+        rows = [(flat, i) if on else rows[i] for i, on in enumerate(running.tolist()) if i < wanted]
         running = running & ~td.get(("next", "done")).reshape(size, -1).any(-1).cpu()
         if not running.any():
             break
         td = env.step_mdp(td).set("_step", running.to(td.device) if td.device else running)
-    return facts, rows
+    return {name: values[:wanted] for name, values in facts.items()}, rows
 
 
 def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]:

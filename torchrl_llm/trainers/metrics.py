@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
@@ -70,9 +71,13 @@ class MetricsTable:
 
     Args:
         path: the CSV file; its folder must exist.
-        loggers: TorchRL loggers that get every number too.
+        loggers: TorchRL loggers that get every number too. One that raises is warned of once and
+            asked again at the next step: the run, and the other loggers, go on.
         columns: columns that the header holds from the start, so that a metric which appears
             later (an evaluation) does not force the file to be written anew.
+
+    Attributes:
+        failures: class name of a logger to the steps at which it raised.
 
     Example:
         >>> import tempfile
@@ -88,6 +93,7 @@ class MetricsTable:
     ) -> None:
         self.path = Path(path)
         self.loggers = list(loggers)
+        self.failures: dict[str, int] = {}
         self._columns = [STEP, *columns]
         self._rows: list[dict[str, str]] = []
         self._written = False
@@ -101,6 +107,7 @@ class MetricsTable:
 
         Raises:
             ValueError: a name without one of the prefixes, or a step that does not go on.
+            OSError: the file cannot be written.
         """
         if self._rows and step <= int(self._rows[-1][STEP]):
             raise ValueError(f"step {step} follows step {self._rows[-1][STEP]} in {self.path}")
@@ -120,8 +127,20 @@ class MetricsTable:
                     [row.get(name, "") for name in self._columns]
                 )
         for logger in self.loggers:
-            for name, value in numbers.items():
-                logger.log_scalar(name, value, step=step)
+            self._pass_on(logger, numbers, step)
+
+    def _pass_on(self, logger: Logger, numbers: Mapping[str, float | int], step: int) -> None:
+        name = type(logger).__name__
+        try:
+            for metric, value in numbers.items():
+                logger.log_scalar(metric, value, step=step)
+        except Exception as error:  # a server that is down, a full disk: not worth a run
+            if name not in self.failures:
+                log.warning(
+                    f"{name} did not take the metrics of step {step}: {type(error).__name__}: "
+                    f"{error}; the run goes on and {self.path} has them all (said once)"
+                )
+            self.failures[name] = self.failures.get(name, 0) + 1
 
     def read(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has a value.
@@ -135,34 +154,70 @@ class MetricsTable:
         rows = [row for row in self._rows if row.get(name)]
         return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
 
-    def resume(self, step: int) -> None:
+    def save(self, path: Path) -> None:
+        """Write the rows so far to the disk, and a copy beside a checkpoint.
+
+        Args:
+            path: of the copy.
+        """
+        if self._written:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        self._write(path)
+
+    def resume(self, step: int, copy: Path | None = None) -> str | None:
         """Continue the file of an earlier run after ``step``, dropping the rows behind it.
 
         Args:
             step: the last step that counts.
+            copy: what :meth:`save` wrote at that step; the file is mended from it.
+
+        Returns:
+            What was wrong with the file, ``None`` if nothing was.
         """
-        if not self.path.exists():
-            return
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            # A killed process may leave half a line at the end; it is behind the checkpoint.
-            rows = [row for row in reader if (row.get(STEP) or "").isdigit()]
-            self._columns.extend(c for c in reader.fieldnames or () if c not in self._columns)
-        self._rows = [
-            {name: value for name, value in row.items() if name and value}
-            for row in rows
-            if int(row[STEP]) <= step
-        ]
+        found = self._read_rows(self.path, step)
+        saved = None if copy is None else self._read_rows(copy, step)
+        columns, self._rows = saved or found or ([], [])
+        self._columns.extend(name for name in columns if name not in self._columns)
+        last = int(found[1][-1][STEP]) if found and found[1] else None
+        if found is None:
+            wrong = "is broken" if self.path.exists() else "was missing"
+        elif last != step:
+            wrong = "holds no step" if last is None else f"ended at step {last}"
+        elif saved is not None and found[1] != saved[1]:
+            wrong = "was altered"
+        else:
+            wrong = None
         self._rewrite()
+        return wrong and f"{self.path} {wrong}"
+
+    @staticmethod
+    def _read_rows(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]] | None:
+        """Columns and rows up to a step; ``None`` where the file is absent or no such table."""
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                # A killed process may leave half a line at the end; it is behind the checkpoint.
+                rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
+                columns = list(reader.fieldnames or ())
+        except (OSError, ValueError, csv.Error):
+            return None
+        if STEP not in columns:
+            return None
+        kept = [row for row in rows if int(row[STEP]) <= step]
+        return columns, [{k: v for k, v in row.items() if k and v} for row in kept]
 
     def _rewrite(self) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="") as file:
+        self._write(temporary)
+        os.replace(temporary, self.path)
+        self._written = True
+
+    def _write(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             writer.writerows([row.get(name, "") for name in self._columns] for row in self._rows)
-        os.replace(temporary, self.path)
-        self._written = True
 
 
 class LossMeter:

@@ -94,6 +94,7 @@ class _RowFeed:
         self._element: list[Row] = []
         self._offset = 0
         self._num_elements = 0
+        self.num_epochs = 0
         self._before: Any = None
 
     def peek(self) -> Row:
@@ -118,6 +119,7 @@ class _RowFeed:
                 if attempt:
                     break
                 self._iterator = None
+                self.num_epochs += 1
                 continue
             self._before, self._offset = before, 0
             self._num_elements += 1
@@ -278,6 +280,8 @@ class DataLoadingPrimer(Transform):
         self._row: Row | None = None
         self._group_id = -1
         self._repeats_left = 0
+        self._num_drawn = 0
+        self._first_epoch: int | None = None
 
     # Specs
 
@@ -292,6 +296,14 @@ class DataLoadingPrimer(Transform):
         loader = self._feed.loader
         rows = getattr(loader, "rows", getattr(loader, "dataset", loader))
         return len(rows) if hasattr(rows, "__len__") else None
+
+    @property
+    def first_epoch(self) -> int | None:
+        """Conversations begun since the data was started over, until it began again.
+
+        ``None`` while it has not begun again. Repeats count.
+        """
+        return self._first_epoch
 
     def _first_row(self) -> Row:
         # The first row that is seen decides names and specs of the columns, once and for all.
@@ -350,6 +362,7 @@ class DataLoadingPrimer(Transform):
         """
         self._feed.restart(seed)
         self._repeats_left = 0
+        self._num_drawn, self._first_epoch = 0, None
         return self
 
     def _draw(self, num: int) -> tuple[list[Row], Tensor]:
@@ -358,9 +371,12 @@ class DataLoadingPrimer(Transform):
         for _ in range(num):
             if not self._repeats_left:
                 self._row = self._feed.take()
+                if self._feed.num_epochs and self._first_epoch is None:
+                    self._first_epoch = self._num_drawn
                 self._group_id = self._groups.next_id()
                 self._repeats_left = self.repeats
             self._repeats_left -= 1
+            self._num_drawn += 1
             rows.append(self._row)
             ids.append(self._group_id)
         return rows, torch.tensor(ids, dtype=torch.int64, device=self.data_device)

@@ -42,6 +42,9 @@ class _Source:
         self._num_drawn += num
         return drawn
 
+    def first_epoch(self) -> int | None:
+        return self._primer.first_epoch
+
     def restart(self, seed: int | None) -> None:
         self._primer.reset_dataloader(seed)
         self._num_drawn = 0
@@ -134,6 +137,11 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
             ActorOptions(num_cpus=num_cpus, name=actor_name, timeout_s=timeout_s),
             what=f"RayDataLoadingPrimer {actor_name or ''}".strip(),
         )
+
+    @property
+    def first_epoch(self) -> int | None:
+        """As of every primer, over the conversations of all environments."""
+        return self._source.call("first_epoch")
 
     def _first_row(self) -> Mapping[str, Any]:
         if self._example is None:
