@@ -220,7 +220,7 @@ class RedisWeightReader:
             wrong = [name for name, kind in _FIELDS.items() if type(head[name]) is not kind]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             wrong = [str(error)]
-        if wrong or not 0 <= head["chunks"] <= 1 << 20:
+        if wrong or not (0 <= head["chunks"] <= 1 << 20 and 0 <= head["version"] < 1 << 60):
             raise WeightUpdateError(f"what the Redis names as newest weights is malformed: {wrong}")
         fields = {name: head[name] for name in _FIELDS}
         return head["version"], RedisWeightSource(self._link, self._name, **fields)

@@ -8,7 +8,6 @@ Redis can at worst send rows that are wrong or none. The scripts that run inside
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 import time
@@ -33,8 +32,8 @@ from torchrl_llm.errors import ConfigError, DataError, WorkerError
 __all__ = ["RedisChannel", "delivery_from_bytes", "delivery_to_bytes"]
 
 _MOST_BYTES = 500 << 20
-# The learner's count of rows stays exact in Lua's numbers whatever a stranger sends.
-_MOST_CLAIMS = 1 << 20
+# What the scripts take for a number of rows, and for any number.
+_MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
 _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
 _T = TypeVar("_T")
@@ -292,7 +291,11 @@ class RedisChannel(RowChannel):
             lost, granted, foreign, number, data = self._call(run)
             lead.out += granted
             if foreign:
-                logger.warning(f"the key {foreign!r} of the Redis held something of others; dropped")
+                key = foreign.decode(errors="replace")
+                logger.warning(
+                    f"{key!r} in the Redis at {self.place} held what neither the learner nor a "
+                    "worker writes; it was dropped, and the run goes on"
+                )
             if lost and lead.begun:
                 logger.warning(f"the Redis of channel {self.name!r} lost its data; what waited too")
                 if lead.forgotten:
@@ -316,7 +319,8 @@ class RedisChannel(RowChannel):
             )
         )
         state = state or {}
-        out = sum(map(_whole, (state.get(b"granted"), *(claimed or ()), *(queued or ()), taken)))
+        held = sum(min(_whole(n), _MOST_CLAIMS) for n in (*(claimed or ()), *(queued or ()), taken))
+        out = held + _whole(state.get(b"granted"))
         run = state.get(b"run", b"").decode(errors="replace") or uuid.uuid4().hex
         return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
 
@@ -381,12 +385,15 @@ class RedisChannel(RowChannel):
         time_, *columns = self._link.read(
             lambda pipe: (pipe.time(), *(pipe.hgetall(key) for key in self._keys[4:9]))
         )
-        shift_s = time.time() - (time_[0] + time_[1] / 1e6)
+        now_s = time_[0] + time_[1] / 1e6
         columns = [column or {} for column in columns]
         counts = {}
         for name in columns[4]:
             *numbers, seen = (column.get(name) for column in columns)
-            known = WorkerCounts(*map(_whole, numbers), _seconds(seen) + shift_s)
+            seen_s = _seconds(seen)
+            # Who claims to be of the future would never be missed.
+            silence_s = now_s - (seen_s if seen_s < now_s + _KEPT_S else 0.0)
+            known = WorkerCounts(*map(_whole, numbers), time.time() - silence_s)
             counts[name.decode(errors="replace")] = known
         return counts
 
@@ -418,14 +425,15 @@ class RedisChannel(RowChannel):
         self._link.read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
 
 
-# What the server holds may be of others; what is no number counts as nothing.
+# What the server holds may be of others; a number that none of ours writes counts as nothing.
 
 
 def _whole(text: Any) -> int:
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError, OverflowError):
         return 0
+    return number if 0 <= number <= _MOST else 0
 
 
 def _seconds(text: Any) -> float:
@@ -433,7 +441,7 @@ def _seconds(text: Any) -> float:
         seconds = float(text)
     except (TypeError, ValueError):
         return 0.0
-    return seconds if math.isfinite(seconds) else 0.0
+    return seconds if 0 <= seconds <= _MOST else 0.0
 
 
 def _counts(data: bytes) -> WorkerCounts:

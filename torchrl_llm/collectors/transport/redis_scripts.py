@@ -16,8 +16,9 @@ rows it holds claims for, and the difference to what is written goes back to (or
 is granted. The learner says how many rows are out in all, and what is granted is what of them is
 neither claimed nor waiting. So rows that a restart has swallowed are granted anew.
 
-Others may write to the server too. A key of another type and a number that is none are dropped
-where they are met, and count as missing.
+Others may write to the server too. A key of another type, and a number that is none or that no
+learner and no worker writes, are dropped where they are met, and count as missing; ``mended`` tells
+the learner.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ for _, key in ipairs(KEYS) do
     mended(key)
   end
 end
-local function whole(text)
-  local number = tonumber(text)
-  if number and number == math.floor(number) and math.abs(number) < 2^53 then return number end
+local most_claims = 2^20
+local function whole(text, least, most)
+  local found = tonumber(text)
+  if found and found == math.floor(found) and least <= found and found <= most then return found end
 end
 local function number(key, field)
+  local least, most = 0, 2^53
+  if key == state and field == 'granted' then least = -most end
+  if key == claimed or field == 'claims' then most = most_claims end
   local text = redis.call('HGET', key, field)
-  local found = whole(text)
+  local found = whole(text, least, most)
   if text and not found then
     redis.call('HDEL', key, field)
     mended(key)
@@ -130,14 +135,13 @@ for _, worker in ipairs(redis.call('HKEYS', claimed)) do
     mended(claimed)
   end
 end
-local waiting = redis.call('LLEN', queue)
-if redis.call('LLEN', queued) > waiting then
-  redis.call('LTRIM', queued, 1, waiting)
-  redis.call('LTRIM', queued, 0, waiting - 1)
+local surplus = redis.call('LLEN', queued) - redis.call('LLEN', queue)
+if surplus > 0 then
+  redis.call('LTRIM', queued, surplus, -1)
   mended(queued)
 end
 for place, text in ipairs(redis.call('LRANGE', queued, 0, -1)) do
-  local claims = whole(text)
+  local claims = whole(text, 0, most_claims)
   if claims then
     free = free - claims
   else
