@@ -33,9 +33,13 @@ _given_up: set[str] = set()
 _MASK = "***"
 # What may stand in the place of a password: it says where the password is.
 _NO_SECRET = r"(?:\*\*\*|\$\{oc\.env:[^},]*\})"
-# A password may hold "/" and "@" where somebody forgot to escape them; a port is none.
-_IN_FRONT = re.compile(rf"(\w://[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).+@", re.DOTALL)
-_IN_QUERY = re.compile(rf"([?&]\w*password=)(?!{_NO_SECRET}(?:&|$))[^&]+")
+_HIDDEN = [
+    # A Redis has no "@" but behind a password, in which somebody may have forgotten to escape it.
+    rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).+(?=@)",
+    r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]+$",
+    rf"(\w://[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).+(?=@)",
+    rf"([?&]\w*password=)(?!{_NO_SECRET}(?:&|$))[^&]+",
+]
 _SHOWN = re.compile(
     r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
 )
@@ -52,7 +56,9 @@ def masked(value: Any) -> Any:
         'redis://user:***@host:6379/0'
     """
     if isinstance(value, str):
-        return _IN_QUERY.sub(rf"\1{_MASK}", _IN_FRONT.sub(rf"\1{_MASK}@", value))
+        for hidden in _HIDDEN:
+            value = re.sub(hidden, rf"\1{_MASK}", value, flags=re.DOTALL)
+        return value
     if isinstance(value, Mapping):
         return {key: masked(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,7 +100,7 @@ class RedisLink:
             options = connection.parse_url(self._url)
         except ValueError:  # its message may hold a part of the password
             raise ConfigError(
-                f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss://... for "
+                f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss:// for "
                 "TLS, or unix://path"
             ) from None
         options["socket_timeout"] = _ANSWER_S
@@ -133,7 +139,7 @@ class RedisLink:
         if shown is not None:
             return shown[1] + shown[2]
         scheme, separator, rest = self._url.rpartition("://")
-        return self._url if not separator and not re.search("[:@]", rest) else f"{scheme}://{_MASK}"
+        return f"{scheme}{separator}{_MASK}" if separator or re.search("[:@]", rest) else rest
 
     def _said(self, error: Exception) -> str:
         # A server that does not know a command repeats what came with it.
@@ -160,13 +166,13 @@ class RedisLink:
                 return answer
             except (errors.AuthenticationError, errors.NoPermissionError) as error:
                 raise ConfigError(
-                    f"the Redis at {self.place} refuses us: {self._said(error)}. Its password belongs into the "
-                    f"environment variable {PASSWORD_VARIABLE}"
+                    f"the Redis at {self.place} refuses us: {self._said(error)}. Its password "
+                    f"belongs into the environment variable {PASSWORD_VARIABLE}"
                 ) from None
             except errors.OutOfMemoryError as error:
                 raise ResourceError(
-                    f"the Redis at {self.place} is out of memory: {self._said(error)}. Raise its maxmemory, or "
-                    "let fewer deliveries wait (max_size)"
+                    f"the Redis at {self.place} is out of memory: {self._said(error)}. Raise its "
+                    "maxmemory, or let fewer deliveries wait (max_size)"
                 ) from None
             except (errors.ConnectionError, errors.TimeoutError) as error:  # BusyLoadingError too
                 if time.monotonic() + pause_s > deadline:
