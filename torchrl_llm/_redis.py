@@ -5,17 +5,22 @@ No other file imports ``redis`` but through :func:`connect`.
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
-__all__ = ["RECONNECT_S", "RedisLink"]
+__all__ = ["PASSWORD_VARIABLE", "RECONNECT_S", "RedisLink", "masked"]
 
 RECONNECT_S = 60.0
 """Seconds for which a Redis that went away may stay away, unless its caller says otherwise."""
+
+PASSWORD_VARIABLE = "TORCHRL_LLM_REDIS_PASSWORD"
+"""Environment variable that holds the password of the Redis."""
 
 _CONNECT_S = 5.0
 _ANSWER_S = 20.0
@@ -25,19 +30,56 @@ _T = TypeVar("_T")
 # (several links lead to one server, and each is closed by a last call).
 _given_up: set[str] = set()
 
+_MASK = "***"
+# What may stand in the place of a password: it says where the password is.
+_NO_SECRET = r"(?:\*\*\*|\$\{oc\.env:[^},]*\})"
+_HIDDEN = [
+    # A Redis has no "@" but behind a password, in which somebody may have forgotten to escape it.
+    rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).+(?=@)",
+    r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]+$",
+    rf"(\w://[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).+(?=@)",
+    rf"([?&]\w*password=)(?!{_NO_SECRET}(?:&|$))[^&]+",
+]
+_SHOWN = re.compile(
+    r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
+)
+
+
+def masked(value: Any) -> Any:
+    """The same with ``***`` for the passwords of URLs; whatever is shown or saved goes through it.
+
+    Args:
+        value: a text, or lists and mappings of them. Other values are returned as they are.
+
+    Example:
+        >>> masked("redis://user:secret@host:6379/0")
+        'redis://user:***@host:6379/0'
+    """
+    if isinstance(value, str):
+        for hidden in _HIDDEN:
+            value = re.sub(hidden, rf"\1{_MASK}", value, flags=re.DOTALL)
+        return value
+    if isinstance(value, Mapping):
+        return {key: masked(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(masked, value))
+    return value
+
 
 class RedisLink:
     """A connection that outlives restarts of the server; picklable, for threads too.
 
     Args:
-        url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, or ``unix://path``.
+        url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, or ``unix://path``. A
+            password that it does not have, or has as ``***``, is taken from the environment
+            variable ``TORCHRL_LLM_REDIS_PASSWORD``, in each process from its own.
         feature: what needs it; begins error messages.
         reconnect_s: seconds to try again while the server is away, once for all links of this
             process to it.
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: a URL that is none, or a password that is wrong.
+        ConfigError: a URL that is none, or a password that is wrong or missing.
         WorkerError: the server does not answer.
     """
 
@@ -49,20 +91,39 @@ class RedisLink:
 
     def _connect(self) -> None:
         redis = require("redis", extra="redis", feature=self._feature)
+        connection = require("redis.connection", extra="redis", feature=self._feature)
+        credentials = require("redis.credentials", extra="redis", feature=self._feature)
         backoff = require("redis.backoff", extra="redis", feature=self._feature)
         retry = require("redis.retry", extra="redis", feature=self._feature)
         self._errors = redis.exceptions
-        options: dict[str, Any] = {
-            "socket_timeout": _ANSWER_S,
-            # It tries again by itself, and then does not know whether the first try was done.
-            "retry": retry.Retry(backoff.NoBackoff(), 0),
-        }
-        if not self._url.startswith("unix:"):
-            options["socket_connect_timeout"] = _CONNECT_S
         try:
-            self.client = redis.Redis.from_url(self._url, **options)
-        except ValueError as error:
-            raise ConfigError(f"{self.place} is no URL of a Redis: {error}") from None
+            options = connection.parse_url(self._url)
+        except ValueError:  # its message may hold a part of the password
+            raise ConfigError(
+                f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss:// for "
+                "TLS, or unix://path"
+            ) from None
+        options["socket_timeout"] = _ANSWER_S
+        # It tries again by itself, and then does not know whether the first try was done.
+        options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
+        if "path" not in options:
+            options["socket_connect_timeout"] = _CONNECT_S
+        user, password = options.pop("username", None), options.pop("password", None)
+        if password in (None, _MASK):
+            password = os.environ.get(PASSWORD_VARIABLE, password)
+        if password == _MASK:
+            raise ConfigError(
+                f"the password of the Redis at {self.place} is masked; put it into the environment "
+                f"variable {PASSWORD_VARIABLE}"
+            )
+        self._password = password
+        if password is not None:
+            # Some versions of redis-py show the password of a pool in its repr, but no provider.
+            provider = credentials.UsernamePasswordCredentialProvider(user, password)
+            options["credential_provider"] = provider
+        elif user is not None:
+            options["username"] = user
+        self.client = redis.Redis.from_pool(redis.ConnectionPool(**options))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("_url", "_feature", "_reconnect_s")}
@@ -73,10 +134,16 @@ class RedisLink:
 
     @property
     def place(self) -> str:
-        """The URL without user and password."""
-        scheme, separator, rest = self._url.partition("?")[0].partition("://")
-        host, slash, path = rest.partition("/")
-        return scheme + separator + host.rpartition("@")[2] + slash + path
+        """The URL without user and password, and without all that may be a part of them."""
+        shown = _SHOWN.fullmatch(self._url)
+        if shown is not None:
+            return shown[1] + shown[2]
+        scheme, separator, rest = self._url.rpartition("://")
+        return f"{scheme}{separator}{_MASK}" if separator or re.search("[:@]", rest) else rest
+
+    def _said(self, error: Exception) -> str:
+        # A server that does not know a command repeats what came with it.
+        return str(error).replace(self._password, _MASK) if self._password else str(error)
 
     def call(self, command: Callable[[bool], _T]) -> _T:
         """Run a command, again while the server is away.
@@ -98,25 +165,54 @@ class RedisLink:
                 _given_up.discard(self._url)
                 return answer
             except (errors.AuthenticationError, errors.NoPermissionError) as error:
-                raise ConfigError(f"the Redis at {self.place} refuses us: {error}") from None
+                raise ConfigError(
+                    f"the Redis at {self.place} refuses us: {self._said(error)}. Its password "
+                    f"belongs into the environment variable {PASSWORD_VARIABLE}"
+                ) from None
             except errors.OutOfMemoryError as error:
                 raise ResourceError(
-                    f"the Redis at {self.place} is out of memory: {error}. Raise its maxmemory, or "
-                    "let fewer deliveries wait (max_size)"
+                    f"the Redis at {self.place} is out of memory: {self._said(error)}. Raise its "
+                    "maxmemory, or let fewer deliveries wait (max_size)"
                 ) from None
             except (errors.ConnectionError, errors.TimeoutError) as error:  # BusyLoadingError too
                 if time.monotonic() + pause_s > deadline:
                     _given_up.add(self._url)
                     raise WorkerError(
                         f"{self._feature}: the Redis at {self.place} has not answered for "
-                        f"{self._reconnect_s:g} s: {error}"
+                        f"{self._reconnect_s:g} s: {self._said(error)}"
                     ) from None
             except errors.RedisError as error:
                 raise WorkerError(
-                    f"{self._feature}: the Redis at {self.place} says: {error}"
+                    f"{self._feature}: the Redis at {self.place} says: {self._said(error)}"
                 ) from None
             time.sleep(pause_s)
             pause_s, again = min(2 * pause_s, _PAUSE_S[1]), True
+
+    def read(self, fill: Callable[[Any], object]) -> list[Any]:
+        """Answers of several commands at one moment.
+
+        Args:
+            fill: puts the commands into the pipeline that it gets.
+
+        Returns:
+            An answer for each; ``None`` where a key holds something of another type.
+
+        Raises:
+            WorkerError: see :meth:`call`.
+        """
+
+        def run(again: bool) -> list[Any]:
+            with self.client.pipeline(transaction=True) as pipe:
+                fill(pipe)
+                answers = pipe.execute(raise_on_error=False)
+            for place, answer in enumerate(answers):
+                if isinstance(answer, self._errors.RedisError):
+                    if not str(answer).startswith("WRONGTYPE"):
+                        raise answer
+                    answers[place] = None
+            return answers
+
+        return self.call(run)
 
     def close(self) -> None:
         """Give the connections back."""

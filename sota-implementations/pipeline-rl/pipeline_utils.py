@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from torchrl_llm._redis import PASSWORD_VARIABLE, masked
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.follower import WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport.redis import RedisChannel
 from torchrl_llm.collectors.worker import CollectorWorker
-from torchrl_llm.errors import WorkerError
+from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.modules.backends.weights import WeightSource
 from torchrl_llm.trainers.collection import (
     CollectionConfig,
@@ -28,13 +33,18 @@ from torchrl_llm.trainers.collection import (
     make_collecting_policy,
     rollout_options,
 )
-from torchrl_llm.trainers.config import check_override_keys, ensure, from_mapping
+from torchrl_llm.trainers.config import check_override_keys, dotted, ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
 from torchrl_llm.weight_update import CanaryTarget, DoubleBufferWriter, engine_weights
 from torchrl_llm.weight_update.double_buffer import newest_update
 from torchrl_llm.weight_update.redis import RedisWeightReader, RedisWeightWriter
 
 _WATCH_S = 1.0
+_NO_PASSWORD = (
+    "which would be saved with the run and shown in the list of processes; put it into the "
+    f"environment variable {PASSWORD_VARIABLE}, or the whole URL into one of your own and write "
+    "redis.url='${oc.env:MY_URL}'"
+)
 
 
 @dataclass(kw_only=True)
@@ -95,12 +105,21 @@ class PipelineWeightSyncConfig:
         )
 
 
+def _check_scheme(url: str) -> None:
+    ensure(
+        url.startswith(("redis://", "rediss://", "unix://")),
+        # What it is may hold a password.
+        "redis.url must begin with redis://, rediss:// or unix://, and does not",
+    )
+
+
 @dataclass(kw_only=True)
 class RedisConfig:
     """The Redis between learner and actors.
 
     Attributes:
-        url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, ``unix://path``.
+        url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``. The password
+            comes from the environment variable ``TORCHRL_LLM_REDIS_PASSWORD``.
         name: of the run; runs of different names may share a Redis.
         prompts_per_claim: prompts that an actor answers at a time.
         max_waiting: deliveries that may wait for the learner.
@@ -110,7 +129,7 @@ class RedisConfig:
             claims.
     """
 
-    url: str = "redis://127.0.0.1:6379/0"
+    url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     name: str = "pipeline-rl"
     prompts_per_claim: int = 8
     max_waiting: int = 8
@@ -129,6 +148,7 @@ class RedisConfig:
             self.reconnect_s >= 0, f"redis.reconnect_s must not be negative, got {self.reconnect_s}"
         )
         ensure(bool(self.name), "redis.name must not be empty")
+        _check_scheme(self.url)
 
 
 @dataclass(kw_only=True)
@@ -164,12 +184,34 @@ class PipelineConfig(GRPOGroups):
 
 
 def load_config(values: Mapping[str, Any]) -> PipelineConfig:
-    """Validate a composed configuration."""
+    """Validate a composed configuration.
+
+    Raises:
+        ConfigError: it does not hold together, or has a password written in it.
+    """
+    written = dotted(OmegaConf.to_container(OmegaConf.create(values), resolve=False))
+    for key, value in written.items():
+        if masked(value) != value:
+            _forget_saved_config()
+            raise ConfigError(f"{key} holds a password, {_NO_PASSWORD}")
     return from_mapping(PipelineConfig, values, renamed=RENAMED)
 
 
+def _forget_saved_config() -> None:
+    """Remove what Hydra has written of the configuration before it was seen here."""
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    if hydra is not None and hydra.output_subdir is not None:
+        Path(hydra.runtime.output_dir, hydra.output_subdir, "config.yaml").unlink(missing_ok=True)
+
+
 def check_arguments(arguments: list[str]) -> list[str]:
-    """Refuse unknown and renamed keys on the command line; the rest is for Hydra."""
+    """Refuse passwords and unknown or renamed keys on the command line; the rest is for Hydra."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if masked(argument) != argument:
+            raise ConfigError(f"{key} holds a password, {_NO_PASSWORD}")
+        if key.lstrip("+") == "redis.url" and not value.startswith(("$", "'$", '"$')):
+            _check_scheme(value.strip("'\""))
     return check_override_keys(arguments, PipelineConfig, renamed=RENAMED)
 
 

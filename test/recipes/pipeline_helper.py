@@ -26,7 +26,8 @@ SMALL = [
 QUIET = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", "logging.progress=false"]
 
 
-def _main(script: str, log: str, arguments: list[str]) -> None:
+def _main(script: str, log: str, arguments: list[str], environ: dict[str, str]) -> None:
+    os.environ.update(environ)
     with open(log, "a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -43,8 +44,10 @@ class Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torchrl_llm.trainers.collection"])
 
-    def start(self, script: str, log: str, *arguments: str) -> multiprocessing.Process:
-        given = (script, str(self.folder / log), [*arguments, *QUIET])
+    def start(
+        self, script: str, log: str, *arguments: str, environ: dict[str, str] | None = None
+    ) -> multiprocessing.Process:
+        given = (script, str(self.folder / log), [*arguments, *QUIET], environ or {})
         process = self._context.Process(target=_main, args=given, daemon=True)
         process.start()
         self._started.append(process)

@@ -67,6 +67,63 @@ def test_what_is_impossible_is_refused(utils, override, message):
         utils.load_config(composed(override))
 
 
+SECRET = "kept-to-us"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"redis.url=redis://:{SECRET}@host:6379/0",
+        f"++redis.url='rediss://user:{SECRET}@host'",
+        f"redis.url=redis://:{SECRET}/{{@host",  # Hydra cannot read it, and would show it
+        f"redis.url=redis://host/0?password={SECRET}",
+        f"redis.url=redis://host:{SECRET}",
+        f"redis.url=:{SECRET}@host",
+        f"redis.url=${{oc.env:NO_SUCH_VARIABLE,redis://:{SECRET}@host}}",
+        f"redis.url=redis://:${{oc.env:NO_SUCH_VARIABLE,{SECRET}}}@host",
+        f"redis={{url:redis://:{SECRET}@host}}",
+        f"redis.ulr=redis://:{SECRET}@host",
+    ],
+)
+def test_a_password_is_refused_before_hydra_sees_it_and_not_shown(utils, argument):
+    with pytest.raises(ConfigError, match=r"redis\S* (holds a password|must begin)") as refused:
+        utils.check_arguments([argument])
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host:6379/0",
+        "redis://user@host",
+        "'redis://[::1]:6379/0'",
+        "unix:///tmp/redis.sock",
+        "redis://user:***@host",
+        "'${oc.env:MY_REDIS}'",
+        "'redis://:${oc.env:MY_PASSWORD}@host'",
+    ],
+)
+def test_a_url_that_says_where_its_password_is_passes(utils, url, monkeypatch):
+    monkeypatch.setenv("MY_REDIS", f"redis://:{SECRET}@host")
+    monkeypatch.setenv("MY_PASSWORD", SECRET)
+    arguments = utils.check_arguments([f"redis.url={url}"])
+    config = utils.load_config(composed(*arguments))
+    assert (SECRET in config.redis.url) == ("oc.env" in url)
+    assert SECRET not in repr(config)
+
+
+def test_a_password_in_a_file_is_refused_and_not_shown(utils):
+    values = composed()
+    values.redis.url = f"redis://:{SECRET}@host"
+    with pytest.raises(ConfigError, match=r"redis\.url holds a password") as refused:
+        utils.load_config(values)
+    assert SECRET not in str(refused.value)
+    values.redis.url = [f"redis://:{SECRET}@host"]
+    with pytest.raises(ConfigError, match=r"redis\.url holds a password") as refused:
+        utils.load_config(values)
+    assert SECRET not in str(refused.value)
+
+
 def test_unknown_arguments_are_refused_with_the_nearest_key(utils):
     with pytest.raises(ConfigError, match=r"train\.max_lag"):
         utils.check_arguments(["train.max_lagg=1"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
+import signal
 import time
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from recipes.pipeline_helper import FOLDER, SMALL, Processes, metrics
 from recipes.turns_helper import check_turns
 from redis_server import RedisServer
 
+from torchrl_llm._redis import PASSWORD_VARIABLE
 from torchrl_llm.collectors.staleness import sampled_versions
 from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.rollouts import ends_trajectory, row_list
@@ -195,3 +198,65 @@ def test_a_learner_without_actors_ends_in_time(tmp_path, server):
         learner.join(LIMIT_S)
         assert learner.exitcode == 1
         assert "no rows came within 1 s; workers: none" in processes.output("learner.log")
+
+
+SECRET = "kept-to-us"
+
+
+def files_with(secret, folder):
+    return [p for p in folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+
+
+@pytest.mark.timeout(600)
+def test_the_password_of_the_redis_is_nowhere_in_what_a_run_says_and_saves(tmp_path):
+    folder, ours = tmp_path / "run", {PASSWORD_VARIABLE: SECRET}
+    (tmp_path / "server").mkdir()
+    options = ("--requirepass", SECRET, "--save", "")
+    with RedisServer(tmp_path / "server", *options) as server, Processes(tmp_path) as processes:
+        actor = processes.start(
+            "actor.py", "actor.log", *SMALL, f"redis.url={server.url}", environ=ours
+        )
+        given = ("learner.py", "learner.log", *SMALL, f"hydra.run.dir={folder}")
+        start = (*given, f"redis.url={server.url}", "train.max_steps=100000")
+        learner = processes.start(*start, environ=ours)
+        processes.wait_for_steps(learner, folder, 1, limit_s=LIMIT_S)
+        os.kill(learner.pid, signal.SIGTERM)
+        learner.join(LIMIT_S)
+        assert learner.exitcode == 128 + signal.SIGTERM, processes.output("learner.log")
+        actor.join(LIMIT_S)
+        assert "to go on:" in processes.output("learner.log")
+
+        # It goes on with the whole URL from another variable, whatever the saved one says.
+        whole = {"MY_REDIS": server.url.replace("//", f"//:{SECRET}@")}
+        place = ("redis.url='${oc.env:MY_REDIS}'", "redis.name=again")
+        last = len(metrics(folder)) + 1
+        end = ("checkpoint.resume=auto", f"train.max_steps={last}")
+        actor = processes.start("actor.py", "actor.log", *SMALL, *place, environ=whole)
+        learner = processes.start(*given, *place, *end, environ=whole)
+        learner.join(LIMIT_S)
+        assert learner.exitcode == 0, processes.output("learner.log")
+        actor.join(LIMIT_S)
+    assert len(metrics(folder)) == last
+    assert (folder / ".hydra" / "overrides.yaml").exists()
+    assert files_with(SECRET, tmp_path) == []
+
+
+def test_a_recipe_refuses_a_password_that_is_written_down_and_keeps_nothing_of_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.yaml").write_text(
+        f"defaults: [pipeline-rl, _self_]\nredis:\n  url: redis://:{SECRET}@127.0.0.1:1/0\n"
+    )
+    written = {
+        "argument": [f"redis.url=redis://:{SECRET}@127.0.0.1:1/0"],
+        "file": [f"--config-dir={tmp_path / 'mine'}", "--config-name=mine"],
+    }
+    with Processes(tmp_path) as processes:
+        for name, arguments in written.items():
+            given = [*arguments, *SMALL, f"hydra.run.dir={tmp_path / name}"]
+            learner = processes.start("learner.py", f"{name}.log", *given)
+            learner.join(LIMIT_S)
+            said = processes.output(f"{name}.log")
+            assert learner.exitcode == 1
+            assert "redis.url holds a password" in said
+            assert PASSWORD_VARIABLE in said
+    assert files_with(SECRET, tmp_path) == [tmp_path / "mine" / "mine.yaml"]

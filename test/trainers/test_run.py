@@ -132,6 +132,24 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(tmp_path, capsys,
     assert expected in text
 
 
+def test_passwords_are_neither_printed_nor_saved(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "redis.url=redis://:secret@host"])
+    config = {
+        "optimizer.lr": 0.1,
+        "server": "https://user:secret@host",
+        "all": ["redis://:secret@h"],
+    }
+    Toy(tmp_path, config=config).train(interrupt_at=3)
+    Toy(tmp_path, config=config, resume="auto").train()
+    assert "redis.url=redis://:***@host" in capsys.readouterr().err
+    Toy(tmp_path / "other").train(interrupt_at=3)
+    with pytest.raises(ConfigError, match="these keys differ") as refused:
+        Toy(tmp_path / "other", config=config, resume="auto")
+    assert "secret" not in str(refused.value)
+    for path in tmp_path.rglob("*.*"):
+        assert path.is_dir() or b"secret" not in path.read_bytes(), path
+
+
 def test_auto_begins_where_there_is_nothing_and_never_refuses_an_old_run(tmp_path):
     Toy(tmp_path, max_steps=2, resume="auto").train()
     with pytest.raises(CheckpointError, match=r"holds a run up to step 2.*checkpoint.resume=auto"):

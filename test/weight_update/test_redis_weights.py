@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 
@@ -107,13 +108,34 @@ def test_a_backend_takes_them_and_keeps_the_old_ones_where_they_are_damaged(serv
 
 
 @pytest.mark.parametrize(
-    "named", [b"", b"[]", b"{}", b'{"version": "1"}', b"\xff", b"null"], ids=str
+    "named",
+    [b"", b"[]", b"{}", b'{"version": "1"}', b"\xff", b"null", b"[" * 100_000]
+    + [
+        json.dumps({"version": version, "digest": "", "upload": "", "chunks": chunks}).encode()
+        for version, chunks in [(-1, 1), (1 << 60, 1), (1, -1), (1, 1 << 40), (1.0, 1)]
+    ],
+    ids=lambda named: repr(named[:30]),
 )
 def test_a_name_that_names_nothing_is_refused(server, named):
     reader = RedisWeightReader(server.url, "run")
     reader._link.client.set("{run}:weights:newest", named)
     with pytest.raises(WeightUpdateError, match="malformed"):
         reader.newest()
+
+
+def test_keys_of_another_type_count_as_missing_and_the_writer_puts_its_own(server):
+    writer = RedisWeightWriter(server.url, "run")
+    reader = RedisWeightReader(server.url, "run")
+    client = writer._link.client
+    client.rpush("{run}:weights:newest", "banana")
+    assert reader.newest() is None
+    writer.publish(model(0), 1)
+    _, source = reader.newest()
+    for key in chunk_keys(writer):
+        client.delete(key)
+        client.hset(key, "banana", 1)
+    with pytest.raises(WeightUpdateError, match="no longer in the Redis"):
+        load_into(model(1), source, version=1)
 
 
 def test_what_a_restarted_server_has_lost_is_put_there_again(server):

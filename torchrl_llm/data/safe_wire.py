@@ -3,7 +3,9 @@
 :class:`~torchrl_llm.data.wire.PackedRows` are a few tensors and plain values; here they become
 bytes and come back the same, by :mod:`torchrl_llm.data.safe_bytes`. What is read is checked before
 anything is built of it, classes are looked up by name among those of :func:`safe_class`, and
-whatever does not fit is a :class:`~torchrl_llm.errors.DataError`.
+whatever does not fit is a :class:`~torchrl_llm.errors.DataError`. Time and memory of reading grow
+with the bytes of a message, whatever it claims: each row of each node and column needs its share of
+them, and no tensor is in two places.
 
 Written are tensors, ``None``, bools, numbers, strings, bytes, lists, tuples, sets and dicts of
 them, chats with their token records, the enums of :mod:`torchrl_llm.data.enums`, and nodes that are
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -31,7 +34,7 @@ from torchrl_llm.data.column import Chat, Column, rebuild_chat, rebuild_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import rebuild_content
 from torchrl_llm.data.record import TokenRecord, rebuild_record
-from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
+from torchrl_llm.data.safe_bytes import CLAIM_BYTES, from_bytes, to_bytes
 from torchrl_llm.data.wire import (
     PackedRows,
     _Chats,
@@ -47,6 +50,12 @@ from torchrl_llm.errors import ConfigError, DataError
 __all__ = ["names_of_rows", "rows_from_bytes", "rows_to_bytes", "safe_class"]
 
 _MAX_ROWS = 1 << 20
+_MAX_PATH = 32
+# A lazy stack of lazy stacks takes twice as long to build with each dimension.
+_MAX_BATCH_DIMS = 4
+# Values of one hash are compared one by one, and whoever writes a message can choose their hashes.
+_MAX_EQUAL_HASHES = 64
+_ERROR_CHARS = 200
 _RECORD_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
 _SUPPORT_COLUMNS = ("support_ids", "support_counts")
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
@@ -116,8 +125,10 @@ def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> b
         ([[1, 2], [3]], {'worker': 'a'})
     """
     writer = _Writer()
+    writer.claims += rows.num_rows
     columns = []
     for (path, kind), column in rows.columns.items():
+        writer.claims += _count(rows, column.rows)
         try:
             columns.append([list(path), kind, column.rows, writer.column(column)])
         except DataError as error:
@@ -126,6 +137,7 @@ def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> b
         [list(path), None if cls is None else _name_of(cls), where]
         for (path, cls), where in rows.nodes.items()
     ]
+    writer.claims += sum(_count(rows, where) for where in rows.nodes.values())
     records = None if rows.records is None else writer.records(rows.records)
     header = {
         "about": writer.value(dict(about or {})),
@@ -134,7 +146,7 @@ def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> b
         "nodes": nodes,
         "records": records,
     }
-    return to_bytes(header, writer.tensors)
+    return to_bytes(header, writer.tensors, claims=writer.claims)
 
 
 def rows_from_bytes(data: bytes) -> tuple[PackedRows, dict[str, Any]]:
@@ -151,9 +163,14 @@ def rows_from_bytes(data: bytes) -> tuple[PackedRows, dict[str, Any]]:
     """
     header, tensors = from_bytes(data)
     try:
-        return _Reader(header, tensors).rows()
+        return _Reader(header, tensors, len(data) // CLAIM_BYTES).rows()
     except _WRONG as error:
-        raise DataError(f"a message holds no rows: {type(error).__name__}: {error}") from None
+        said = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+        raise DataError(f"a message holds no rows: {said}") from None
+
+
+def _count(rows: PackedRows, where: list[int] | None) -> int:
+    return rows.num_rows if where is None else len(where)
 
 
 def _name_of(cls: type) -> str:
@@ -165,6 +182,7 @@ def _name_of(cls: type) -> str:
 class _Writer:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.claims = 0
 
     def tensor(self, tensor: Tensor) -> int:
         self.tensors.append(tensor)
@@ -184,6 +202,7 @@ class _Writer:
 
     def records(self, records: _Records) -> Any:
         columns = {name: self.column(column) for name, column in records.columns.items()}
+        self.claims += len(records.num_messages) * len(columns)
         finish = [None if reason is None else int(reason) for reason in records.finish_reason]
         rest = [records.num_messages, finish, records.response_start, records.fork_cause]
         return [columns, *rest, records.earlier_turns]
@@ -212,6 +231,8 @@ class _Writer:
         )
 
     def node(self, node: Any) -> Any:
+        if isinstance(node, (NonTensorData, TensorDict)):
+            self.claims += node.batch_size.numel()
         if isinstance(node, NonTensorData):
             return ["cell", list(node.batch_size), self.value(node.data)]
         if isinstance(node, NonTensorStack):
@@ -243,8 +264,9 @@ def _naturals(values: Any, limit: int) -> list[int]:
     return values
 
 
-def _size(values: Any) -> list[int]:
-    _check(math.prod(_naturals(values, _MAX_ROWS)) < _MAX_ROWS, "a batch of impossible size")
+def _hashable(values: list[Any]) -> list[Any]:
+    most = max(Counter(map(hash, values)).values(), default=0)
+    _check(most <= _MAX_EQUAL_HASHES, "values with the same hash")
     return values
 
 
@@ -256,10 +278,17 @@ def _typed(value: Any, kind: type) -> Any:
 class _Reader:
     """Builds rows of a header that nobody vouches for, checking each part first."""
 
-    def __init__(self, header: Any, tensors: list[Tensor]) -> None:
-        self.header, self.tensors = _typed(header, dict), tensors
+    def __init__(self, header: Any, tensors: list[Tensor], claims: int) -> None:
+        self.header, self.claims_left = _typed(header, dict), claims
+        # Each is taken once; a second one of its place would cost what no bytes were sent for.
+        self.tensors: list[Tensor | None] = list(tensors)
         self.num_rows = header["num_rows"]
         _naturals([self.num_rows], _MAX_ROWS)
+        self.claim(self.num_rows)
+
+    def claim(self, count: int) -> None:
+        self.claims_left -= count
+        _check(self.claims_left >= 0, "more rows than its bytes can hold")
 
     def rows(self) -> tuple[PackedRows, dict[str, Any]]:
         about = _typed(self.value(self.header["about"]), dict)
@@ -296,10 +325,11 @@ class _Reader:
             _check(not path or rows <= have.get(path[:-1], set()), f"{path} stands nowhere")
 
     def path(self, path: Any) -> tuple[str, ...]:
-        _check(len(_typed(path, list)) > 0, "an empty key")
+        _check(0 < len(_typed(path, list)) <= _MAX_PATH, "a key of impossible length")
         return tuple(_typed(name, str) for name in path)
 
     def where(self, where: Any) -> list[int] | None:
+        self.claim(self.num_rows if where is None else len(_typed(where, list)))
         if where is None:
             return None
         _naturals(where, self.num_rows)
@@ -307,7 +337,15 @@ class _Reader:
         return where
 
     def tensor(self, place: Any) -> Tensor:
-        return self.tensors[_naturals([place], len(self.tensors))[0]]
+        (place,) = _naturals([place], len(self.tensors))
+        tensor, self.tensors[place] = self.tensors[place], None
+        _check(tensor is not None, "a tensor in two places")
+        return tensor
+
+    def size(self, values: Any) -> list[int]:
+        _check(len(_naturals(values, _MAX_ROWS)) <= _MAX_BATCH_DIMS, "too many batch dimensions")
+        self.claim(math.prod(values))
+        return values
 
     def column(self, kind: str, where: list[int] | None, count: int, content: Any) -> Any:
         builders: dict[str, Callable[..., Any]] = {
@@ -354,6 +392,7 @@ class _Reader:
         columns, num_messages, finish, starts, causes, turns = content
         count = len(_naturals(num_messages, _MAX_ROWS))
         names = set(_typed(columns, dict))
+        self.claim(count * len(names))
         wanted = set(_RECORD_COLUMNS)
         _check(names in (wanted, wanted | set(_SUPPORT_COLUMNS)), "wrong columns of records")
         lists = [_typed(part, list) for part in (finish, starts, causes, turns)]
@@ -378,11 +417,12 @@ class _Reader:
             case ["tuple", *items]:
                 return tuple(self.value(item) for item in items)
             case ["set", *items]:
-                return {self.value(item) for item in items}
+                return set(_hashable([self.value(item) for item in items]))
             case ["frozenset", *items]:
-                return frozenset(self.value(item) for item in items)
+                return frozenset(_hashable([self.value(item) for item in items]))
             case ["dict", *items]:
-                return {self.value(k): self.value(v) for k, v in items}
+                keys = _hashable([self.value(key) for key, _ in items])
+                return dict(zip(keys, [self.value(item) for _, item in items], strict=True))
             case ["bytes", str(text)]:
                 return base64.b85decode(text)
             case ["enum", str(name), int(code)]:
@@ -402,7 +442,7 @@ class _Reader:
             case ["cell", [], value]:
                 return cell(self.value(value))
             case ["cell", list(size), value]:
-                return NonTensorData(self.value(value), batch_size=_size(size))
+                return NonTensorData(self.value(value), batch_size=self.size(size))
             case ["column", *values]:
                 return Column.of([self.value(value) for value in values])
             case ["class", str(name), inner, dict(plain)]:
@@ -410,10 +450,12 @@ class _Reader:
                 view._non_tensordict.update({k: self.value(v) for k, v in plain.items()})
                 return view
             case ["stack", int(dim), *parts]:
-                return LazyStackedTensorDict(*map(self.node, parts), stack_dim=dim)
+                stack = LazyStackedTensorDict(*map(self.node, parts), stack_dim=dim)
+                _check(stack.batch_dims <= _MAX_BATCH_DIMS, "too many batch dimensions")
+                return stack
             case ["dict", list(size), list(items)]:
                 source = {_typed(name, str): self.node(value) for name, value in items}
-                return TensorDict(source, batch_size=_size(size))
+                return TensorDict(source, batch_size=self.size(size))
         raise ValueError("an unknown kind of node")
 
 

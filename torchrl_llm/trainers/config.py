@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.trainers.components import Component
 
@@ -290,7 +291,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             pass
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise ConfigError(f"{path} must be {_name(hint)}, got {value!r}")
+    raise ConfigError(f"{path} must be {_name(hint)}, got {masked(_as_plain(value))!r}")
 
 
 def _as_plain(value: Any) -> Any:

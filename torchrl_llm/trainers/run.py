@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from torchrl_llm._redis import masked
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -141,7 +142,8 @@ class TrainingRun:
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, but for where it ends and what it writes.
+            same, but for where it ends and what it writes. It is saved with every checkpoint;
+            passwords in URLs as ``***``.
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
@@ -172,7 +174,7 @@ class TrainingRun:
         self.max_steps = max_steps
         self.step = 0
         self._model, self._tokenizer, self._parts = model, tokenizer, dict(parts)
-        self._evaluate, self._config = evaluate, dict(config or {})
+        self._evaluate, self._config = evaluate, masked(dict(config or {}))
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
@@ -240,7 +242,9 @@ class TrainingRun:
             self.say("stopped before the first step; there is nothing to save")
         elif self.step < self.max_steps:
             command = [
-                a for a in sys.argv if not a.startswith(("checkpoint.resume", "hydra.run.dir"))
+                masked(argument)
+                for argument in sys.argv
+                if not argument.startswith(("checkpoint.resume", "hydra.run.dir"))
             ]
             self.say(
                 f"saved {self._store.path(self.step)}; to go on:\n  python {shlex.join(command)} "
@@ -329,7 +333,7 @@ class TrainingRun:
     def _resume(self) -> list[str]:
         """Continue from the newest whole checkpoint; what had to be mended, a line each."""
         step, state, repairs = self._store.load_newest_whole()
-        self._check_config(state["config"])
+        self._check_config(masked(state["config"]))
         parameters = dict(self._trainable())
         if parameters.keys() != state["model"].keys():
             raise CheckpointError(

@@ -103,8 +103,8 @@ class RedisWeightWriter:
             return
         head, chunks = self._last
         keys = [_key(self._name, f"{head['upload']}:{i}") for i in range(len(chunks))]
-        there = self._link.call(lambda again: self._link.client.exists(*keys))
-        named = self._link.call(lambda again: self._link.client.get(_key(self._name, "newest")))
+        newest = _key(self._name, "newest")
+        there, named = self._link.read(lambda pipe: (pipe.exists(*keys), pipe.get(newest)))
         if there < len(keys) or named != json.dumps(head).encode():
             self._send(head, chunks)
 
@@ -175,7 +175,7 @@ class RedisWeightSource(WeightSource):
         """See :meth:`WeightSource.receive`."""
         for i in range(self._chunks):
             key = _key(self._name, f"{self._upload}:{i}")
-            data = self._link.call(lambda again, key=key: self._link.client.get(key))
+            (data,) = self._link.read(lambda pipe, key=key: pipe.get(key))
             if data is None:
                 raise WeightUpdateError(
                     f"version {self.version} of the weights is no longer in the Redis: newer ones "
@@ -215,15 +215,15 @@ class RedisWeightReader:
             WeightUpdateError: what is there names no version.
             WorkerError: the server stayed away.
         """
-        found = self._link.call(lambda again: self._link.client.get(_key(self._name, "newest")))
+        (found,) = self._link.read(lambda pipe: pipe.get(_key(self._name, "newest")))
         if found is None:
             return None
         try:
             head = json.loads(found)
             wrong = [name for name, kind in _FIELDS.items() if type(head[name]) is not kind]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             wrong = [str(error)]
-        if wrong or not 0 <= head["chunks"] <= 1 << 20:
+        if wrong or not (0 <= head["chunks"] <= 1 << 20 and 0 <= head["version"] < 1 << 60):
             raise WeightUpdateError(f"what the Redis names as newest weights is malformed: {wrong}")
         fields = {name: head[name] for name in _FIELDS}
         source = RedisWeightSource(self._link, self._name, **fields)

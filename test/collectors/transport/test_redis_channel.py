@@ -31,6 +31,7 @@ from torchrl_llm.collectors.transport.redis import (
     delivery_from_bytes,
     delivery_to_bytes,
 )
+from torchrl_llm.collectors.transport.redis_scripts import KEYS
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
 from torchrl_llm.weight_update.redis import RedisWeightWriter
@@ -323,6 +324,7 @@ def test_bytes_of_strangers_are_passed_over_and_their_rows_granted_anew(server):
         {"sequence": -1},
         {"sequence": True},
         {"claimed": 1.5},
+        {"claimed": 1 << 21},
         {"generated": None},
         {"sent": "many"},
         {"digests": {"0": "x"}},
@@ -338,6 +340,96 @@ def test_a_message_that_does_not_say_who_sent_what_is_no_delivery(change):
     assert delivery_from_bytes(rows_to_bytes(rows, about)).worker == "a"
     with pytest.raises(DataError, match="who collected them"):
         delivery_from_bytes(rows_to_bytes(rows, about | change))
+
+
+# Each is no number that a learner or a worker writes.
+NO_NUMBERS = ("banana", "", "-3", "1.5", "1e300", "nan", "inf", "0x", "9" * 400, b"\xff\x00")
+HASHES = {
+    "state": ("run", "version", "max_size", "granted", "taken", "led", "mended"),
+    "taken": ("number", "claims", "data"),
+    **dict.fromkeys(("claimed", "generated", "delivered", "sent", "seen"), ("a", "stranger")),
+    "forgotten": ("ghost",),
+}
+
+
+def fields_of_others():
+    for key, fields in HASHES.items():
+        for field in fields:
+            yield from ((key, "hset", (field, value)) for value in NO_NUMBERS)
+    for key in ("queue", "queued"):
+        yield from ((key, "rpush", (value,)) for value in NO_NUMBERS)
+
+
+def keys_of_others():
+    for key in KEYS:
+        yield key, "set", ("banana",)
+        yield key, "hset" if key in ("queue", "queued") else "rpush", ("banana", "1")
+
+
+@pytest.mark.parametrize("written", [fields_of_others, keys_of_others])
+def test_whatever_others_write_into_the_server_the_learner_goes_on(server, written):
+    for number, (key, command, arguments) in enumerate(written()):
+        name = f"{written.__name__} {number}"
+        what = (key, command, arguments)
+        learner = RedisChannel(server.url, name, 4, begin=True)
+        worker = RedisChannel(server.url, name)
+        learner.set_version(3)
+        learner.grant(8)
+        assert worker.claim("a", 6, timeout_s=0)
+        put(worker, "a", 0, 5)
+
+        client, place = learner._link.client, learner._keys[KEYS.index(key)]
+        if command in ("set", "rpush" if key not in ("queue", "queued") else "hset"):
+            client.delete(place)
+        getattr(client, command)(place, *arguments)
+
+        counts = learner.workers()
+        assert all(0 <= seen.claimed <= 6 and 0 <= seen.generated for seen in counts.values()), what
+        put(worker, "a", 1, 9)
+        sequences = []
+        while 1 not in sequences:
+            sequences.append(learner.get(timeout_s=PATIENCE_S).sequence)
+        # What waited is gone only where its list was taken away.
+        assert sequences == [0, 1] or (key, written) == ("queue", keys_of_others), what
+        assert worker.version() == 3, what
+        worker.report("a", generated=9)
+        learner.forget("stranger")
+        learner.forgotten()
+        for _ in range(2):  # the first call of each mends what it meets
+            out = out_in_all(learner)
+            worker.report("a", generated=9)
+        # 8 rows were granted, 2 came with each delivery, and the worker holds claims of 2.
+        assert out == 8 - 2 * len(set(sequences)), what
+        assert not worker.claim("b", out - 1, timeout_s=0), what
+        assert worker.claim("b", out - 2, timeout_s=0), what
+        joined = RedisChannel(server.url, name)
+        joined.grant(1)
+        assert out_in_all(joined) == out + 1, what
+        for channel in (learner, worker, joined):
+            channel._link.close()
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    texts = []
+    monkeypatch.setattr("torchrl_llm.collectors.transport.redis.logger.warning", texts.append)
+    return texts
+
+
+def test_what_others_wrote_is_named_once(server, warned):
+    learner = RedisChannel(server.url, "named", begin=True)
+    learner._link.client.rpush(learner._keys[2], "banana")
+    learner.grant(1)
+    learner.grant(1)
+    assert len(warned) == 1
+    assert "'{named}:queued' in the Redis at redis://127.0.0.1" in warned[0]
+    assert "neither the learner nor a worker writes" in warned[0]
+
+
+def test_a_worker_that_claims_to_come_from_the_future_is_missed_like_any_other(server):
+    learner = RedisChannel(server.url, "future", begin=True)
+    learner._link.client.hset(learner._keys[8], "stranger", time.time() + 1e6)
+    assert learner.workers()["stranger"].seen_s < time.time() - 1e6
 
 
 # -- settings -------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from torchrl_llm.errors import ConfigError, DataError, WorkerError
 __all__ = ["RedisChannel", "delivery_from_bytes", "delivery_to_bytes"]
 
 _MOST_BYTES = 500 << 20
+# What the scripts take for a number of rows, and for any number.
+_MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
 _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
 _T = TypeVar("_T")
@@ -107,6 +109,7 @@ def delivery_from_bytes(data: bytes) -> Delivery:
         and all(type(number) is int and 0 <= number < 1 << 60 for number in numbers)
         and type(digests) is dict
         and all(type(v) is int and type(digest) is str for v, digest in digests.items())
+        and about["claimed"] <= _MOST_CLAIMS
         and set(about) == {"worker", "sequence", "claimed", "generated", "sent", "digests"}
     )
     if not holds:
@@ -185,14 +188,6 @@ class RedisChannel(RowChannel):
     def _call(self, command: Callable[[bool], _T]) -> _T:
         return self._link.call(command)
 
-    def _read(self, fill: Callable[[Any], Any]) -> list[Any]:
-        def run(again: bool) -> list[Any]:
-            with self._link.client.pipeline(transaction=True) as pipe:
-                fill(pipe)
-                return pipe.execute()
-
-        return self._call(run)
-
     @staticmethod
     def _until(attempt: Callable[[], _T | None], timeout_s: float) -> _T | None:
         deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S[0]
@@ -268,12 +263,14 @@ class RedisChannel(RowChannel):
 
     def version(self) -> int:
         """See :meth:`RowChannel.version`."""
-        return int(self._call(lambda again: self._link.client.hget(self._keys[0], "version")) or 0)
+        (version,) = self._link.read(lambda pipe: pipe.hget(self._keys[0], "version"))
+        return _whole(version)
 
     def learner_silence_s(self) -> float | None:
         """Seconds since the learner called last; ``None`` where the server knows of none."""
-        time_, led = self._read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
-        return None if led is None else max(time_[0] + time_[1] / 1e6 - float(led), 0.0)
+        time_, led = self._link.read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
+        led_s = _seconds(led)
+        return max(time_[0] + time_[1] / 1e6 - led_s, 0.0) if led_s else None
 
     # -- the learner's end ------------------------------------------------------------------------
 
@@ -291,8 +288,14 @@ class RedisChannel(RowChannel):
                 arguments += [lead.out, delta, lead.got, wanted]
                 return self._leads(keys=self._keys, args=arguments)
 
-            lost, granted, number, data = self._call(run)
+            lost, granted, foreign, number, data = self._call(run)
             lead.out += granted
+            if foreign:
+                key = foreign.decode(errors="replace")
+                logger.warning(
+                    f"{key!r} in the Redis at {self.place} held what neither the learner nor a "
+                    "worker writes; it was dropped, and the run goes on"
+                )
             if lost and lead.begun:
                 logger.warning(f"the Redis of channel {self.name!r} lost its data; what waited too")
                 if lead.forgotten:
@@ -307,7 +310,7 @@ class RedisChannel(RowChannel):
 
     def _join(self) -> _Lead:
         """The learner's end of a channel that exists already."""
-        state, claimed, queued, taken = self._read(
+        state, claimed, queued, taken = self._link.read(
             lambda pipe: (
                 pipe.hgetall(self._keys[0]),
                 pipe.hvals(self._keys[4]),
@@ -315,9 +318,11 @@ class RedisChannel(RowChannel):
                 pipe.hget(self._keys[3], "claims"),
             )
         )
-        out = sum(map(int, (state.get(b"granted", 0), *claimed, *queued, taken or 0)))
-        run = state.get(b"run", b"").decode() or uuid.uuid4().hex
-        return _Lead(run, int(state.get(b"version", 0)), out, closed=b"closed" in state)
+        state = state or {}
+        held = sum(min(_whole(n), _MOST_CLAIMS) for n in (*(claimed or ()), *(queued or ()), taken))
+        out = held + _whole(state.get(b"granted"))
+        run = state.get(b"run", b"").decode(errors="replace") or uuid.uuid4().hex
+        return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
 
     def get(self, *, timeout_s: float) -> Delivery:
         """See :meth:`RowChannel.get`.
@@ -352,15 +357,15 @@ class RedisChannel(RowChannel):
 
     def _waits(self) -> bool:
         """Whether a full call is worth it: something waits, or the server lost this run."""
-        size, handed, run = self._read(
+        size, handed, run = self._link.read(
             lambda pipe: (
                 pipe.llen(self._keys[1]),
                 pipe.hget(self._keys[3], "number"),
                 pipe.hget(self._keys[0], "run"),
             )
         )
-        unseen = handed is not None and handed.decode() != self._lead.got
-        return bool(size) or unseen or run is None or run.decode() != self._lead.run
+        unseen = handed is not None and handed != self._lead.got.encode()
+        return bool(size) or unseen or run != self._lead.run.encode()
 
     def grant(self, num_rows: int) -> None:
         """See :meth:`RowChannel.grant`."""
@@ -377,14 +382,19 @@ class RedisChannel(RowChannel):
         """See :meth:`RowChannel.workers`."""
         if self._lead is not None:
             self._leading()  # what a restart has swallowed is noticed here at the latest
-        time_, *columns = self._read(
+        time_, *columns = self._link.read(
             lambda pipe: (pipe.time(), *(pipe.hgetall(key) for key in self._keys[4:9]))
         )
-        shift_s = time.time() - (time_[0] + time_[1] / 1e6)
+        now_s = time_[0] + time_[1] / 1e6
+        columns = [column or {} for column in columns]
         counts = {}
         for name in columns[4]:
-            *numbers, seen = (column.get(name, b"0") for column in columns)
-            counts[name.decode()] = WorkerCounts(*map(int, numbers), float(seen) + shift_s)
+            *numbers, seen = (column.get(name) for column in columns)
+            seen_s = _seconds(seen)
+            # Who claims to be of the future would never be missed.
+            silence_s = now_s - (seen_s if seen_s < now_s + _KEPT_S else 0.0)
+            known = WorkerCounts(*map(_whole, numbers), time.time() - silence_s)
+            counts[name.decode(errors="replace")] = known
         return counts
 
     def forget(self, worker: str) -> WorkerCounts:
@@ -398,11 +408,13 @@ class RedisChannel(RowChannel):
 
     def forgotten(self) -> dict[str, WorkerCounts]:
         """See :meth:`RowChannel.forgotten`."""
-        found = self._call(lambda again: self._link.client.hgetall(self._keys[-1]))
-        return {name.decode(): _counts(data) for name, data in found.items()}
+        (found,) = self._link.read(lambda pipe: pipe.hgetall(self._keys[-1]))
+        return {
+            name.decode(errors="replace"): _counts(data) for name, data in (found or {}).items()
+        }
 
     def __len__(self) -> int:
-        return self._call(lambda again: self._link.client.llen(self._keys[1]))
+        return self._link.read(lambda pipe: pipe.llen(self._keys[1]))[0] or 0
 
     def close(self) -> None:
         """See :meth:`RowChannel.close`; an hour later the server forgets the channel."""
@@ -410,10 +422,33 @@ class RedisChannel(RowChannel):
             self._lead = self._lead or self._join()
             self._lead.closed = True
         self._leading()
-        self._read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
+        self._link.read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
+
+
+# What the server holds may be of others; a number that none of ours writes counts as nothing.
+
+
+def _whole(text: Any) -> int:
+    try:
+        number = int(text)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= _MOST else 0
+
+
+def _seconds(text: Any) -> float:
+    try:
+        seconds = float(text)
+    except (TypeError, ValueError):
+        return 0.0
+    return seconds if 0 <= seconds <= _MOST else 0.0
 
 
 def _counts(data: bytes) -> WorkerCounts:
-    known = json.loads(data)
-    numbers = (int(known[name]) for name in ("claimed", "generated", "delivered", "sent"))
-    return WorkerCounts(*numbers, float(known["seen"]))
+    try:
+        known = json.loads(data)
+    except (ValueError, RecursionError):
+        known = None
+    known = known if isinstance(known, dict) else {}
+    numbers = (known.get(name) for name in ("claimed", "generated", "delivered", "sent"))
+    return WorkerCounts(*map(_whole, numbers), _seconds(known.get("seen")))
