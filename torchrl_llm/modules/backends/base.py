@@ -206,6 +206,13 @@ class Backend(TokenScorer):
         """A context in which other threads neither sample nor score; nothing to wait for here."""
         return nullcontext()
 
+    def check_updates(self) -> None:
+        """Refuse at once what :meth:`update_weights` would refuse whatever it was given.
+
+        Raises:
+            ConfigError: the weights of this backend cannot be replaced.
+        """
+
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """Take new weights, forget what was computed with the old ones, and say what arrived.
 

@@ -15,6 +15,13 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.adapter import active_adapter, drop_adapter, load_adapter
+from torchrl_llm.modules.backends.vllm.experts import (
+    NewExperts,
+    check_loadable,
+    checkpoint_names,
+    derive_again,
+    is_derived,
+)
 from torchrl_llm.modules.backends.vllm.slots import is_spread, slots_known, weight_slots
 from torchrl_llm.modules.backends.vllm.workers import agree, load_into_workers, num_workers
 from torchrl_llm.modules.backends.weights import (
@@ -24,7 +31,7 @@ from torchrl_llm.modules.backends.weights import (
     open_source,
 )
 
-__all__ = ["engine_model", "load_into_vllm_model", "load_weights"]
+__all__ = ["check_engine", "engine_model", "load_into_vllm_model", "load_weights"]
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -51,6 +58,26 @@ def engine_model(llm: Any) -> nn.Module:
         )
     # Nothing is sent anywhere: the function is called here.
     return llm.apply_model(_itself)[0]
+
+
+def check_engine(llm: Any) -> None:
+    """Refuse an engine whose weights cannot be replaced.
+
+    Args:
+        llm: a ``vllm.LLM``.
+
+    Raises:
+        ConfigError: says why not.
+    """
+    quantization = llm.llm_engine.vllm_config.model_config.quantization
+    if quantization is not None:
+        raise ConfigError(
+            f"this engine's weights are quantized ({quantization}), which nothing can be loaded "
+            "into: build it from a model without quantization, or train an adapter alone "
+            "(AdapterWeights, weight_sync.type=adapter)"
+        )
+    if num_workers(llm) == 1:
+        check_loadable(engine_model(llm))
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -129,36 +156,40 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
 
 def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) -> None:
     """Let the model's own loader place weights whose layout only vLLM knows."""
-    own = dict(model.named_parameters())
-    if any(parameter.numel() == 0 for parameter in own.values()):
-        raise ConfigError(
-            "vLLM packed this model's weights into a form of its own when it started; let "
-            "torchrl_llm build the engine, which turns packing off"
-        )
-    before = {name: parameter.detach().clone() for name, parameter in own.items()}
-    failure = None
-    try:
-        loaded = model.load_weights(iter(weights.items()))
-        # An engine with LoRA wraps its layers, of which vLLM's loaders say nothing.
-        needed = {name.replace(".base_layer.", ".") for name in own}
-        missing = sorted(needed - set(loaded or needed)) if whole else []
-        if missing:
-            raise WeightUpdateError(
-                f"{len(missing)} weights of the engine were not sent: {missing[:3]}"
+    check_loadable(model)
+    with NewExperts(model) as experts:
+        own = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not is_derived(model, name)
+        }
+        before = {n: p.detach().clone() for n, p in own.items() if n not in experts.names}
+        failure = None
+        try:
+            loaded = model.load_weights(iter(checkpoint_names(model, weights).items()))
+            experts.turn()
+            # An engine with LoRA wraps its layers, of which vLLM's loaders say nothing.
+            needed = {name.replace(".base_layer.", ".") for name in own}
+            missing = sorted((needed - set(loaded or needed)) | experts.missing) if whole else []
+            if missing:
+                raise WeightUpdateError(
+                    f"{len(missing)} weights of the engine were not sent: {missing[:3]}"
+                )
+        except WeightUpdateError as error:
+            failure = error
+        except Exception as error:  # vLLM's loaders raise whatever they meet
+            failure = WeightUpdateError(
+                f"vLLM could not load these weights ({type(error).__name__}: {error}); the old "
+                "ones are in place again"
             )
-    except WeightUpdateError as error:
-        failure = error
-    except Exception as error:  # vLLM's loaders raise whatever they meet
-        failure = WeightUpdateError(
-            f"vLLM could not load these weights ({type(error).__name__}: {error}); the old ones "
-            "are in place again"
-        )
-        failure.__cause__ = error
-    try:
-        agree(model, failure)
-    except WeightUpdateError:
-        # Half a load must not stay.
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(before[name])
-        raise
+            failure.__cause__ = error
+        try:
+            agree(model, failure)
+        except WeightUpdateError:
+            # Half a load must not stay.
+            with torch.no_grad():
+                for name, value in before.items():
+                    own[name].copy_(value)
+            raise
+        experts.take()
+    derive_again(model)
