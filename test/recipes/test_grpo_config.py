@@ -115,6 +115,14 @@ def test_a_key_of_the_other_recipe_says_whose_it_is():
             ],
             "weight_sync.type=shared is for training without LoRA",
         ),
+        (
+            [
+                "inference_model.backend=vllm",
+                "weight_sync.type=shared",
+                "inference_model.num_devices=2",
+            ],
+            "num_devices=2 spreads the engine over processes.*choose load or delta",
+        ),
     ],
 )
 def test_engines_and_weights_that_are_impossible_are_refused(overrides, message):

@@ -58,6 +58,9 @@ def test_it_trains_with_a_tool_whose_results_the_engine_reads_and_nobody_trains(
 def test_weights_get_into_the_engine_in_the_cheapest_way_that_the_model_allows():
     assert sync_type(load_config(config())) == "shared"
     assert sync_type(load_config(config(type="delta"))) == "delta"
+    spread = config()
+    spread["inference_model"] = {**spread["inference_model"], "num_devices": 2}
+    assert sync_type(load_config(spread)) == "load"
     lora = config() | {"train_model": {"lora": {"enabled": True, "r": 12}}}
     assert sync_type(load_config(lora)) == "adapter"
 

@@ -58,7 +58,8 @@ def sync_type(config: SamplerConfig) -> str:
         return config.weight_sync.type
     if config.train_model.lora.enabled:
         return "adapter"
-    return "shared" if device_of(config).type == "cpu" else "load"
+    one_memory = device_of(config).type == "cpu" and config.inference_model.num_devices == 1
+    return "shared" if one_memory else "load"
 
 
 def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:

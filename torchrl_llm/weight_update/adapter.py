@@ -51,8 +51,13 @@ class AdapterWeights(EngineWeights):
         canary: CanaryCheck | None = None,
         ledger: WeightLedger | None = None,
     ) -> None:
-        super().__init__(*backends, model=model, canary=canary, ledger=ledger)
         self._merge = merge
+        super().__init__(*backends, model=model, canary=canary, ledger=ledger)
+
+    def _check(self, backend: Backend) -> None:
+        # An adapter leaves the weights of its base alone.
+        if self._merge:
+            super()._check(backend)
 
     def _sender(self, weights: Any, version: int) -> Sender:
         if isinstance(weights, LLMWrapperBase):

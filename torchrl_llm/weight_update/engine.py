@@ -44,6 +44,10 @@ class EngineWeights(WeightUpdater):
         canary: compares log-probs after each push.
         ledger: gets version and digest of each proven push.
 
+    Raises:
+        ConfigError: an engine of this process whose weights cannot be replaced, such as quantized
+            ones.
+
     Attributes:
         version: number of the last push; 0 before the first. With a collector that counts versions
             it follows that count.
@@ -72,10 +76,14 @@ class EngineWeights(WeightUpdater):
                     f"{type(self).__name__} takes backends, got {type(backend).__name__}; that of "
                     "a policy is policy.backend"
                 )
+            self._check(backend)
         self._backends, self._model = backends, model
         self.canary, self.ledger = canary, ledger
         self.version = 0
         self.receipts: list[WeightReceipt] = []
+
+    def _check(self, backend: Backend) -> None:
+        backend.check_updates()
 
     @property
     def backends(self) -> Sequence[Backend]:

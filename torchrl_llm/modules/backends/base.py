@@ -214,6 +214,13 @@ class Backend(TokenScorer):
         """
         action()
 
+    def check_updates(self) -> None:
+        """Refuse at once what :meth:`update_weights` would refuse whatever it was given.
+
+        Raises:
+            ConfigError: the weights of this backend cannot be replaced.
+        """
+
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """Take new weights, forget what was computed with the old ones, and say what arrived.
 

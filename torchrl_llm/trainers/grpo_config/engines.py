@@ -39,7 +39,8 @@ class EngineConfig(InferenceModelConfig):
     Attributes:
         backend: ``transformers`` samples with the trained module (a copy of it in each collector of
             the asynchronous recipe), ``vllm`` with an engine.
-        num_devices: GPUs of one engine (tensor parallel).
+        num_devices: GPUs of one engine (tensor parallel), each with a process of its own; on the
+            CPU so many processes.
         gpu_memory_utilization: fraction of a GPU's memory that an engine may take; ``None`` for
             vLLM's default. Lower it where trainer and engine share a GPU.
         enforce_eager: no CUDA graphs.
@@ -94,7 +95,8 @@ class WeightSyncConfig:
     Attributes:
         type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
             of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
-            alone. ``auto``: ``shared`` on the CPU, ``adapter`` with LoRA, else ``load``.
+            alone. ``auto``: ``adapter`` with LoRA, ``shared`` on the CPU with
+            ``inference_model.num_devices=1``, else ``load``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
     """

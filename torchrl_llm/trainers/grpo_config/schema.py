@@ -263,6 +263,12 @@ class GRPOConfig(GRPOGroups):
             f"weight_sync.type={sync.type} is for training without LoRA; with it choose adapter, "
             "or load for merged weights",
         )
+        ensure(
+            self.inference_model.num_devices == 1 or sync.type != "shared",
+            f"inference_model.num_devices={self.inference_model.num_devices} spreads the engine "
+            "over processes, which cannot have the trainer's memory (weight_sync.type=shared); "
+            "choose load or delta",
+        )
 
 
 @dataclass(kw_only=True)

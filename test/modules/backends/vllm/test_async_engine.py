@@ -12,6 +12,7 @@ import pytest
 import torch
 from collectors.ray_helper import start_ray
 from tensordict import TensorDict
+from weight_update.learner import assert_same_model
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.collectors.weight_update import vLLMUpdater
@@ -27,6 +28,7 @@ from torchrl_llm.modules import (
     make_vllm_worker,
     vLLMWrapper,
 )
+from torchrl_llm.modules.backends.vllm import async_engine
 from torchrl_llm.modules.backends.vllm.async_engine import ServedEngine
 from torchrl_llm.weight_update import EngineWeights
 
@@ -217,7 +219,20 @@ def test_while_they_sleep_requests_raise_and_nobody_is_built_again(engine, token
     assert engine.replica_pids() == pids
 
 
-def test_too_few_devices_are_named_before_anything_starts(cluster):
+def test_a_replica_over_two_devices_takes_new_weights(cluster):
+    options = {**ENGINE, "num_devices": 2, "num_cpus": 0.1, "compile": False}
+    model = load_model(dtype="float32").eval()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    with AsyncVLLM.from_pretrained(env_vars={"OMP_NUM_THREADS": "1"}, **options) as spread:
+        updater = EngineWeights(spread, model=model)
+        updater.push_weights()
+        assert spread.version == updater.version == 1
+        assert_same_model(spread, TransformersBackend(model, eos_token_ids=(2,)), tolerance=1e-5)
+
+
+def test_too_few_devices_are_named_before_anything_starts(cluster, monkeypatch):
+    monkeypatch.setattr(async_engine, "_on_cpu", lambda: False)
     with pytest.raises(ResourceError, match=r"needs 4 GPU \(0 of 0 free\)"):
         AsyncVLLM.from_pretrained(num_devices=2, num_replicas=2, num_cpus=0.1)
     with pytest.raises(ResourceError, match=r"needs 3 CPU"):

@@ -13,6 +13,7 @@ import torch
 
 from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
 from torchrl_llm.modules import vLLMWrapper
+from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm import build, engine_arguments, settings
 from torchrl_llm.modules.backends.vllm.settings import PRIVATE_NAMES, prepare_vllm, undisturbed
 
@@ -118,6 +119,14 @@ def test_on_the_cpu_an_engine_is_eager_in_this_process_and_takes_a_bounded_cache
         "m", cpu=True, gpu_memory_utilization=0.2
     )
     assert engine_arguments("m", cpu=True, kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_an_engine_over_two_devices_has_processes_that_take_weights_also_inside_ray(cpu):
+    found = engine_arguments("m", num_devices=2, cpu=cpu)
+    assert found["distributed_executor_backend"] == "mp"
+    assert found["worker_extension_cls"] == EXTENSION
+    assert "worker_extension_cls" not in engine_arguments("m", cpu=cpu)
 
 
 def test_too_few_gpus_are_said_before_anything_starts(monkeypatch):

@@ -121,6 +121,11 @@ class _Strange(nn.Module):
         return loaded
 
 
+class _Quantized:
+    def process_weights_after_loading(self, layer):
+        raise AssertionError
+
+
 def test_a_family_that_is_not_known_is_loaded_by_vllm_all_or_nothing():
     model = _Strange()
     assert not slots_known(model)
@@ -141,6 +146,11 @@ def test_a_family_that_is_not_known_is_loaded_by_vllm_all_or_nothing():
     # A part of the weights is a whole delta.
     load_into_vllm_model(model, TensorSource({"a": twos["a"]}, kind="delta"), version=2)
     assert (model.a.tolist(), model.b.tolist()) == ([2, 2], [1, 1])
+
+    model.quant_method = _Quantized()
+    with pytest.raises(ConfigError, match="with _Quantized, which keeps its weights in a form"):
+        load_into_vllm_model(model, TensorSource(ones), version=3)
+    del model.quant_method
 
     model.a = nn.Parameter(torch.empty(0))
     with pytest.raises(ConfigError, match="packed this model's weights"):

@@ -95,7 +95,8 @@ class AsyncVLLM(EnginePool):
         num_replicas: how many engines.
         actor_class: what a replica serves, a subclass of :class:`ServedEngine`.
         enable_prefix_caching: keep the cache of prompts that begin alike.
-        num_devices: GPUs of each engine; by default one where the cluster has any, or the CPU.
+        num_devices: GPUs of each engine (tensor parallel), or processes where vLLM computes on the
+            CPU; by default one where the cluster has any GPU, or the CPU.
         num_cpus: CPUs of each engine's actor; fractions are allowed.
         in_flight: what an update of the weights does with responses that are being sampled:
             ``"wait"``, ``"keep"`` or ``"abort"``.
@@ -221,7 +222,7 @@ class AsyncVLLM(EnginePool):
         factory = partial(
             self._served,
             self.model_name,
-            num_devices=max(1, int(gpus)),
+            num_devices=self._num_devices or 1,
             **self._engine_settings,
             **self._engine,
         )
@@ -478,5 +479,5 @@ def _num_gpus(num_devices: int | None, gpus: float) -> float:
         raise ConfigError(f"num_devices must be at least 1, got {num_devices}")
     if num_devices is None:
         return 1.0 if gpus else 0.0
-    # One device of a vLLM that computes on the CPU is the CPU.
-    return 0.0 if num_devices == 1 and _on_cpu() else float(num_devices)
+    # The devices of a vLLM that computes on the CPU are processes.
+    return 0.0 if _on_cpu() else float(num_devices)

@@ -365,6 +365,12 @@ class VLLMBackend(Backend):
 
     # -- weights ----------------------------------------------------------------------------------
 
+    def check_updates(self) -> None:
+        """See :meth:`Backend.check_updates`."""
+        from torchrl_llm.modules.backends.vllm.loading import check_engine
+
+        check_engine(self.engine)
+
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; between two steps of the engine."""
         from torchrl_llm.modules.backends.vllm.loading import load_weights

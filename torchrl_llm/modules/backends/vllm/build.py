@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
+from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm.settings import prepare_vllm, runs_on_cpu, undisturbed
 
 __all__ = ["build_engine", "engine_arguments"]
@@ -51,7 +52,8 @@ def engine_arguments(
         model: name or folder; ``None`` for the embedded model.
         dtype: of weights and cache, see vLLM.
         max_model_len: most tokens of prompt and response, plus one; the model's context by default.
-        num_devices: GPUs of this engine (tensor parallel).
+        num_devices: GPUs of this engine (tensor parallel), each with a worker process on this
+            machine; on the CPU so many processes.
         gpu_memory_utilization: fraction of a GPU's memory; vLLM's default when ``None``.
         enforce_eager: no CUDA graphs and no compilation; always so on the CPU.
         enable_prefix_caching: keep the cache of prompts that begin alike.
@@ -96,10 +98,14 @@ def engine_arguments(
         # A prompt that is read in two steps makes vLLM turn its seed back, which generators on the
         # CPU cannot: "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
-    if cpu and num_devices == 1:
+    if num_devices > 1:
+        # In a placement group of Ray's vLLM would look for workers in actors of its own.
+        arguments["distributed_executor_backend"] = "mp"
+        arguments["worker_extension_cls"] = EXTENSION
+    elif cpu:
         arguments["distributed_executor_backend"] = "uni"
-        if gpu_memory_utilization is None:
-            arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    if cpu and gpu_memory_utilization is None:
+        arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     return {**arguments, **options}
 
 

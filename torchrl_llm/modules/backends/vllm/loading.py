@@ -1,7 +1,9 @@
 """New weights into a vLLM engine of this process.
 
 What is new replaces what is there in place, all of it or nothing; then the prefix cache is
-dropped. Engines elsewhere take weights through a worker extension, and do the same there.
+dropped. The workers of an engine over several devices
+(:mod:`torchrl_llm.modules.backends.vllm.workers`) and engines elsewhere take weights through a
+worker extension, and do the same there.
 """
 
 from __future__ import annotations
@@ -11,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.adapter import active_adapter, drop_adapter, load_adapter
-from torchrl_llm.modules.backends.vllm.slots import slots_known, weight_slots
+from torchrl_llm.modules.backends.vllm.experts import (
+    NewExperts,
+    check_loadable,
+    checkpoint_names,
+    derive_again,
+    is_derived,
+)
+from torchrl_llm.modules.backends.vllm.slots import is_spread, slots_known, weight_slots
+from torchrl_llm.modules.backends.vllm.workers import agree, load_into_workers, num_workers
 from torchrl_llm.modules.backends.weights import (
     WeightReceipt,
     WeightSource,
@@ -21,7 +31,7 @@ from torchrl_llm.modules.backends.weights import (
     open_source,
 )
 
-__all__ = ["engine_model", "load_into_vllm_model", "load_weights"]
+__all__ = ["check_engine", "engine_model", "load_into_vllm_model", "load_weights"]
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -34,15 +44,40 @@ def engine_model(llm: Any) -> nn.Module:
         ConfigError: the engine runs in a process of its own, or on several devices.
     """
     executor = getattr(llm.llm_engine, "model_executor", None)
-    worker = getattr(executor, "driver_worker", None)
-    if worker is None or executor.parallel_config.world_size != 1:
+    if num_workers(llm) > 1:
         raise ConfigError(
-            "this engine's model is not in this process: start it with "
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0 and distributed_executor_backend='uni' on one "
-            "device (AsyncVLLM has one process for each such engine), or serve it by VLLMServer"
+            f"this engine's model is spread over {num_workers(llm)} worker processes, whose memory "
+            "nothing here can share: bring its weights by EngineWeights, DeltaWeights or "
+            "AdapterWeights (weight_sync.type=load, delta or adapter), or build it with "
+            "num_devices=1"
+        )
+    if getattr(executor, "driver_worker", None) is None:
+        raise ConfigError(
+            "this engine's model is in a process of its own: build it by VLLMBackend(model), or "
+            "with VLLM_ENABLE_V1_MULTIPROCESSING=0 and distributed_executor_backend='uni'"
         )
     # Nothing is sent anywhere: the function is called here.
     return llm.apply_model(_itself)[0]
+
+
+def check_engine(llm: Any) -> None:
+    """Refuse an engine whose weights cannot be replaced.
+
+    Args:
+        llm: a ``vllm.LLM``.
+
+    Raises:
+        ConfigError: says why not.
+    """
+    quantization = llm.llm_engine.vllm_config.model_config.quantization
+    if quantization is not None:
+        raise ConfigError(
+            f"this engine's weights are quantized ({quantization}), which nothing can be loaded "
+            "into: build it from a model without quantization, or train an adapter alone "
+            "(AdapterWeights, weight_sync.type=adapter)"
+        )
+    if num_workers(llm) == 1:
+        check_loadable(engine_model(llm))
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -76,7 +111,10 @@ def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
                 "requests are being sampled with an adapter, which other weights would replace: "
                 "wait for them or abort them (in_flight='wait' or 'abort')"
             )
-        receipt = load_into_vllm_model(engine_model(llm), source, version)
+        if num_workers(llm) > 1:
+            receipt = load_into_workers(llm, source, version)
+        else:
+            receipt = load_into_vllm_model(engine_model(llm), source, version)
         drop_adapter(llm)
     engine = llm.llm_engine
     if not engine.reset_prefix_cache():
@@ -89,7 +127,8 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
     """Take new weights into vLLM's own model; for code that runs inside an engine's worker.
 
     Args:
-        model: the worker's model, on one device.
+        model: the worker's model, or its part of one. Every worker of an engine has to call this,
+            and they take the weights together or not at all.
         source: all weights or a delta, by Hugging Face names.
         version: their number.
 
@@ -97,9 +136,14 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
         ConfigError: a model that cannot take them.
         WeightUpdateError: see :func:`load_weights`.
     """
-    incoming = open_source(source, version=version)
-    incoming.check_base(model)
-    if slots_known(model):
+    error = None
+    try:
+        incoming = open_source(source, version=version)
+        incoming.check_base(model)
+    except (TorchRLLLMError, OSError) as raised:
+        error = raised
+    agree(model, error)
+    if slots_known(model) and not is_spread(model):
         slots, padding = weight_slots(model)
         required = list(slots) if source.kind == "full" else []
         copy_checked(incoming.weights, slots, required=required)
@@ -112,28 +156,40 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
 
 def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) -> None:
     """Let the model's own loader place weights whose layout only vLLM knows."""
-    own = dict(model.named_parameters())
-    if any(parameter.numel() == 0 for parameter in own.values()):
-        raise ConfigError(
-            "vLLM packed this model's weights into a form of its own when it started; let "
-            "torchrl_llm build the engine, which turns packing off"
-        )
-    before = {name: parameter.detach().clone() for name, parameter in own.items()}
-    try:
-        loaded = model.load_weights(iter(weights.items()))
-        missing = sorted(set(own) - set(loaded or own)) if whole else []
-        if missing:
-            raise WeightUpdateError(
-                f"{len(missing)} weights of the engine were not sent: {missing[:3]}"
+    check_loadable(model)
+    with NewExperts(model) as experts:
+        own = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not is_derived(model, name)
+        }
+        before = {n: p.detach().clone() for n, p in own.items() if n not in experts.names}
+        failure = None
+        try:
+            loaded = model.load_weights(iter(checkpoint_names(model, weights).items()))
+            experts.turn()
+            # An engine with LoRA wraps its layers, of which vLLM's loaders say nothing.
+            needed = {name.replace(".base_layer.", ".") for name in own}
+            missing = sorted((needed - set(loaded or needed)) | experts.missing) if whole else []
+            if missing:
+                raise WeightUpdateError(
+                    f"{len(missing)} weights of the engine were not sent: {missing[:3]}"
+                )
+        except WeightUpdateError as error:
+            failure = error
+        except Exception as error:  # vLLM's loaders raise whatever they meet
+            failure = WeightUpdateError(
+                f"vLLM could not load these weights ({type(error).__name__}: {error}); the old "
+                "ones are in place again"
             )
-    except Exception as error:
-        # vLLM's loaders raise whatever they meet; half a load must not stay.
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(before[name])
-        if isinstance(error, WeightUpdateError):
+            failure.__cause__ = error
+        try:
+            agree(model, failure)
+        except WeightUpdateError:
+            # Half a load must not stay.
+            with torch.no_grad():
+                for name, value in before.items():
+                    own[name].copy_(value)
             raise
-        raise WeightUpdateError(
-            f"vLLM could not load these weights ({type(error).__name__}: {error}); the old ones "
-            "are in place again"
-        ) from error
+        experts.take()
+    derive_again(model)

@@ -1,11 +1,12 @@
-"""Takes weights inside the workers of a vLLM server.
+"""Takes weights inside the workers of a vLLM server, or of an engine over several devices.
 
-Start the server with ``--worker-extension-cls
+Start a server with ``--worker-extension-cls
 torchrl_llm.modules.backends.vllm.receiver.WeightReceiver``; vLLM then puts the methods below into
 its worker class. What they answer is plain, and an error is an answer too, for a server tells its
 client no more of an exception than that there was one.
 
-Next: :mod:`torchrl_llm.modules.backends.server`, which calls them.
+Next: :mod:`torchrl_llm.modules.backends.server` and
+:mod:`torchrl_llm.modules.backends.vllm.workers`, which call them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchrl_llm._imports import require
 from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model
 from torchrl_llm.modules.backends.vllm.settings import keep_weights_unpacked
+from torchrl_llm.modules.backends.vllm.workers import agree
 from torchrl_llm.modules.backends.weights import DeltaSource, TensorSource, WeightSource
 
 __all__ = ["WeightReceiver"]
@@ -75,10 +77,14 @@ class WeightReceiver:
         if done == order:
             # The answer was lost on its way and the order came again; a delta fits only once.
             return receipt._asdict()
+        # The runner's attribute is the model also where CUDA graphs wrap it.
+        model, failure = self.model_runner.get_model(), None
         try:
             source = _source(said, self.__dict__.get("_torchrl_llm_transfers", {}))
-            # The runner's attribute is the model also where CUDA graphs wrap it.
-            model = self.model_runner.get_model()
+        except (TorchRLLLMError, OSError) as error:
+            failure = error
+        try:
+            agree(model, failure)
             receipt = load_into_vllm_model(model, source, said["version"])
         except (TorchRLLLMError, OSError) as error:
             return {"error": f"{type(error).__name__}: {error}"}

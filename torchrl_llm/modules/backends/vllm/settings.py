@@ -41,6 +41,9 @@ PRIVATE_NAMES = (
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
+    "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info",
+    "vllm.model_executor.model_loader.reload.meta.materialize_meta_tensor",
+    "vllm.model_executor.model_loader.reload.sanitize.restore_layer_refs",
 )
 """Names that vLLM does not promise to keep and that this package uses."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["WeightSlots", "slots_known", "weight_slots"]
+__all__ = ["WeightSlots", "is_spread", "slots_known", "weight_slots"]
 
 # Families whose parameters are all named and cut as their Hugging Face twins are, by test.
 _FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -33,6 +33,18 @@ class WeightSlots(NamedTuple):
 
     slots: dict[str, Tensor]
     padding: list[Tensor]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether this is one worker's part of a model, of which other processes have the rest.
+
+    Args:
+        model: vLLM's.
+    """
+    return any(
+        getattr(part, "tp_size", 1) != 1 or type(part).__name__ == "PPMissingLayer"
+        for part in model.modules()
+    )
 
 
 def slots_known(model: nn.Module) -> bool:
@@ -87,8 +99,8 @@ def weight_slots(model: nn.Module) -> WeightSlots:
 def _check(name: str, module: nn.Module, parameter: Tensor) -> None:
     if getattr(module, "tp_size", 1) != 1:
         raise ConfigError(
-            f"{name} is spread over {module.tp_size} devices; its weights come by broadcast "
-            "(weight_sync.type=broadcast)"
+            f"{name} is spread over {module.tp_size} devices; bring its weights by EngineWeights "
+            "(weight_sync.type=load)"
         )
     if parameter.numel() == 0:
         raise ConfigError(

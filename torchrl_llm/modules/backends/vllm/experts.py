@@ -1,0 +1,223 @@
+"""New weights for experts, of which vLLM's kernels have the old ones in a layout of their own.
+
+vLLM turns the experts of a mixture into its kernel's layout once, after the first loading. Whatever
+its loaders write there later lies in the wrong places, and nothing raises. So new experts are
+loaded beside those that the kernel has, turned as the first ones were, and copied over them.
+
+Next: :mod:`torchrl_llm.modules.backends.vllm.loading`, which does this in the middle of a load.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.errors import ConfigError, WeightUpdateError
+
+__all__ = ["NewExperts", "check_loadable", "checkpoint_names", "derive_again", "is_derived"]
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_EXPERTS = "UnquantizedFusedMoEMethod"
+# What these do after loading leaves weights where they are: packing is off.
+_IN_PLACE = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+# The checkpoint of this family has the experts of a layer in one tensor too, turned around.
+_FUSED_CHECKPOINTS = frozenset({"GptOssRoutedExperts"})
+
+
+def check_loadable(model: nn.Module) -> None:
+    """Refuse a model whose kernels would go on with what they have, whatever is loaded.
+
+    Args:
+        model: vLLM's.
+
+    Raises:
+        ConfigError: weights that are quantized, or packed by vLLM in another way.
+    """
+    if any(p.numel() == 0 for name, p in model.named_parameters() if not is_derived(model, name)):
+        raise ConfigError(
+            "vLLM packed this model's weights into a form of its own when it started; let "
+            "torchrl_llm build the engine, which turns packing off"
+        )
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__
+        if hasattr(method, "process_weights_after_loading") and kind not in {_EXPERTS, *_IN_PLACE}:
+            raise ConfigError(
+                f"vLLM computes {name} with {kind}, which keeps its weights in a form that new "
+                "ones cannot be loaded into: take the model without quantization"
+            )
+
+
+def is_derived(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is one that attention layers make out of others after loading.
+
+    Args:
+        model: vLLM's.
+        name: of the parameter in it.
+    """
+    return _derives(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _derives(module: nn.Module) -> bool:
+    return callable(getattr(module, "process_weights_after_loading", None))
+
+
+def derive_again(model: nn.Module) -> None:
+    """Make again, out of the weights that a model has now, what attention layers made of the old.
+
+    Args:
+        model: vLLM's.
+    """
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj") and _derives(module):
+            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+        sinks = getattr(module, "sinks", None)
+        if not isinstance(sinks, nn.Parameter):
+            continue
+        for child in module.children():
+            # Some kernels have sinks in another dtype, since their first step.
+            kept = getattr(getattr(child, "impl", None), "sinks", sinks)
+            if kept.data_ptr() != sinks.data_ptr():
+                with torch.inference_mode():
+                    kept.copy_(sinks)
+
+
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if type(getattr(module, "quant_method", None)).__name__ == _EXPERTS:
+            yield path, module
+
+
+def checkpoint_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names of the model's checkpoint, which vLLM's loaders know.
+
+    transformers has the experts of a layer in ``mlp.experts.gate_up_proj`` and ``down_proj``,
+    whatever the checkpoint says: ``mlp.experts.0.gate_proj.weight`` (Qwen, DeepSeek),
+    ``block_sparse_moe.experts.0.w1.weight`` (Mixtral).
+
+    Args:
+        model: vLLM's.
+        weights: by transformers' names or those of the checkpoint.
+
+    Returns:
+        Name to the same values; those of experts are views.
+
+    Raises:
+        WeightUpdateError: experts that the model does not have, which vLLM's loaders would skip.
+    """
+    # model.layers.0.<block>.experts.routed_experts
+    blocks = {}
+    for path, layer in _expert_layers(model):
+        block = path.rpartition(".experts")[0]
+        blocks[block.rpartition(".")[0]] = block, layer
+    named: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        above, _, rest = name.partition(".mlp.")
+        block, layer = blocks.get(above, (None, None))
+        if block is None:
+            named[name] = value
+        elif value.dim() != 3 or type(layer).__name__ in _FUSED_CHECKPOINTS:
+            named[f"{block}.{rest}"] = value
+        else:
+            gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
+            leaves = [layer.ckpt_down_proj_name] if rest == "experts.down_proj" else [gate, up]
+            for expert, both in enumerate(value):
+                for leaf, part in zip(leaves, both.chunk(len(leaves)), strict=True):
+                    named[f"{block}.experts.{expert}.{leaf}.weight"] = part
+    known = {block: layer.moe_config.num_logical_experts for block, layer in blocks.values()}
+    for name in named:
+        block, _, rest = name.partition(".experts.")
+        number = rest.partition(".")[0]
+        if number.isdigit() and int(number) >= known.get(block, int(number) + 1):
+            raise WeightUpdateError(f"{name} was sent; {block} has {known[block]} experts")
+    return named
+
+
+class NewExperts:
+    """Room for new weights of all experts; while the context lasts, vLLM's loaders write there.
+
+    Args:
+        model: vLLM's.
+
+    Attributes:
+        names: of the parameters that have new room.
+        missing: those of them that got nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = dict(_expert_layers(model))
+        self._new = {path: _blank(layer) for path, layer in self._layers.items()}
+        self._live: dict[str, dict[str, nn.Parameter]] = {}
+        self._turned: list[tuple[Tensor, Tensor]] = []
+        self.names = {f"{path}.{leaf}" for path, new in self._new.items() for leaf in new}
+        self.missing: set[str] = set()
+
+    def __enter__(self) -> NewExperts:
+        for path, layer in self._layers.items():
+            self._live[path] = {leaf: layer._parameters[leaf] for leaf in self._new[path]}
+            layer._parameters.update(self._new[path])
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for path, layer in self._layers.items():
+            layer._parameters.update(self._live[path])
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """Bring what was loaded into the kernels' layout.
+
+        Raises:
+            WeightUpdateError: only some experts of a layer were loaded.
+        """
+        for path, layer in self._layers.items():
+            loaded = []
+            for leaf, new in self._new[path].items():
+                given = int(new.isnan().logical_not_().sum())
+                wanted = getattr(new, "weight_loader_numel", new.numel())
+                if given == 0:
+                    self.missing.add(f"{path}.{leaf}")
+                elif given < wanted:
+                    raise WeightUpdateError(
+                        f"{given} of {wanted} values of {path}.{leaf} were sent, or are numbers; "
+                        "a kernel takes those of all experts together: send them all"
+                    )
+                else:
+                    loaded.append(leaf)
+                # The kernel's padding.
+                new.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+            if not loaded:
+                continue
+            method = layer.quant_method
+            method.process_weights_after_loading(layer)
+            # vLLM leaves this step out whenever it is not the first time.
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+            live = self._live[path]
+            self._turned += [(live[leaf], layer._parameters[leaf]) for leaf in loaded]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what was turned over what the kernels have."""
+        for live, new in self._turned:
+            live.copy_(new)
+
+
+def _blank(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights as they were before the first loading, all values not a number."""
+    recorded = importlib.import_module(f"{_RELOAD}.layerwise").get_layerwise_info(layer)
+    meta = importlib.import_module(f"{_RELOAD}.meta")
+    sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
+    parameters = {}
+    for leaf, found in recorded.restore_metadata[0].items():
+        with torch.device(layer._parameters[leaf].device):
+            blank = sanitize.restore_layer_refs(meta.materialize_meta_tensor(found), layer)
+        parameters[leaf] = blank.fill_(torch.nan)
+    return parameters
