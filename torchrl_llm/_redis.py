@@ -21,6 +21,9 @@ _CONNECT_S = 5.0
 _ANSWER_S = 20.0
 _PAUSE_S = (0.05, 1.0)
 _T = TypeVar("_T")
+# Servers that a link of this process has given up: until one answers, no call waits for it again
+# (several links lead to one server, and each is closed by a last call).
+_given_up: set[str] = set()
 
 
 class RedisLink:
@@ -29,7 +32,8 @@ class RedisLink:
     Args:
         url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, or ``unix://path``.
         feature: what needs it; begins error messages.
-        reconnect_s: seconds to try again while the server is away.
+        reconnect_s: seconds to try again while the server is away, once for all links of this
+            process to it.
 
     Raises:
         MissingExtraError: redis-py is not installed.
@@ -86,10 +90,13 @@ class RedisLink:
             ConfigError: it does not let us in.
         """
         errors = self._errors
-        deadline, pause_s, again = time.monotonic() + self._reconnect_s, _PAUSE_S[0], False
+        patience_s = 0.0 if self._url in _given_up else self._reconnect_s
+        deadline, pause_s, again = time.monotonic() + patience_s, _PAUSE_S[0], False
         while True:
             try:
-                return command(again)
+                answer = command(again)
+                _given_up.discard(self._url)
+                return answer
             except (errors.AuthenticationError, errors.NoPermissionError) as error:
                 raise ConfigError(f"the Redis at {self.place} refuses us: {error}") from None
             except errors.OutOfMemoryError as error:
@@ -99,6 +106,7 @@ class RedisLink:
                 ) from None
             except (errors.ConnectionError, errors.TimeoutError) as error:  # BusyLoadingError too
                 if time.monotonic() + pause_s > deadline:
+                    _given_up.add(self._url)
                     raise WorkerError(
                         f"{self._feature}: the Redis at {self.place} has not answered for "
                         f"{self._reconnect_s:g} s: {error}"

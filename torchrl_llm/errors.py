@@ -19,6 +19,7 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
     |   `-- RewardTimeoutError   (TimeoutError)  or did not return in time
     |-- CheckpointError      (RuntimeError)  a checkpoint that cannot be written or read
+    |   `-- DamagedCheckpointError           its file is missing, cut short or altered
     `-- MissingExtraError    (ImportError)   an optional package that is not installed
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataError",
     "MissingExtraError",
     "OverlongError",
@@ -97,6 +99,10 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 class CheckpointError(TorchRLLLMError, RuntimeError):
     """A checkpoint cannot be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The file of a checkpoint is missing, cut short, or not what was written."""
 
 
 class MissingExtraError(TorchRLLLMError, ImportError):

@@ -84,7 +84,7 @@ def test_steps_then_ctrl_c_then_the_rest_equal_a_run_that_was_left_alone(tmp_pat
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, text
+    assert process.returncode == 128 + signal.SIGINT, text
     stopped_at = int(rows(cut)[-1]["train/step"])
     assert 2 <= stopped_at < 12, "the signal must arrive in the middle of the run"
     assert f"saved {cut / 'checkpoints' / f'step_{stopped_at:06d}'}" in text

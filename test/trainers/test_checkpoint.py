@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 
 import numpy
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
 
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.history import ContentBase, History
+from torchrl_llm.data.ragged import ragged_rows
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import CheckpointError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -159,3 +167,88 @@ def test_a_lora_checkpoint_opens_without_peft_as_the_merged_model(
     # Saving must not round the weights that go on training.
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_resuming_passes_over_a_damaged_checkpoint_and_keeps_it_apart(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, {"step": step, "weights": torch.ones(1000)})
+    cut = tmp_path / "step_000003" / "trainer_state.pt"
+    cut.write_bytes(cut.read_bytes()[:-500])
+    flipped = tmp_path / "step_000002" / "trainer_state.pt"
+    data = bytearray(flipped.read_bytes())
+    data[data.index(torch.ones(8).numpy().tobytes()) + 2000] ^= 1  # torch itself reads this
+    flipped.write_bytes(data)
+    step, state, damaged = store.load_newest_whole()
+    assert (step, state["step"]) == (1, 1)
+    assert ["step_000003" in line for line in damaged] == [True, False]
+    assert "checksum" in damaged[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("damaged_step_000002", "damaged_step_000003", "step_000001")
+    ]
+
+
+def test_reading_a_checkpoint_runs_no_code_that_was_planted_in_it(tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/planted",)
+
+    store = CheckpointStore(tmp_path / "checkpoints")
+    path = store.save(1, {})
+    torch.save({"step": 1, "parts": Planted()}, path / "trainer_state.pt")
+    for read in (store.load, store.load_newest_whole):
+        with pytest.raises(CheckpointError, match=r"may run code: (posix|os).system"):
+            read()
+    assert not (tmp_path / "planted").exists()
+    assert store.steps() == [1]
+
+
+class Board:
+    def __init__(self, cells):
+        self.cells = cells
+
+
+def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=r"test_checkpoint.Board.*add_safe_globals"):
+        store.save(1, {"env": Board([1])})
+    assert store.steps() == []
+    with torch.serialization.safe_globals([Board]):
+        store.save(1, {"env": Board([1])})
+        assert store.load()["env"].cells == [1]
+
+
+def test_rows_of_every_form_come_back_from_a_checkpoint(tmp_path):
+    record = TokenRecord.from_prompt(torch.tensor([5]), torch.ones(1, dtype=torch.int8), 1)
+    part = ContentBase(type="text", text="é")
+    chat = Chat([{"role": "user", "content": [part]}]).with_record(record)
+    rows = ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]})
+    rows.set("text", Column.of(["a", "b"]))
+    rows.set("chat", Column.of([chat] * 2))
+    board = TensorDict({"cells": torch.arange(6).view(2, 3)}, [2, 3])
+    typed = History(messages=Column.of([chat] * 2), batch_size=[2])
+    one = rows.clone(recurse=False)
+    packed = pack_rows(lazy_stack([r.set("board", b) for r, b in zip(rows, board, strict=True)]))
+    state = {"rows": one, "packed": packed, "typed": typed, "why": FinishReason.LENGTH}
+    store = CheckpointStore(tmp_path)
+    store.save(1, state)
+    back = store.load()
+    unpacked = back["packed"].unpack()
+    for i in range(2):
+        for other in (back["rows"][i], unpacked[i]):
+            assert torch.equal(other["ids"], rows[i]["ids"])
+            assert (other["text"], other["chat"]) == (rows[i]["text"], chat)
+            assert torch.equal(other["chat"].record.token_ids, record.token_ids)
+        assert torch.equal(unpacked[i]["board", "cells"], board[i]["cells"])
+        assert back["typed"][i, -1].content[0].text == "é"
+    assert back["why"] is FinishReason.LENGTH
+
+
+def test_what_a_killed_process_left_behind_is_swept_away(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, {})
+    for name in (".partial_step_000002", ".deleted_step_000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    store.sweep()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]

@@ -121,6 +121,29 @@ def test_batches_of_a_step_are_averaged():
     assert LossMeter().metrics() == {}
 
 
+@pytest.mark.parametrize(
+    ("harm", "wrong"),
+    [
+        (lambda path: path.unlink(), "was missing"),
+        (lambda path: path.write_text("\n".join(path.read_text().split("\n")[:2])), "at step 1"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00junk"), "is broken"),
+        (lambda path: path.write_text(path.read_text().replace("0.25", "0.75")), "was altered"),
+    ],
+)
+def test_a_file_that_lost_rows_is_named_and_mended_from_the_checkpoint(tmp_path, harm, wrong):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    for step in (1, 2, 3):
+        table.write(step, {"train/reward": 0.25 * step, "perf/step_s": 1.0})
+    whole, copy = table.path.read_bytes(), tmp_path / "copy.csv"
+    table.save(copy)
+    table.write(4, {"train/reward": 1.0})
+    harm(table.path)
+    resumed = MetricsTable(table.path)
+    assert wrong in resumed.resume(3, copy)
+    assert table.path.read_bytes() == whole
+    assert resumed.resume(3, copy) is None
+
+
 class Down:
     """A logger whose server does not answer until the third step."""
 

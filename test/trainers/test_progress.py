@@ -36,7 +36,7 @@ def test_a_bar_that_is_off_still_says_what_matters():
     assert screen.getvalue() == "saved\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_a_wish(number):
     notices = []
     with StopRequest(lambda: notices.append(1)) as stop:
@@ -68,3 +68,13 @@ def test_conversations_are_shown_in_pairs():
         "held-out conversation 2, after training",
         "  e",
     ]
+
+
+def test_a_signal_that_the_process_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import csv
+import os
+import pty
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -64,7 +68,7 @@ class Toy:
             evaluation=EvalConfig(interval=2),
         )
 
-    def train(self, interrupt_at=None, kill_at=None):
+    def train(self, interrupt_at=None, kill_at=None, number=signal.SIGINT):
         for step in self.run.steps():
             if step == kill_at:
                 raise Killed
@@ -74,7 +78,7 @@ class Toy:
             self.optimizer.zero_grad()
             self.run.record({"train/reward": -loss.item(), "train/tokens_generated": 10})
             if step == interrupt_at:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return self
 
 
@@ -209,6 +213,95 @@ def test_settings_of_evaluation_and_checkpoints_are_checked():
     with pytest.raises(ConfigError, match=r"checkpoint.interval must be at least 1"):
         CheckpointConfig(interval=0)
     assert run_module.EvalConfig().interval is None
+
+
+def test_a_damaged_newest_checkpoint_costs_some_steps_and_is_said(tmp_path, capsys):
+    seeded()
+    whole = Toy(tmp_path / "whole").train()
+    seeded()
+    Toy(tmp_path / "cut", interval=2, keep_last=3, max_steps=4).train()
+    file = tmp_path / "cut" / "checkpoints" / "step_000004" / "trainer_state.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    rest = Toy(tmp_path / "cut", interval=2, keep_last=3, resume="auto")
+    said = capsys.readouterr().err
+    assert f"cannot read the checkpoint {file}" in said
+    assert f"resumed from {tmp_path}/cut/checkpoints/step_000002" in said
+    rest.train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+
+
+def test_metrics_that_were_lost_are_mended_and_it_is_said(tmp_path, capsys):
+    Toy(tmp_path, max_steps=3, evaluate=True).train()
+    before = (tmp_path / "metrics.csv").read_bytes()
+    (tmp_path / "metrics.csv").unlink()
+    Toy(tmp_path, max_steps=3, evaluate=True, resume="auto")
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert "metrics.csv was missing; mended from the checkpoint, to step 3" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_saves_and_does_not_exit_like_a_finished_one(tmp_path, number):
+    toy = Toy(tmp_path, max_steps=4).train(interrupt_at=2, number=number)
+    assert toy.run.step == 2
+    with pytest.raises(SystemExit) as exit_:
+        toy.run.finish()
+    assert exit_.value.code == 128 + number
+    rest = Toy(tmp_path, max_steps=4, resume="auto").train(interrupt_at=4, number=number)
+    rest.run.finish()  # the signal came when nothing was left to do
+
+
+def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path):
+    Toy(tmp_path, max_steps=2).train()
+    left = tmp_path / "checkpoints" / ".partial_step_000003"
+    left.mkdir()
+    Toy(tmp_path, resume="auto")
+    assert not left.exists()
+
+
+HOLDS_A_RUN = """
+import sys, time
+sys.path[:0] = {path!r}
+from trainers.test_run import Toy
+from pathlib import Path
+toy = Toy(Path({folder!r}))
+print("has begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_is_dead(tmp_path):
+    code = HOLDS_A_RUN.format(path=sys.path, folder=str(tmp_path))
+    first = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout.readline() == "has begun\n"
+        for resume in ("never", "auto"):
+            with pytest.raises(CheckpointError, match=rf"another run is at work.*{first.pid}"):
+                Toy(tmp_path, resume=resume)
+    finally:
+        first.kill()
+        first.communicate()
+    assert Toy(tmp_path, max_steps=1).train().run.step == 1
+
+
+def test_a_run_whose_terminal_is_gone_saves(tmp_path):
+    code = HOLDS_A_RUN.format(path=sys.path, folder=str(tmp_path)).replace(
+        "sys.stdin.read()", "toy.train(interrupt_at=2, number=1); toy.run.finish()"
+    )
+    screen, terminal = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=terminal, text=True
+    )
+    os.close(terminal)
+    assert run.stdout.readline() == "has begun\n"
+    os.close(screen)
+    run.communicate()
+    assert run.returncode == 128 + signal.SIGHUP
+    assert (tmp_path / "checkpoints" / "step_000002").exists()
 
 
 class Down:

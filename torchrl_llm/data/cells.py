@@ -15,7 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.column import Chat, Column, rebuild_chat
 from torchrl_llm.data.messages import canonical_message
 from torchrl_llm.errors import DataError
 
@@ -51,7 +51,7 @@ class Message(Chat):
         return cls._of((canonical_message(message),), None)
 
     def __reduce__(self) -> tuple:
-        return Message._of, (self.messages, self.record)
+        return rebuild_chat, (Message, self.messages, self.record)
 
 
 # -- building -------------------------------------------------------------------------------------

@@ -100,11 +100,16 @@ class Chat:
         return self
 
     def __reduce__(self) -> tuple:
-        return Chat._of, (self.messages, self.record)
+        return rebuild_chat, (Chat, self.messages, self.record)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{m.get('role')}: {str(m.get('content'))[:40]!r}" for m in self.messages)
         return f"Chat([{shown}])"
+
+
+def rebuild_chat(cls: type[Chat], messages: tuple[Message, ...], record: Any) -> Chat:
+    """A chat from its pickle: a function, since a class method is pickled as a ``getattr``."""
+    return cls._of(messages, record)
 
 
 class Column(NonTensorStack):
@@ -333,7 +338,12 @@ def _reduce_column(column: Column) -> tuple:
     items = column._flat()
     if items is None:
         return NonTensorStack, tuple(column.tensordicts)
-    return Column.of, (items,)
+    return rebuild_column, (items,)
+
+
+def rebuild_column(items: list[Any]) -> Column:
+    """A column from its pickle."""
+    return Column.of(items)
 
 
 copyreg.pickle(Column, _reduce_column)

@@ -79,10 +79,11 @@ class ContentBase(dict):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple:
-        return _content, (dict(self),)
+        return rebuild_content, (dict(self),)
 
 
-def _content(fields: dict[str, Any]) -> ContentBase:
+def rebuild_content(fields: dict[str, Any]) -> ContentBase:
+    """A part of a message's content from its pickle."""
     return ContentBase(**fields)
 
 

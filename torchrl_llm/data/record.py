@@ -74,7 +74,7 @@ class TokenRecord:
             "support": self.support and tuple(column.numpy() for column in self.support),
             "earlier_turns": self.earlier_turns,
         }
-        return _rebuild, (columns, rest)
+        return rebuild_record, (columns, rest)
 
     @classmethod
     def from_prompt(
@@ -210,7 +210,8 @@ class TokenRecord:
 _COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
 
 
-def _rebuild(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:
+def rebuild_record(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:
+    """A record from its pickle."""
     if rest["support"] is not None:
         rest["support"] = Support(*(torch.from_numpy(x) for x in rest["support"]))
     return TokenRecord(**{name: torch.from_numpy(x) for name, x in columns.items()}, **rest)

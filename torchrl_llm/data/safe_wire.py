@@ -18,15 +18,19 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from tensordict import is_tensorclass as _is_tensorclass
+from tensordict._reductions import _make_td
 from torch import Tensor
 
 from torchrl_llm.data import containers, enums
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.cells import Message
+from torchrl_llm.data.column import Chat, Column, rebuild_chat, rebuild_column
 from torchrl_llm.data.history import History
-from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.messages import rebuild_content
+from torchrl_llm.data.record import TokenRecord, rebuild_record
 from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
 from torchrl_llm.data.wire import (
     PackedRows,
@@ -40,7 +44,7 @@ from torchrl_llm.data.wire import (
 )
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["rows_from_bytes", "rows_to_bytes", "safe_class"]
+__all__ = ["names_of_rows", "rows_from_bytes", "rows_to_bytes", "safe_class"]
 
 _MAX_ROWS = 1 << 20
 _RECORD_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
@@ -78,6 +82,19 @@ def safe_class(cls: _Class) -> _Class:
     if _CLASSES.setdefault(cls.__name__, cls) is not cls:
         raise ConfigError(f"another class is known as {cls.__name__!r}")
     return cls
+
+
+def names_of_rows() -> list[Any]:
+    """What pickles of rows name, packed or not: classes, those of :func:`safe_class` among them.
+
+    Making them from any contents runs no code, so a file may name them.
+    """
+    wire = [PackedRows, _Chats, _Nodes, _Objects, _Records, _Tensors]
+    nodes = [TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack, _make_td, torch.Size]
+    cells = [rebuild_chat, rebuild_column, rebuild_content, rebuild_record, Chat, Message]
+    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
+    arrays = [numpy.ndarray, numpy.dtype, *dtypes, numpy._core.multiarray._reconstruct]
+    return [*wire, *nodes, *cells, *arrays, *_ENUMS.values(), *_CLASSES.values()]
 
 
 def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> bytes:

@@ -9,20 +9,30 @@ said by whoever passes it in.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
 import shutil
+import socket
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
 
-from torchrl_llm.errors import CheckpointError
+from torchrl_llm.data.safe_wire import names_of_rows
+from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["CheckpointStore", "load_rng_state", "rng_state", "save_pretrained"]
+__all__ = [
+    "CheckpointStore",
+    "load_rng_state",
+    "lock_folder",
+    "rng_state",
+    "save_pretrained",
+]
 
 _STATE_FILE = "trainer_state.pt"
 _STEP = re.compile(r"step_(\d+)")
@@ -61,6 +71,15 @@ class CheckpointStore:
         """Folder of the checkpoint of a step."""
         return self.folder / f"step_{step:06d}"
 
+    def sweep(self) -> None:
+        """Delete what a killed process has half written or half deleted.
+
+        Only for the one process that writes here.
+        """
+        for pattern in (".partial_*", ".deleted_*"):
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+
     def save(
         self,
         step: int,
@@ -72,14 +91,15 @@ class CheckpointStore:
 
         Args:
             step: the training step that it follows.
-            state: nested dicts of tensors and plain values, for :meth:`load`.
+            state: nested dicts of tensors, plain values and packed rows, for :meth:`load`.
             write_model: writes model and tokenizer files into the folder that it is given.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: it could not be written, or holds an object that :meth:`load` would
+                not read; earlier checkpoints are untouched.
         """
         final = self.path(step)
         partial = self.folder / f".partial_{final.name}"
@@ -89,6 +109,7 @@ class CheckpointStore:
             if write_model is not None:
                 write_model(partial)
             torch.save(dict(state), partial / _STATE_FILE)
+            _refuse_unknown_classes(partial / _STATE_FILE)
             _flush(partial)
             # A step that is saved twice (resumed, then stopped at once) replaces itself.
             replaced = _set_aside(final) if final.exists() else None
@@ -108,22 +129,59 @@ class CheckpointStore:
     def load(self, step: int | None = None) -> dict[str, Any]:
         """State of a checkpoint.
 
-        The file is a pickle: open only checkpoints that you trust.
+        Reading it runs no code: it holds tensors, plain values and classes that are known here
+        (those of rows, and what :func:`torch.serialization.add_safe_globals` was told of).
 
         Args:
             step: the step; ``None`` for the newest.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read.
+            DamagedCheckpointError: the file is missing, cut short, or not what was written.
+            CheckpointError: there is no checkpoint, or it holds an unknown class.
         """
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"no checkpoint in {self.folder}")
         path = self.path(steps[-1] if step is None else step) / _STATE_FILE
         try:
-            return torch.load(path, map_location="cpu", weights_only=False)
+            # torch checks no checksum when it reads.
+            with zipfile.ZipFile(path) as file:
+                broken = file.testzip()
+            if broken is not None:
+                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+            _refuse_unknown_classes(path)
+            with torch.serialization.safe_globals(names_of_rows()):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        # A damaged file raises whatever its bytes happen to mean.
         except Exception as error:
-            raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+            raise DamagedCheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+    def load_newest_whole(self) -> tuple[int, dict[str, Any], list[str]]:
+        """The newest checkpoint that is not damaged; damaged ones are renamed ``damaged_step_N``.
+
+        Only for the one process that writes here.
+
+        Returns:
+            Its step, its state, and a line for each damaged one.
+
+        Raises:
+            CheckpointError: there is none, or one holds an unknown class.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                return step, self.load(step), damaged
+            except DamagedCheckpointError as error:
+                aside = self.path(step).with_name(f"damaged_{self.path(step).name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(self.path(step), aside)
+                damaged.append(f"{error}; it is now {aside}")
+        raise CheckpointError(
+            "; ".join([f"no whole checkpoint in {self.folder}", *damaged])
+            + "; the same command begins the run anew"
+        )
 
     def _failure(self, step: int, error: Exception) -> str:
         steps = self.steps()
@@ -189,9 +247,10 @@ def rng_state() -> dict[str, Any]:
     """States of the random generators of Python, NumPy and torch (CUDA's too when there is one)."""
     import numpy
 
+    kind, keys, *rest = numpy.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -212,6 +271,45 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Make this process the one that trains in a folder, until it ends or closes the file.
+
+    Args:
+        folder: an existing folder.
+
+    Raises:
+        CheckpointError: another process trains there.
+    """
+    file = (folder / ".lock").open("a+")
+    try:
+        # A lock of the process: children do not inherit it, and the kernel lets go of it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise CheckpointError(
+            f"another run is at work in {folder} ({file.read().strip()}); wait for its end, or "
+            "choose another hydra.run.dir"
+        ) from None
+    except OSError:  # a file system without locks
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _refuse_unknown_classes(path: Path) -> None:
+    with torch.serialization.safe_globals(names_of_rows()):
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds objects that are not read from files, as that may run code: "
+            f"{', '.join(sorted(unknown))}. Where they are yours, make them plain values and "
+            "tensors, or call torch.serialization.add_safe_globals([TheClass]) where the class is "
+            "defined"
+        )
 
 
 def _flush(folder: Path) -> None:

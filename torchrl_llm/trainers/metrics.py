@@ -154,34 +154,70 @@ class MetricsTable:
         rows = [row for row in self._rows if row.get(name)]
         return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
 
-    def resume(self, step: int) -> None:
+    def save(self, path: Path) -> None:
+        """Write the rows so far to the disk, and a copy beside a checkpoint.
+
+        Args:
+            path: of the copy.
+        """
+        if self._written:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        self._write(path)
+
+    def resume(self, step: int, copy: Path | None = None) -> str | None:
         """Continue the file of an earlier run after ``step``, dropping the rows behind it.
 
         Args:
             step: the last step that counts.
+            copy: what :meth:`save` wrote at that step; the file is mended from it.
+
+        Returns:
+            What was wrong with the file, ``None`` if nothing was.
         """
-        if not self.path.exists():
-            return
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            # A killed process may leave half a line at the end; it is behind the checkpoint.
-            rows = [row for row in reader if (row.get(STEP) or "").isdigit()]
-            self._columns.extend(c for c in reader.fieldnames or () if c not in self._columns)
-        self._rows = [
-            {name: value for name, value in row.items() if name and value}
-            for row in rows
-            if int(row[STEP]) <= step
-        ]
+        found = self._read_rows(self.path, step)
+        saved = None if copy is None else self._read_rows(copy, step)
+        columns, self._rows = saved or found or ([], [])
+        self._columns.extend(name for name in columns if name not in self._columns)
+        last = int(found[1][-1][STEP]) if found and found[1] else None
+        if found is None:
+            wrong = "is broken" if self.path.exists() else "was missing"
+        elif last != step:
+            wrong = "holds no step" if last is None else f"ended at step {last}"
+        elif saved is not None and found[1] != saved[1]:
+            wrong = "was altered"
+        else:
+            wrong = None
         self._rewrite()
+        return wrong and f"{self.path} {wrong}"
+
+    @staticmethod
+    def _read_rows(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]] | None:
+        """Columns and rows up to a step; ``None`` where the file is absent or no such table."""
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                # A killed process may leave half a line at the end; it is behind the checkpoint.
+                rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
+                columns = list(reader.fieldnames or ())
+        except (OSError, ValueError, csv.Error):
+            return None
+        if STEP not in columns:
+            return None
+        kept = [row for row in rows if int(row[STEP]) <= step]
+        return columns, [{k: v for k, v in row.items() if k and v} for row in kept]
 
     def _rewrite(self) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="") as file:
+        self._write(temporary)
+        os.replace(temporary, self.path)
+        self._written = True
+
+    def _write(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             writer.writerows([row.get(name, "") for name in self._columns] for row in self._rows)
-        os.replace(temporary, self.path)
-        self._written = True
 
 
 class LossMeter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ class ProgressBar:
     def __init__(
         self, total: int, *, done: int = 0, enabled: bool = True, file: TextIO | None = None
     ) -> None:
-        file = sys.stderr if file is None else file
+        file = _Screen(sys.stderr if file is None else file)
         self._file = file
         # A log file gets a line every ten seconds, not ten a second.
         self._bar = tqdm(
@@ -60,14 +61,37 @@ class ProgressBar:
         self._bar.close()
 
 
+class _Screen:
+    """A stream whose reader may be gone: what cannot be written there is not worth the run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a wish that the loop grants at the end of its step.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a wish that the loop grants at the end of its step.
 
     A context manager. The first signal sets :attr:`requested`; a second Ctrl-C interrupts at once.
-    Outside the main thread, where signals cannot be caught, it does nothing.
+    A signal that the process ignores (SIGHUP under ``nohup``) stays ignored. Outside the main
+    thread, where signals cannot be caught, it does nothing.
 
     Args:
         notice: called once, when the first signal arrives (:meth:`ProgressBar.say` with a text).
+
+    Attributes:
+        signal: the first one that arrived, ``None`` before.
 
     Example:
         >>> with StopRequest() as stop:
@@ -77,13 +101,20 @@ class StopRequest:
     """
 
     def __init__(self, notice: Any = None) -> None:
-        self.requested = False
+        self.signal: signal.Signals | None = None
         self._notice = notice
         self._previous: dict[int, Any] = {}
 
+    @property
+    def requested(self) -> bool:
+        """Whether a signal arrived."""
+        return self.signal is not None
+
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -99,9 +130,9 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.requested and self._notice is not None:
+        first, self.signal = self.signal is None, self.signal or signal.Signals(number)
+        if first and self._notice is not None:
             self._notice()
-        self.requested = True
 
 
 def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:

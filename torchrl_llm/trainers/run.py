@@ -8,6 +8,7 @@ everything that is the same for every algorithm. It knows no loss and no environ
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
+    lock_folder,
     rng_state,
     save_pretrained,
 )
@@ -68,8 +70,8 @@ class CheckpointConfig:
     Attributes:
         interval: steps between checkpoints; ``None`` for the last step only.
         keep_last: how many are kept.
-        resume: ``auto`` continues from the newest checkpoint of the run's folder, or begins where
-            there is none; ``never`` begins, and refuses a folder that holds checkpoints already.
+        resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
+            where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
     """
 
     interval: int | None = 100
@@ -145,7 +147,8 @@ class TrainingRun:
         evaluation: when to evaluate.
 
     Raises:
-        CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``.
+        CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``, or
+            another process trains in it.
 
     Iterate over :meth:`steps`, call :meth:`record` once in each, then :meth:`finish`.
     """
@@ -179,6 +182,9 @@ class TrainingRun:
         self._before: list[str] = []
         self._after: list[str] = []
         self._pending: dict[str, Any] | None = None
+        self._stopped_by: signal.Signals | None = None
+        self._lock = lock_folder(self.folder)
+        self._store.sweep()
         saved = self._store.steps()
         if saved and self._checkpoint.resume == "never":
             raise CheckpointError(
@@ -195,9 +201,10 @@ class TrainingRun:
             ),
             columns=("train/reward", "eval/accuracy"),
         )
-        if saved:
-            self._load(saved[-1])
+        repairs = self._resume() if saved else []
         self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
+        for repair in repairs:
+            self.say(repair)
         if saved:
             self.say(f"resumed from {self._store.path(self.step)}")
 
@@ -206,7 +213,7 @@ class TrainingRun:
         self._bar.say(text)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 1; ends early, and saved, at Ctrl-C or SIGTERM.
+        """The steps that are left, from 1; ends early, and saved, at Ctrl-C, SIGTERM or SIGHUP.
 
         Yields:
             The number of the step that the loop's body is to make.
@@ -227,6 +234,8 @@ class TrainingRun:
             if self.step and self.step not in self._store.steps():
                 self._save()
         self._bar.close()
+        if self.step < self.max_steps:
+            self._stopped_by = stop.signal
         if self.step == 0:
             self.say("stopped before the first step; there is nothing to save")
         elif self.step < self.max_steps:
@@ -248,7 +257,12 @@ class TrainingRun:
         self._pending = dict(metrics)
 
     def finish(self) -> None:
-        """Draw the reward curve and show what became of the held-out conversations."""
+        """Draw the reward curve and show what became of the held-out conversations.
+
+        Raises:
+            SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
+                so that whoever started the run does not take it for a finished one.
+        """
         rewards = self._table.read("train/reward")
         series = {"train/reward": rewards, "eval/accuracy": self._table.read("eval/accuracy")}
         self.say(terminal_curve(*rewards, title="train/reward over steps"))
@@ -268,6 +282,8 @@ class TrainingRun:
                 f"model {self._store.path(self._store.steps()[-1])} "
                 "(AutoModelForCausalLM.from_pretrained opens it)"
             )
+        if self._stopped_by is not None:
+            raise SystemExit(128 + self._stopped_by)
 
     def _begin(self) -> None:
         if self._evaluate is None or not self._evaluation.num_prompts:
@@ -304,14 +320,15 @@ class TrainingRun:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
             "rng": rng_state(),
         }
-        self._store.save(
-            self.step,
-            state,
-            write_model=lambda path: save_pretrained(path, self._model, self._tokenizer),
-        )
+        self._store.save(self.step, state, write_model=self._write_model)
 
-    def _load(self, step: int) -> None:
-        state = self._store.load(step)
+    def _write_model(self, path: Path) -> None:
+        save_pretrained(path, self._model, self._tokenizer)
+        self._table.save(path / "metrics.csv")
+
+    def _resume(self) -> list[str]:
+        """Continue from the newest whole checkpoint; what had to be mended, a line each."""
+        step, state, repairs = self._store.load_newest_whole()
         self._check_config(state["config"])
         parameters = dict(self._trainable())
         if parameters.keys() != state["model"].keys():
@@ -325,8 +342,13 @@ class TrainingRun:
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         self.step, self._before, self._after = step, state["before"], state["after"]
-        self._table.resume(step)
+        copy = self._store.path(step) / "metrics.csv"
+        wrong = self._table.resume(step, copy)
+        if wrong is not None:
+            mended = "mended from the checkpoint" if copy.exists() else "its rows are lost"
+            repairs.append(f"{wrong}; {mended}, to step {step}")
         load_rng_state(state["rng"])
+        return repairs
 
     def _check_config(self, earlier: Mapping[str, Any]) -> None:
         changed = [

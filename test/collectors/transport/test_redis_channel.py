@@ -8,8 +8,10 @@ import shutil
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
+import torch
 
 pytest.importorskip("redis")
 
@@ -31,6 +33,7 @@ from torchrl_llm.collectors.transport.redis import (
 )
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
+from torchrl_llm.weight_update.redis import RedisWeightWriter
 
 pytestmark = [
     pytest.mark.redis,
@@ -199,6 +202,23 @@ def test_a_server_that_stays_away_ends_every_call_in_time(own_server):
         ):
             call()
         assert time.monotonic() - started < 5
+
+
+def test_all_links_to_a_server_that_stays_away_wait_for_it_once(own_server):
+    channel = RedisChannel(own_server.url, "run", begin=True, reconnect_s=0.5)
+    writer = RedisWeightWriter(own_server.url, "run", reconnect_s=0.5)
+    own_server.kill()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"has not answered for 0.5 s"):
+        channel.grant(1)
+    first_s = time.monotonic() - begun
+    # What the end of a run calls.
+    for call in (channel.close, partial(writer.publish, {"w": torch.ones(1)}, 1)):
+        with pytest.raises(WorkerError):
+            call()
+    assert time.monotonic() - begun - first_s < 0.5
+    own_server.start()
+    channel.grant(1)
 
 
 def test_a_server_that_never_answers_ends_a_call_in_time(monkeypatch):

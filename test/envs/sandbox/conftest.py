@@ -132,6 +132,7 @@ class Trainer:
         )
         hello = json.loads(self.process.stdout.readline())
         self.python, self.pid, self.uid = hello["python"], hello["pid"], hello["uid"]
+        self.missing = hello["missing"]
         self.calm = self._ask("pass", {}, "", "calm")
 
     @staticmethod

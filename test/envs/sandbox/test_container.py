@@ -16,6 +16,7 @@ from torchrl_llm.errors import ConfigError, ResourceError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from container_engines import IMAGE, PYTHON, real_engine
+from test_hostile_judge import ATTACKS, JUDGE, hostile_job, verdict
 
 CAPTURE = {"capture_output": True, "timeout": 60}
 
@@ -59,6 +60,14 @@ def test_a_run_in_a_container_gives_what_came_of_it(sandbox):
     assert (result.status, result.exit_code, result.stdout) == ("error", 3, "")
     result = sandbox.run_python(code.replace("os._exit(3)", ""), files=files, stdin="in")
     assert (result.status, result.stdout) == ("ok", "in A\n")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_that_judges_is_in_reach_in_a_container(real, name):
+    sandbox = ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
+    result = sandbox.run_python(JUDGE, stdin=hostile_job(name))
+    said = verdict(result.stdout)
+    assert (said["compile"], said["run"], said["passed"]) == ("success", "wrong", 0), said
 
 
 @pytest.mark.sandbox

@@ -57,6 +57,17 @@ def test_the_trainers_files_cannot_be_written_or_removed(attack, trainer):
     assert attack(code(vandal, path=str(trainer.home / "open.txt"))).stdout == "0\n"
 
 
+def test_what_can_be_learnt_of_files_outside_is_named(attack, trainer):
+    look = """
+        try: print(os.stat(path).st_size)
+        except OSError: print(None)
+    """
+    result = attack(code(look, path=str(trainer.home / "open.txt")))
+    named = [phrase for phrase in trainer.missing if phrase.startswith("sizes, owners")]
+    seen = result.stdout.strip() == str(len(SECRET))
+    assert (seen, len(named)) == (trainer.kind == "subprocess",) * 2
+
+
 def test_the_trainers_variables_cannot_be_read(attack):
     search = """
         print(dict(os.environ))

@@ -246,13 +246,18 @@ _LOAD_KEYS = ("sources", "prelude", "entry_point")
 
 
 def _hide() -> None:
-    """Keep other processes of this user out of this one's memory and files."""
-    try:
-        import ctypes
+    """Keep other processes of this user out of this one's memory and files.
 
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    except (ImportError, OSError, AttributeError):  # not Linux
-        pass
+    Raises:
+        ImportError: this Python lacks ``ctypes``.
+        OSError: the kernel refuses.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    if ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError("the process that judges cannot be hidden from the code")
 
 
 def _pair(candidate: Callable[[int, int], None]) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
@@ -171,17 +172,33 @@ class _Jailed(Contained):
     def outputs(self) -> tuple[Capture, ...]:
         return (self.stdout, self.stderr, self.status)
 
+    def interrupt(self) -> None:
+        # Bubblewrap itself lives on, to reap it.
+        if (first := self.status.first_fd) is None:
+            super().interrupt()
+        else:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+
     def kill(self) -> None:
         """Kill the namespace's first process, whereupon the kernel kills all others in it."""
         self.status.drain()
         if self.status.first_fd is None and not self._group_is_killed:
-            # Bubblewrap is about to report it. Until then it is of bubblewrap's own group, and
-            # waits without an end for a word that a killed bubblewrap never says.
+            # Bubblewrap is about to report it, and reaps it if it is let. Until then it is of
+            # bubblewrap's own group, and waits without an end for a word that a killed bubblewrap
+            # never says.
             self._group_is_killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.wait()
-            self.status.drain()
+            patience = time.monotonic() + GRACE_S
+            while self.status.first_fd is None and self.status.open:  # it comes in pieces
+                if time.monotonic() > patience:
+                    break
+                _wait_for(self.status.fd, select.POLLIN)
+                self.status.drain()
+            if self.status.first_fd is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.wait()
+                self.status.drain()
         if (first := self.status.first_fd) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
@@ -234,7 +251,9 @@ def _spawn(
             opened.append(data_fd(program))
             words += ["--seccomp", str(opened[-1])]
         return _Jailed(
-            _command_line(layout, argv, words, limits=limits, read_only=read_only),
+            _command_line(
+                layout, argv, words, limits=limits, read_only=read_only, pass_fds=pass_fds
+            ),
             status=status,
             limits=limits,
             env={**ENVIRONMENT, "PATH": _path(layout.python), "HOME": FOLDER},
@@ -260,9 +279,11 @@ def _command_line(
     *,
     limits: Limits,
     read_only: Sequence[str],
+    pass_fds: Sequence[int],
 ) -> list[str]:
     """Everything in front of a program, and the program."""
     bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
+    spare = next(fd for fd in range(3, 10) if fd not in pass_fds)
     line: list[str] = []
     if layout.become == "outside":
         line += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -279,7 +300,9 @@ def _command_line(
         elif os.path.isdir(folder):
             line += ["--ro-bind", folder, folder]
     size = ["--size", str(limits.file_bytes), "--perms", "1777", "--tmpfs"]
-    line += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
+    # The first process inside has the run's pipes open, and is nobody's business.
+    line += ["--proc", "/proc", "--perms", "0000", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    line += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
     for folder in (*layout.read_only, *read_only):
         # Made by bubblewrap itself, they would be for their owner alone.
@@ -287,19 +310,33 @@ def _command_line(
             line += ["--perms", "0755", "--dir", str(parent)]
         line += ["--ro-bind", folder, folder]
     line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
-    # Bubblewrap's own first process counts too.
+    # The first process counts too.
     num_processes: int | None = limits.num_processes + 1
     if layout.become == "inside":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         uid = unused_uid()
-        line += ["--", setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        line += _first_process(spare)
+        line += [setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
         line += ["--bounding-set=-all", "--inh-caps=-all"]
     else:
-        line += ["--"]
+        line += _first_process(spare)
         if not counts_processes_by_namespace():
             num_processes = None
     line += prlimit_argv(prlimit, limits, num_processes=num_processes)
     return [*line, *argv]
+
+
+def _first_process(spare: int) -> list[str]:
+    """Words that make a shell the first process of its namespace, in front of its program.
+
+    Bubblewrap's own first process would be left to whoever is process 1 outside, which may be no
+    init: bubblewrap does not wait for it, but it waits for this one.
+
+    Args:
+        spare: a descriptor that nobody uses; the shell itself shall not say how the program ended.
+    """
+    script = f'exec {spare}>&2 2> /dev/null; "$@" 2>&{spare} {spare}>&-; exit $?'
+    return ["--as-pid-1", "--", "/bin/sh", "-c", script, "sh"]
 
 
 @functools.lru_cache(maxsize=16)

@@ -13,12 +13,12 @@ import subprocess
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from torchrl_llm.envs.sandbox.base import Limits, Sandbox, SandboxResult, SandboxSession
 from torchrl_llm.envs.sandbox.session import INTERPRETER, PipeSession
-from torchrl_llm.envs.sandbox.watch import Capture, Tree, classify, cpu_seconds, pump
+from torchrl_llm.envs.sandbox.watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["Contained", "ProcessSandbox", "data_fd", "encode", "relative_parts"]
@@ -214,7 +214,10 @@ class ProcessSandbox(Sandbox):
             if not contents.keys().isdisjoint(path.parents):
                 raise ConfigError(f"files: a folder of {str(path)!r} is itself among the files")
         start = time.monotonic()
-        with _input(encode(stdin)) as stdin_fd:
+        with contextlib.ExitStack() as stack:
+            stdin_fd, feed = _input(encode(stdin))
+            if feed is not None:
+                stack.callback(feed.close)
             try:
                 contained = self._spawn(argv, limits=limits, files=contents, stdin=stdin_fd)
             except (OSError, ValueError) as error:
@@ -223,12 +226,16 @@ class ProcessSandbox(Sandbox):
                     stderr=f"{argv[0]!r} cannot be started: {error}",
                     seconds=time.monotonic() - start,
                 )
-        with contained:
+            finally:
+                if stdin_fd is not None:
+                    os.close(stdin_fd)
+            stack.enter_context(contained)
             ended = pump(
                 contained.process,
                 contained.outputs,
                 deadline=start + limits.wall_s,
                 tree=contained.tree,
+                feed=feed,
             )
             contained.kill()
             contained.stdout.drain()
@@ -259,13 +266,15 @@ class ProcessSandbox(Sandbox):
         return PipeSession(start, limits)
 
 
-@contextlib.contextmanager
-def _input(data: bytes) -> Iterator[int | None]:
+def _input(data: bytes) -> tuple[int | None, Feed | None]:
+    """The reading end of a pipe with some bytes, and those that did not go into it yet.
+
+    A pipe, since what was read from it is gone: an open file could be read once more by whoever
+    finds a descriptor of it in ``/proc``.
+    """
     if not data:
-        yield None
-        return
-    fd = data_fd(data)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        return None, None
+    read, write = os.pipe()
+    feed = Feed(write, data, last=True)
+    feed.write()
+    return read, feed

@@ -110,9 +110,16 @@ class SubprocessSandbox(ProcessSandbox):
 
 def _missing(landlock: int, root: bool) -> tuple[str, ...]:
     who = "every user" if root else "the trainer's user"
-    missing = ["the size of all files in its folder together", "the list of processes"]
+    missing = [
+        "the size of all files in its folder together",
+        "the list of processes with their command lines",
+        # Landlock forbids to open and to list, but knows nothing of stat.
+        "sizes, owners, modes and times of files outside its folder",
+    ]
     if landlock < 1:
         missing += [f"files that {who} may read", f"folders that {who} may write to"]
+        if not root:
+            missing += ["the memory and open files of the trainer"]
     if landlock < 6 and not root:
         missing += ["the trainer and other processes of its user, which it can kill"]
     if filter_program() is None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from torchrl_llm.envs.sandbox.base import Limits, SandboxResult, SandboxSession, check_seconds
-from torchrl_llm.envs.sandbox.watch import Capture, classify, cpu_seconds, pump
+from torchrl_llm.envs.sandbox.watch import Capture, Feed, classify, cpu_seconds, pump
 
 if TYPE_CHECKING:
     from torchrl_llm.envs.sandbox.contained import Contained
@@ -135,7 +135,7 @@ class PipeSession(SandboxSession):
             (*contained.outputs, self._answers),
             deadline=start + wall_s,
             tree=contained.tree,
-            feed=(self._code_w, struct.pack(">I", len(payload)) + payload),
+            feed=Feed(self._code_w, struct.pack(">I", len(payload)) + payload),
             ready=self._answers.complete,
         )
         answer = self._answers.take_answer()

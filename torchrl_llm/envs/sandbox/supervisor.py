@@ -26,7 +26,8 @@ import struct
 import sys
 import time
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 # Of a filter of system calls: to install it, to be asked by it, to hear a question, to answer.
 _SECCOMP = 317 if os.uname().machine == "x86_64" else 277
 _SECCOMP_SET_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
@@ -363,6 +364,8 @@ def _main() -> None:
     os.set_inheritable(report_fd, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # The run's pipes are open here too, and are not to be found in /proc.
+    _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != orders["parent"]:
         return

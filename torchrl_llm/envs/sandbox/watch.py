@@ -19,7 +19,7 @@ from typing import Literal
 from torchrl_llm.envs.sandbox.base import Limits, SandboxResult, Status
 from torchrl_llm.envs.sandbox.processes import ProcessTable, proportional_bytes
 
-__all__ = ["Capture", "Ended", "Tree", "classify", "cpu_seconds", "pump"]
+__all__ = ["Capture", "Ended", "Feed", "Tree", "classify", "cpu_seconds", "pump"]
 
 Ended = Literal["exit", "ready", "timeout", "output", "memory", "processes"]
 
@@ -92,6 +92,41 @@ class Capture:
         self.open = False
 
 
+class Feed:
+    """Bytes on their way into a pipe.
+
+    Args:
+        fd: the writing end.
+        data: what to write.
+        last: whether the pipe belongs to the feed, which closes it behind them.
+    """
+
+    def __init__(self, fd: int, data: bytes, *, last: bool = False) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.rest = memoryview(data)
+        self.last = last
+
+    def write(self) -> bool:
+        """Write what the pipe takes now; whether there is more to write."""
+        try:
+            while self.rest:
+                self.rest = self.rest[os.write(self.fd, self.rest[:_CHUNK]) :]
+        except BlockingIOError:
+            return True
+        except OSError:  # nobody reads it any more
+            pass
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """Drop what is left; may be called twice."""
+        self.rest = self.rest[:0]
+        if self.last and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
 class Tree:
     """A process and all below it, held to limits that the kernel sets for one process at most.
 
@@ -123,7 +158,7 @@ def pump(
     *,
     deadline: float,
     tree: Tree,
-    feed: tuple[int, bytes] | None = None,
+    feed: Feed | None = None,
     ready: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Read a process's pipes until it exits, ``ready`` says so, or a limit is hit.
@@ -133,7 +168,7 @@ def pump(
         outputs: its pipes; read to their present end when it exits.
         deadline: on the clock of ``time.monotonic``.
         tree: looked at about ten times a second.
-        feed: a pipe to the process and what to write into it; what is left is dropped at the end.
+        feed: what to write to the process meanwhile.
         ready: asked after each piece of output.
 
     Returns:
@@ -148,10 +183,8 @@ def pump(
         for output in outputs:
             if output.open:
                 selector.register(output.fd, selectors.EVENT_READ, output)
-        into, rest = (-1, memoryview(b"")) if feed is None else (feed[0], memoryview(feed[1]))
-        if rest:
-            os.set_blocking(into, False)
-            selector.register(into, selectors.EVENT_WRITE, "feed")
+        if feed is not None and feed.rest:
+            selector.register(feed.fd, selectors.EVENT_WRITE, feed)
         look_at = time.monotonic() + 0.1
         step_s = 0.1 if exit_fd is not None else 0.01
         while True:
@@ -167,10 +200,11 @@ def pump(
             for key, _ in selector.select(min(deadline - now, step_s)):
                 if key.data == "exit":
                     exited = True
-                elif key.data == "feed":
-                    rest = _write(into, rest)
-                    if not rest:
-                        selector.unregister(into)
+                elif key.data is feed:
+                    # A write that ends it may close the pipe.
+                    selector.unregister(key.fd)
+                    if feed.write():
+                        selector.register(key.fd, selectors.EVENT_WRITE, feed)
                 else:
                     key.data.take()
                     if not key.data.open:
@@ -191,15 +225,6 @@ def _exit_fd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-def _write(fd: int, data: memoryview) -> memoryview:
-    try:
-        return data[os.write(fd, data[:_CHUNK]) :]
-    except BlockingIOError:
-        return data
-    except OSError:  # nobody reads it any more
-        return data[:0]
 
 
 def classify(
