@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
+from envs.workers.remote_functions import behave
 
-from torchrl_llm.envs.reward.running import Outcome, RemoteRewardError, run_rows
+from torchrl_llm.envs.reward.running import (
+    Outcome,
+    RemoteRewardError,
+    call_reward,
+    run_rows,
+)
+from torchrl_llm.envs.workers import WorkerPool
 from torchrl_llm.errors import ConfigError
 
 
@@ -114,3 +124,59 @@ def test_what_an_exception_says_is_kept_short_and_can_be_stored():
 def test_impossible_limits_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         run_rows(halve, [(1,)], **settings)
+
+
+NOT_EXCEPTIONS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+
+
+def raise_it(kind):
+    raise kind("given up")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_whatever_a_score_raises_is_data_in_this_thread_and_in_others(num_threads):
+    rows = [(kind,) for kind in NOT_EXCEPTIONS]
+    outcomes = run_rows(raise_it, rows, num_threads=num_threads)
+    assert [outcome.error for outcome in outcomes] == [kind.__name__ for kind in NOT_EXCEPTIONS]
+    assert {outcome.message for outcome in outcomes} == {"given up"}
+
+
+def test_whatever_a_score_raises_in_a_process_is_data():
+    pool = WorkerPool(behave, num_workers=1)
+    rows = [(pool, "raise_this", kind) for kind in NOT_EXCEPTIONS]
+    try:
+        outcomes = run_rows(call_reward, rows, num_threads=1)
+    finally:
+        pool.close()
+    assert [outcome.error for outcome in outcomes] == [kind.__name__ for kind in NOT_EXCEPTIONS]
+
+
+def swallows_everything():
+    with suppress(BaseException):
+        signal.raise_signal(signal.SIGINT)
+    return 1.0
+
+
+@pytest.mark.parametrize("score", [lambda: signal.raise_signal(signal.SIGINT), swallows_everything])
+def test_ctrl_c_ends_the_rows_also_where_a_score_swallows_it(score):
+    handler, begun = signal.getsignal(signal.SIGINT), []
+
+    def counted():
+        begun.append(True)
+        return score()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_rows(counted, [()] * 3)
+    assert len(begun) == 1
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_signal_that_only_asks_for_a_stop_disturbs_no_row():
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    try:
+        outcomes = run_rows(lambda: signal.raise_signal(signal.SIGTERM), [()] * 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not any(outcome.error for outcome in outcomes)
+    assert len(asked) == 2

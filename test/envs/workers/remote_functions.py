@@ -46,6 +46,8 @@ def behave(how, argument=None):
         return array.array("d", [0.5, 1.0])
     if how == "raise":
         raise ZeroDivisionError("by zero")
+    if how == "raise_this":
+        raise argument("given up")
     if how == "exit":
         sys.exit("enough")
     if how == "die":

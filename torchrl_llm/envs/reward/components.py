@@ -94,7 +94,9 @@ class BatchScorer(ABC):
     columns: Sequence[str] = ()
 
     @abstractmethod
-    def score_batch(self, samples: Sequence[Sample]) -> Sequence[float | RewardScore | Exception]:
+    def score_batch(
+        self, samples: Sequence[Sample]
+    ) -> Sequence[float | RewardScore | BaseException]:
         """Score the responses.
 
         Args:
@@ -225,9 +227,10 @@ class Component:
         outcomes = []
         for value, sample in zip(batch.value, samples, strict=True):
             try:
-                if isinstance(value, Exception):
-                    raise value
-                outcomes.append(Outcome(self._checked(value, sample), seconds=seconds))
+                if isinstance(value, BaseException):  # asyncio.gather returns CancelledError too
+                    outcomes.append(Outcome.failed(value, seconds))
+                else:
+                    outcomes.append(Outcome(self._checked(value, sample), seconds=seconds))
             except Exception as error:  # what a judge failed at is data
                 outcomes.append(Outcome.failed(error, seconds))
         return outcomes

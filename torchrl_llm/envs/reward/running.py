@@ -8,9 +8,11 @@ Next: :mod:`torchrl_llm.envs.workers.processes` runs a function in processes, wh
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torchrl._utils import logger
@@ -141,7 +143,7 @@ def run_rows(
     """
     check_limits(num_threads, timeout)
     if not num_threads or not rows:
-        return [_timed(function, row, (Exception, SystemExit)) for row in rows]
+        return _in_this_thread(function, rows)
     run = _Run(function, rows, timeout)
     threads = DaemonThreads(min(num_threads, len(rows)))
     try:
@@ -169,15 +171,56 @@ def check_limits(num_threads: int, timeout: float | None) -> None:
         )
 
 
-def _timed(
-    function: Callable[..., Any], row: tuple[Any, ...], caught: tuple[type[BaseException], ...]
-) -> Outcome:
+def _in_this_thread(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """One row after another; what a signal raises meanwhile is no row's failure, and ends all."""
+    outcomes = []
+    with _Interrupts() as interrupts:
+        for row in rows:
+            outcomes.append(_timed(function, row))
+            if interrupts.raised is not None:
+                raise interrupts.raised
+    return outcomes
+
+
+def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
     begun = time.perf_counter()
     try:
         value = function(*row)
-    except caught as error:
+    except BaseException as error:  # also SystemExit: a score that gives up ends no run
         return Outcome.failed(error, time.perf_counter() - begun)
     return Outcome(value, seconds=time.perf_counter() - begun)
+
+
+class _Interrupts:
+    """Remembers what the handlers of Ctrl-C and SIGTERM raise.
+
+    A ``KeyboardInterrupt`` that a score raises is told from that of the person at the terminal,
+    also where the score has swallowed the latter.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self._before: dict[int, Callable[..., Any]] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before[number](number, frame)
+        except BaseException as error:
+            self.raised = error
+            raise
 
 
 class _Run:
@@ -199,8 +242,7 @@ class _Run:
             if self.closed:
                 return False
             self.running[index] = time.monotonic()
-        # What a thread raises would be lost, and its row never be done: everything is caught.
-        outcome = _timed(self.function, self.rows[index], (BaseException,))
+        outcome = _timed(self.function, self.rows[index])
         with self.changed:
             if self.outcomes[index] is not None:
                 return True
