@@ -34,7 +34,7 @@ from torchrl_llm.trainers.grpo_config import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_llm.trainers.recipe import device_of, make_envs, make_step_buffer
+from torchrl_llm.trainers.recipe import device_of, make_envs, make_step_buffer, naming
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 # Sums whose units carry, and sums whose units do not.
@@ -148,6 +148,7 @@ class DistillationConfig:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.num_updates)
         here = self.env.dataset == "arithmetic"
         ensure(
             here or not self.teacher.by_domain,
@@ -249,10 +250,10 @@ def make_teachers(
             if not Path(name).exists():
                 say(f"making the teacher of {domain!r}: {config.teacher.max_steps} steps")
                 make_teacher(config, domain, Path(name))
-        model = load_model(name, dtype=config.train_model.dtype, device=device_of(config))
-        teachers[domain] = TransformersWrapper(
-            model.requires_grad_(False), tokenizer=load_tokenizer(name)
-        )
+        with naming("teacher.name" if domain == "all" else f"teacher.{domain}"):
+            tokenizer = load_tokenizer(name)
+            model = load_model(name, dtype=config.train_model.dtype, device=device_of(config))
+        teachers[domain] = TransformersWrapper(model.requires_grad_(False), tokenizer=tokenizer)
     return teachers
 
 

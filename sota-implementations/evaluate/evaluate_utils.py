@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import torch
 from tqdm import tqdm
 
 from torchrl_llm.envs import TaskEnv
@@ -26,13 +25,13 @@ from torchrl_llm.modules import (
     LLMWrapperBase,
     TransformersWrapper,
     load_model,
-    load_tokenizer,
     vLLMWrapper,
 )
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.trainers.config import ensure, from_mapping
+from torchrl_llm.trainers.config import check_device, ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import ModelConfig
+from torchrl_llm.trainers.recipe import make_tokenizer, present_device
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
@@ -76,6 +75,7 @@ class SamplerConfig:
             SamplingParams(**self.arguments)
         except ConfigError as error:
             raise ConfigError(f"inference_model: {error}") from None
+        check_device(self.device, "inference_model.device")
         elsewhere = ("device",) if self.backend == "vllm" else _ENGINE_KEYS
         for name in elsewhere:
             ensure(
@@ -170,12 +170,11 @@ def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
 def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
     """The model that answers."""
     wanted = config.inference_model
-    cuda = torch.cuda.is_available()
-    device = torch.device(("cuda" if cuda else "cpu") if wanted.device == "auto" else wanted.device)
+    device = present_device(wanted.device, "inference_model.device")
     dtype = wanted.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = make_tokenizer(config.model.name, wanted.max_tokens)
     options = {
         "tokenizer": tokenizer,
         "chat_template_name": config.model.chat_template_name,

@@ -115,6 +115,7 @@ class EIConfig:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.num_updates)
         ensure(
             1 <= self.select.topk_size <= self.env.repeats,
             f"select.topk_size must be between 1 and env.repeats={self.env.repeats}, got "

@@ -22,8 +22,9 @@ from sft import save, train
 from tqdm import tqdm
 
 from torchrl_llm.evaluation import evaluate
-from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.modules import TransformersWrapper, load_model
 from torchrl_llm.trainers import check_override_keys
+from torchrl_llm.trainers.recipe import make_tokenizer
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")
@@ -33,7 +34,7 @@ def main(cfg: DictConfig) -> None:
         torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.seed)
 
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
     model = load_model(config.model.name).train()
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, chat_template_name=config.model.chat_template_name

@@ -179,6 +179,9 @@ class SFTConfig:
     output: str | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.train.max_steps)
+
 
 def load_config(values: Mapping[str, Any]) -> SFTConfig:
     """Validate a composed configuration; an unknown key names the nearest valid one."""

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
-from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config, recipe
 from torchrl_llm.trainers.collection import CollectionConfig
 from torchrl_llm.trainers.grpo_config import AdvantageConfig, LossConfig
 from torchrl_llm.trainers.recipe import reference_device
@@ -190,7 +190,8 @@ def test_the_gpus_of_policy_and_reference_are_hidden_from_the_collectors(
     from torchrl_llm.trainers.ray_collection import _visible_gpus
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    there = lambda name, key: torch.device("cuda" if name == "auto" else name)  # noqa: E731
+    monkeypatch.setattr(recipe, "present_device", there)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     values = OmegaConf.from_dotlist([*overrides, "ray.gpus_per_collector=0.5"])
     with _visible_gpus(load_config(values, AsyncGRPOConfig)):

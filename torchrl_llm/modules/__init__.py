@@ -22,7 +22,7 @@ from torchrl_llm.modules.backends.process_group import (
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
 from torchrl_llm.modules.backends.vllm.worker import make_vllm_worker, vLLMWorker
-from torchrl_llm.modules.loading import load_model, load_tokenizer
+from torchrl_llm.modules.loading import context_length, load_model, load_tokenizer
 from torchrl_llm.modules.policies import (
     FakeWrapper,
     LLMWrapperBase,
@@ -63,6 +63,7 @@ __all__ = [
     "VLLMBackend",
     "VLLMServer",
     "ValueHead",
+    "context_length",
     "load_model",
     "load_tokenizer",
     "make_async_vllm_engine",

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm._imports import require
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["load_model", "load_tokenizer"]
+__all__ = ["context_length", "load_model", "load_tokenizer"]
 
 
 def load_model(
@@ -76,6 +76,26 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
 
+def context_length(name_or_path: str | PathLike[str] | None = None) -> int | None:
+    """Tokens that a model's context holds, from its configuration alone; no weights are read.
+
+    Args:
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
+
+    Returns:
+        ``None`` where the configuration does not say.
+
+    Raises:
+        ConfigError: when there is no such model.
+
+    Example:
+        >>> context_length()
+        2048
+    """
+    config = _load(AutoConfig, "model", name_or_path, {})
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def _load(
     loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
 ) -> Any:
@@ -86,6 +106,11 @@ def _load(
         raise ConfigError(
             f"there is no {kind} {str(name_or_path)!r}: neither a folder with one nor a name that "
             f"the hub could deliver ({str(error).splitlines()[0]})"
+        ) from error
+    except ValueError as error:  # of a folder that is empty, or holds only a part
+        raise ConfigError(
+            f"{str(name_or_path)!r} holds no {kind} that can be loaded: "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 

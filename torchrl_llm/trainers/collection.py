@@ -28,6 +28,7 @@ from torchrl_llm.trainers.grpo_config.objective import RewardComponentsConfig
 from torchrl_llm.trainers.grpo_config.schema import AsyncGRPOConfig
 from torchrl_llm.trainers.recipe import (
     make_policy,
+    make_tokenizer,
     make_train_env,
     max_turns,
     seed_everything,
@@ -107,7 +108,7 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
 def _policy(config: CollectionConfig) -> LLMWrapperBase:
     if config.inference_model.backend == "transformers":
         return make_policy(config)
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
     backend = VLLMBackend(
         config.model.name,
         tokenizer=tokenizer,

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.trainers.components import Component
 
-__all__ = ["check_override_keys", "dotted", "ensure", "from_mapping", "valid_keys"]
+__all__ = ["check_device", "check_override_keys", "dotted", "ensure", "from_mapping", "valid_keys"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,23 @@ def ensure(condition: bool, message: str) -> None:
     """
     if not condition:
         raise ConfigError(message)
+
+
+def check_device(name: str, key: str) -> None:
+    """Refuse what is no name of a device, whether this machine has one or not.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto``.
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: no such kind of device.
+    """
+    try:
+        known = name == "auto" or torch.device(name).type != "meta"
+    except RuntimeError:
+        known = False
+    ensure(known, f"{key} must be auto, cpu, cuda, cuda:0 or another device of torch, got {name!r}")
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

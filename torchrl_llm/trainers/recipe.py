@@ -7,9 +7,10 @@ beside them shares them; see ``sota-implementations/expert-iteration``.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +33,12 @@ from torchrl_llm.modules import (
     TransformersBackend,
     TransformersWrapper,
     ValueHead,
+    context_length,
     load_model,
     load_tokenizer,
 )
 from torchrl_llm.trainers.batch_source import trained_rows
+from torchrl_llm.trainers.config import ensure
 from torchrl_llm.trainers.grpo_config.groups import (
     EnvConfig,
     InferenceModelConfig,
@@ -58,10 +61,13 @@ __all__ = [
     "make_policy",
     "make_reference",
     "make_step_buffer",
+    "make_tokenizer",
     "make_train_env",
     "max_turns",
     "minibatches",
+    "naming",
     "overlong_metrics",
+    "present_device",
     "reference_device",
     "samples_in_bfloat16",
     "seed_everything",
@@ -114,10 +120,35 @@ def device_of(config: RecipeConfig) -> torch.device:
 
     Args:
         config: its ``train.device``.
+
+    Raises:
+        ResourceError: this machine does not have it.
     """
-    if config.train.device == "auto":
+    return present_device(config.train.device, "train.device")
+
+
+@functools.cache
+def present_device(name: str, key: str) -> torch.device:
+    """A device of this machine.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto`` for CUDA where there is one.
+        key: dotted key of the setting.
+
+    Raises:
+        ResourceError: this machine does not have it.
+    """
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.train.device)
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each kind of device fails in a way of its own
+        raise ResourceError(
+            f"{key}={name!r}: torch cannot use it here ({str(error).splitlines()[0]}); it finds "
+            f"{torch.cuda.device_count()} CUDA devices; choose another, or auto"
+        ) from error
+    return device
 
 
 def reference_device(config: RecipeConfig) -> torch.device:
@@ -192,6 +223,47 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
         env.close()
 
 
+def make_tokenizer(
+    name: str | None, max_tokens: int, *, key: str = "inference_model.max_tokens"
+) -> Any:
+    """The tokenizer of ``model.name``, after a look at what says how long its context is.
+
+    Neither takes long, so that what is wrong with them is told before any weights are read.
+
+    Args:
+        name: the model, as ``model.name`` gives it.
+        max_tokens: tokens that a response may have.
+        key: dotted key of that.
+
+    Raises:
+        ConfigError: no such model, no tokenizer with it, or no room in its context.
+    """
+    with naming("model.name"):
+        tokenizer, context = load_tokenizer(name), context_length(name)
+    ensure(
+        context is None or max_tokens < context,
+        f"{key}={max_tokens} leaves no room for a prompt: the context of the model holds {context} "
+        "tokens",
+    )
+    return tokenizer
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Put the key of a setting before what is wrong with it.
+
+    Args:
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: whatever the body raises so.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:
     """The policy that samples and is trained; both use its one module.
 
@@ -201,6 +273,8 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> Transform
     """
     # Bars for the reading and writing of weight files would break up the one of the run.
     transformers.utils.logging.disable_progress_bar()
+    device = device_of(config)
+    tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
     wanted, lora = config.train_model, None
     if wanted.lora.enabled:
         lora = {
@@ -215,9 +289,8 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> Transform
         attn_implementation=wanted.attn_implementation,
         gradient_checkpointing=wanted.gradient_checkpointing,
         lora=lora,
-        device=device_of(config),
+        device=device,
     )
-    tokenizer = load_tokenizer(config.model.name)
     return TransformersWrapper(
         TransformersBackend(
             model.train(),
@@ -242,7 +315,8 @@ def make_reference(config: RecipeConfig, policy: TransformersWrapper) -> TokenSc
         return AdapterDisabled(policy)
     name = config.ref_model.name or config.model.name
     device = reference_device(config)
-    model = load_model(name, dtype=config.train_model.dtype, device=device)
+    with naming("ref_model.name"):
+        model = load_model(name, dtype=config.train_model.dtype, device=device)
     return TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torchrl_llm.envs.tasks import check_options, check_task
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends import SamplingParams
-from torchrl_llm.trainers.config import ensure
+from torchrl_llm.trainers.config import check_device, ensure
 
 __all__ = [
     "EnvConfig",
@@ -136,6 +136,7 @@ class TrainConfig:
             self.kl_to_ref_coeff >= 0,
             f"train.kl_to_ref_coeff must not be negative, got {self.kl_to_ref_coeff}",
         )
+        check_device(self.device, "train.device")
 
 
 @dataclass(kw_only=True)
@@ -294,6 +295,22 @@ class OptimizerConfig:
         """Arguments of :func:`~torchrl_llm.trainers.optim.make_optimizer`."""
         names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
         return {name: getattr(self, name) for name in names}
+
+    def check_warmup(self, num_updates: int) -> None:
+        """Refuse a warm-up that is longer than the run.
+
+        Args:
+            num_updates: optimizer steps of the whole run.
+
+        Raises:
+            ConfigError: the learning rate would never be reached.
+        """
+        ensure(
+            self.warmup_steps <= num_updates,
+            f"optimizer.warmup_steps={self.warmup_steps} is above the {num_updates} optimizer "
+            "steps of the run, which would never reach optimizer.lr; lower it, or raise "
+            "train.max_steps",
+        )
 
     @property
     def schedule(self) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class GRPOGroups:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.num_updates)
         size, group = self.train.optim_batch_size, self.env.repeats
         if size is not None:
             ensure(
