@@ -6,15 +6,17 @@ import asyncio
 import os
 import pickle
 import shutil
+import socket
 import time
 from pathlib import Path
 
 import pytest
-from envs.transforms.tools.web import Site
+from envs.transforms.tools.web import Site, leads_to, names_of_this_machine
 from playwright.async_api import Error as PlaywrightError
 
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
+from torchrl_llm.envs.transforms.tools import browser_proxy
 from torchrl_llm.envs.transforms.tools.browser import BrowserTool, BrowserTransform
 from torchrl_llm.envs.transforms.tools.browser_driver import BrowserDriver
 from torchrl_llm.envs.transforms.tools.browser_rules import AddressRules
@@ -303,6 +305,63 @@ def test_without_a_list_loopback_is_out_of_reach(site):
         assert tool.run(call).error == "BrowserError"
     tool.close()
     assert site.asked == []
+
+
+@pytest.fixture
+def machine():
+    """A site on every address of this machine; each request for it counts as ``asked``."""
+    site = Site("0.0.0.0")
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def anywhere():
+    tool = BrowserTool(timeout=PAGE_S, start_timeout=120.0)
+    yield lambda url, **args: tool.run(
+        ToolCall("browser", {"action": "navigate", "url": url, **args}, session=0)
+    )
+    tool.close()
+
+
+def test_without_a_list_the_machine_is_out_of_reach_by_its_own_names_and_addresses(
+    machine, anywhere, monkeypatch
+):
+    names = {socket.gethostname(), socket.getfqdn(), *names_of_this_machine()}
+    written = {name for host in names for name in (host, f"{host}.", host.upper())}
+    written |= {"localhost", "localhost.", "0", "127.1", "2130706433", "0177.0.0.1", "0x7f000001"}
+    written |= {"[::ffff:127.0.0.1]", "[::1]", "[::]"}
+    leads_to(monkeypatch, {"rebound.example": "127.0.0.1", "metadata.example": "169.254.169.254"})
+    for host in [*sorted(written), "rebound.example", "metadata.example"]:
+        assert anywhere(f"http://{host}:{machine.port}/").error == "BrowserError", host
+    assert machine.asked == []
+
+
+def test_without_a_list_a_public_page_is_read_and_what_it_asks_of_this_machine_fails(
+    machine, anywhere, monkeypatch
+):
+    public = Site("127.0.0.77", f"http://{socket.gethostname()}:{machine.port}")
+    leads_to(monkeypatch, {"public.example": "127.0.0.77"})
+    monkeypatch.setattr(browser_proxy, "_may_reach", lambda ip: ip == "127.0.0.77")
+    url = f"http://public.example:{public.port}"
+    page = anywhere(f"{url}/")
+    assert "The secret number is 4711." in page.content, page
+    assert anywhere(f"{url}/huge").content.startswith("Huge\n")
+    assert "nothing here" in anywhere(f"{url}/missing").content
+    gone = anywhere(f"{url}/redirect")
+    assert (gone.error, "no public address" in gone.content) == ("BrowserError", True)
+    assert len(public.asked) >= 4
+    # Its picture, frame, script and socket asked for the machine by its name.
+    assert machine.asked == []
+    public.close()
+
+
+def test_a_site_of_this_machine_is_open_to_who_lists_it(machine):
+    tool = BrowserTool([f"{socket.gethostname()}:{machine.port}"], timeout=PAGE_S)
+    url = f"http://{socket.gethostname()}:{machine.port}/plain"
+    call = ToolCall("browser", {"action": "navigate", "url": url})
+    assert tool.run(call).content.endswith("plain words")
+    tool.close()
 
 
 def test_a_browser_that_is_not_there_is_an_error_that_says_so():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_llm.envs.transforms.tools.browser_rules import AddressRules
+from torchrl_llm.envs.transforms.tools.browser_rules import AddressRules, is_public
 from torchrl_llm.errors import ConfigError
 
 
@@ -75,17 +75,26 @@ def test_chromium_is_told_the_sites_and_that_nothing_else_exists():
     )
 
 
-def test_without_a_list_private_machines_are_unknown_to_chromium():
-    rules = AddressRules().resolver_rules.split(", ")
-    for name in ("localhost", "127.*", "10.*", "169.254.*", "172.16.*", "172.31.*", "fd*:*:*"):
-        assert f"MAP {name} ~NOTFOUND" in rules
-    assert "MAP * ~NOTFOUND" not in rules
+def test_without_a_list_chromium_knows_no_name_and_only_the_proxy_resolves():
+    assert AddressRules().resolver_rules == "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
-def test_a_server_behind_a_public_name_may_not_be_private_unless_its_name_is_listed():
-    assert AddressRules().refuses_server("10.0.0.1")
-    assert not AddressRules().refuses_server("8.8.8.8")
-    assert not AddressRules(["intranet"]).refuses_server("10.0.0.1")
+@pytest.mark.parametrize(
+    ("ip", "public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::8.8.8.8", True),
+        *((ip, False) for ip in ("0.0.0.0", "127.0.0.1", "10.0.0.1", "100.64.0.1", "172.16.0.1")),
+        *((ip, False) for ip in ("192.168.0.1", "169.254.169.254", "224.0.0.1", "255.255.255.255")),
+        *((ip, False) for ip in ("::", "::1", "fd00::1", "fe80::1", "fe80::1%eth0", "ff02::1")),
+        *((ip, False) for ip in ("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::10.0.0.1")),
+        *((ip, False) for ip in ("2002:7f00:1::", "2001:0:1::1", "localhost", "")),
+    ],
+)
+def test_an_address_is_public_or_not_also_within_another(ip, public):
+    assert is_public(ip) == public
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 INDEX = """<title>Shop</title><h1>Welcome</h1><p>The secret number is 4711.</p>
 <a id=two href=/two>second page</a> <a id=blank target=_blank href=/two>new window</a>
@@ -24,12 +26,12 @@ LOOP = "<title>Loop</title>before<script>setTimeout(() => { for (;;); }, 300)</s
 
 
 class Site:
-    """Pages on a loopback port; ``elsewhere`` is the same server under another name.
+    """Pages on a port of loopback; ``elsewhere`` is the same server under another name, or given.
 
     ``asked`` lists what was asked for under the other name.
     """
 
-    def __init__(self):
+    def __init__(self, address="127.0.0.1", elsewhere=None):
         site, self.asked, self.over = self, [], threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
@@ -39,11 +41,12 @@ class Site:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer((address, 0), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
-        self.host = f"127.0.0.1:{self.port}"
-        self.url, self.elsewhere = f"http://{self.host}", f"http://localhost:{self.port}"
+        self.host = f"{address}:{self.port}"
+        self.url = f"http://{self.host}"
+        self.elsewhere = elsewhere or f"http://localhost:{self.port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, request):
@@ -83,3 +86,28 @@ class Site:
         self.over.set()
         self.server.shutdown()
         self.server.server_close()
+
+
+def names_of_this_machine():
+    """Names of the file of hosts, and the addresses by which others reach this machine."""
+    lines = [line.partition("#")[0].split() for line in Path("/etc/hosts").read_text().splitlines()]
+    names = {name for line in lines for name in line[1:] if not name.startswith("ip6-")}
+    for family, far in ((socket.AF_INET, "192.0.2.77"), (socket.AF_INET6, "2001:db8::77")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((far, 9))  # nothing is sent
+            except OSError:
+                continue
+            address = probe.getsockname()[0]
+            names.add(f"[{address}]" if ":" in address else address)
+    return names
+
+
+def leads_to(monkeypatch, names):
+    """Let names of this process lead to addresses, as those of a name server do."""
+    ours = socket.getaddrinfo
+
+    def lookup(host, *args, **kwargs):
+        return ours(names.get(host, host), *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)

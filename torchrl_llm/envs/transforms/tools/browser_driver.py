@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm._imports import require
+from torchrl_llm.envs.transforms.tools.browser_proxy import PublicProxy
 from torchrl_llm.envs.transforms.tools.browser_rules import AddressRules
 from torchrl_llm.errors import TorchRLLLMError, WorkerError
 
@@ -24,9 +25,10 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 # How long an element may take to appear, and a click to lead somewhere.
 _ELEMENT_S = 3.0
 _SETTLE_S = 0.15
-# How often a page is read that goes on to another meanwhile, and how Chromium says so.
+# How often a page is read that goes on to another meanwhile, and how Chromium says so; a page that
+# was closed has made way for a window that was opened from it.
 _TRIES = 5
-_GONE = ("Cannot find context", "context was destroyed", "No frame for given id")
+_GONE = ("Cannot find context", "context was destroyed", "No frame for given id", "been closed")
 # Answers that leave the page as it is.
 _NO_CONTENT = (204, 205)
 _URL_CHARS = 500
@@ -54,19 +56,19 @@ class _Seat:
         self.context = context
         self.lock = asyncio.Lock()
         self.page: Any = None
-        self.answer: Any = None
         self._link: Any = None
         self._closing: set[asyncio.Future[None]] = set()
         self._arrived = asyncio.Event()
         context.on("page", self.take)
+        # Those of the context, for a new window asks before it is announced.
+        context.on("request", self._leaves)
+        context.on("response", self._answers)
+        context.on("requestfailed", lambda request: _is_visit(request) and self._arrived.set())
 
     def take(self, page: Any) -> None:
         """Make this the page; a link may open a new one, and the old one goes."""
-        old, self.page, self.answer, self._link = self.page, page, None, None
+        old, self.page, self._link = self.page, page, None
         self._arrived.set()
-        page.on("request", self._leaves)
-        page.on("response", self._answers)
-        page.on("requestfailed", lambda request: _is_visit(request) and self._arrived.set())
         page.on("domcontentloaded", lambda _: self._arrived.set())
         page.on("download", lambda _: self._arrived.set())
         if old is not None:
@@ -79,10 +81,8 @@ class _Seat:
             self._arrived.clear()
 
     def _answers(self, response: Any) -> None:
-        if _is_visit(response.request):
-            self.answer = response
-            if response.status in _NO_CONTENT:
-                self._arrived.set()
+        if _is_visit(response.request) and response.status in _NO_CONTENT:
+            self._arrived.set()
 
     async def link(self) -> Any:
         """A channel to the page below Playwright's own, which runs scripts among the page's."""
@@ -99,7 +99,12 @@ class _Seat:
 
 def _is_visit(request: Any) -> bool:
     """Whether a request is for the page itself and not for something in it."""
-    return request.is_navigation_request() and request.frame.parent_frame is None
+    if not request.is_navigation_request():
+        return False
+    try:
+        return request.frame.parent_frame is None
+    except _errors().Error:
+        return True  # of a window that is not there yet
 
 
 class BrowserDriver:
@@ -136,6 +141,7 @@ class BrowserDriver:
         self._playwright: Any = None
         self._browser: Any = None
         self._seats: dict[int | None, _Seat] = {}
+        self._proxy = PublicProxy()
         self._starting = asyncio.Lock()
 
     @property
@@ -170,6 +176,11 @@ class BrowserDriver:
     async def _launch(self) -> None:
         if self._playwright is None:
             self._playwright = await _errors().async_playwright().start()
+        way = ["--no-proxy-server"]
+        if self.rules.allowed is None:
+            proxy = f"--proxy-server=socks5://127.0.0.1:{await self._proxy.start()}"
+            # By itself Chromium goes to this machine directly.
+            way = [proxy, "--proxy-bypass-list=<-loopback>"]
         programs = filter(None, map(shutil.which, _PROGRAMS))
         # The trainer's own variables (keys, proxies) stay with the trainer.
         env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -180,7 +191,7 @@ class BrowserDriver:
             env={**env, "DISPLAY": os.environ.get("DISPLAY", "")},
             args=[
                 f"--host-resolver-rules={self.rules.resolver_rules}",
-                "--no-proxy-server",
+                *way,
                 "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
                 "--js-flags=--max-old-space-size=512",
             ],
@@ -198,6 +209,7 @@ class BrowserDriver:
         """Close every page and the browser; may be called twice."""
         async with self._starting:
             await self._stop()
+            await self._proxy.close()
             playwright, self._playwright = self._playwright, None
             if playwright is not None:
                 await _quietly(playwright.stop())
@@ -309,17 +321,11 @@ class BrowserDriver:
             reason = _first_line(error)
             if "ERR_NAME_NOT_RESOLVED" in reason:
                 reason = "it leads to an address that does not exist or is not allowed"
+            elif "ERR_SOCKS" in reason:
+                reason = "it leads to no public address, or to one that does not answer"
             raise BrowserError(f"{url} could not be opened: {reason}") from None
         status = "" if answer is None or answer.ok else f"HTTP status {answer.status}\n"
         return status + await self._read(seat)
-
-    async def _check_server(self, seat: _Seat) -> None:
-        # However it was reached: by name, by a redirect or by a link.
-        server = None if seat.answer is None else await seat.answer.server_addr()
-        if server and self.rules.refuses_server(server["ipAddress"]):
-            url = seat.answer.url
-            await self._renew(seat)
-            raise BrowserError(f"{url} is not a public site")
 
     async def _in_page(self, seat: _Seat, function: str, *args: Any) -> Any:
         """Call a function on the page, in a world that the scripts of the page cannot reach."""
@@ -352,7 +358,6 @@ class BrowserDriver:
         )
 
     async def _read(self, seat: _Seat, offset: int = 0) -> str:
-        await self._check_server(seat)
         title, total, text = await self._in_page(seat, _READ, offset, self.page_chars)
         offset, end = min(offset, total), min(offset + self.page_chars, total)
         shown = (
@@ -383,7 +388,6 @@ class BrowserDriver:
         return await self._read(seat)
 
     async def _extract(self, seat: _Seat, selector: str, attribute: str = "text") -> str:
-        await self._check_server(seat)
         total, texts = await self._in_page(
             seat, _EXTRACT, selector, attribute, _MAX_ELEMENTS, self.page_chars
         )

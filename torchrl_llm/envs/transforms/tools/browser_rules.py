@@ -1,7 +1,8 @@
 """Which addresses a browser may open: a list of sites, or every public one.
 
-The rules are handed to Chromium's own name resolution, so that they hold for redirects, frames,
-pictures, scripts and sockets of a page as much as for what a model asks for. Pure functions; the
+A list is handed to Chromium's own name resolution, so that it holds for redirects, frames,
+pictures, scripts and sockets of a page as much as for what a model asks for. Without one, all of
+that goes through :mod:`torchrl_llm.envs.transforms.tools.browser_proxy`. Pure functions; the
 browser itself is :mod:`torchrl_llm.envs.transforms.tools.browser_driver`.
 """
 
@@ -13,27 +14,10 @@ from urllib.parse import urlsplit
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["AddressRules"]
+__all__ = ["AddressRules", "is_public"]
 
-# Host names and literals of machines that only the trainer's network knows. Patterns are matched
-# against "host" and "host:port"; IPv6 literals come without brackets, hence the two colons.
-_PRIVATE = (
-    "localhost",
-    "*.localhost",
-    "*.local",
-    "*.internal",
-    "0.*",
-    "10.*",
-    "127.*",
-    "169.254.*",
-    "192.168.*",
-    *(f"172.{i}.*" for i in range(16, 32)),
-    *(f"100.{i}.*" for i in range(64, 128)),
-    "::*",
-    "fc*:*:*",
-    "fd*:*:*",
-    "fe80:*:*",
-)
+# IPv6 addresses of a network that translates them carry an IPv4 address.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class AddressRules:
@@ -63,7 +47,7 @@ class AddressRules:
     def problem(self, url: str) -> str:
         """Why an address may not be opened, for the model to read; empty where it may.
 
-        The last word is Chromium's, by :attr:`resolver_rules`.
+        The last word is Chromium's, by :attr:`resolver_rules`, or that of the proxy.
 
         Args:
             url: as the model wrote it.
@@ -88,9 +72,12 @@ class AddressRules:
 
     @property
     def resolver_rules(self) -> str:
-        """The same for Chromium's ``--host-resolver-rules``; the first rule that fits holds."""
+        """The same for Chromium's ``--host-resolver-rules``; the first rule that fits holds.
+
+        Without a list Chromium knows the proxy and nobody else: names are the proxy's.
+        """
         if self.allowed is None:
-            return ", ".join(f"MAP {pattern} ~NOTFOUND" for pattern in _PRIVATE)
+            return "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         rules = []
         for name, port in self.allowed:
             for pattern in [name] if _is_literal(name) else [name, f"*.{name}"]:
@@ -101,15 +88,23 @@ class AddressRules:
                     rules.append(f"MAP {_spell((name, port))} {_bracketed(name)}")
         return ", ".join([*rules, "MAP * ~NOTFOUND"])
 
-    def refuses_server(self, ip: str) -> bool:
-        """Whether an answer from this machine is none of the model's business.
 
-        Public names may be made to point at private machines.
+def is_public(ip: str) -> bool:
+    """Whether an address is one that everybody can reach, and not of this machine or network.
 
-        Args:
-            ip: address of the server that answered.
-        """
-        return self.allowed is None and _is_private(ip)
+    Args:
+        ip: IPv4 or IPv6; of one that carries another the inner one counts.
+
+    Example:
+        >>> is_public("8.8.8.8"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1")
+        (True, False, False)
+    """
+    address = _literal(ip)
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address.sixtofour or address
+        if address in _NAT64 or int(address) < 1 << 32:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address is not None and address.is_global and not address.is_multicast
 
 
 def _entry(domain: str) -> tuple[str, int | None]:
@@ -146,9 +141,8 @@ def _is_literal(host: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    address = _literal(host)
-    if address is not None:
-        return not address.is_global
+    if _is_literal(host):
+        return not is_public(host)
     return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
 
 
