@@ -40,6 +40,16 @@ def test_it_trains_on_what_the_engine_samples_with_the_weights_of_each_step(tmp_
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_it_trains_with_an_engine_over_two_devices(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    spread = ["inference_model.num_devices=2", "train.max_steps=2"]
+    table = run_script(monkeypatch, tmp_path, *VLLM, *spread)
+    assert all(norm > 0 for norm in column(table, "train/grad_norm"))
+    assert max(column(table, "train/kl_to_inference")) < 1e-6
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_it_trains_with_a_tool_whose_results_the_engine_reads_and_nobody_trains(
     tmp_path, monkeypatch
 ):

@@ -5,7 +5,9 @@ One engine for the module: the embedded model over two CPU workers, with LoRA.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from redis_server import RedisServer
 from weight_update.learner import Faulty, Learner, assert_same_model, does_nothing, scores
 
-from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.base import SamplingParams
 from torchrl_llm.modules.backends.weights import TensorSource
 from torchrl_llm.modules.loading import load_model, load_tokenizer
@@ -159,6 +161,14 @@ def test_weights_that_no_worker_loaded_are_found(engine):
     learner.step()
     with pytest.raises(WeightUpdateError, match="does not compute with version 1"):
         updater.push_weights(learner.model)
+
+
+def test_a_worker_that_died_is_an_error_of_the_engine():
+    lost = small_backend(engine_options={"num_devices": 2})
+    os.kill(lost.engine.llm_engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match="build the engine again"):
+        EngineWeights(lost).push_weights(_model())
+    assert lost.version == 0
 
 
 def test_one_memory_for_trainer_and_workers_is_refused_with_what_works_instead(engine):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchrl_llm._imports import require
-from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm.slots import is_spread
 from torchrl_llm.modules.backends.weights import (
@@ -79,6 +79,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         ConfigError: the workers were built without the extension that takes weights.
         WeightUpdateError: the weights did not arrive, or a worker refused them; all keep the old
             ones.
+        BackendError: a worker died, and the engine with it.
     """
     extension = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
     if not extension:
@@ -97,8 +98,17 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
     }
     with tempfile.TemporaryDirectory(prefix="weights-", dir=_place(incoming.receipt)) as folder:
         order["path"] = str(Path(folder, "weights.safetensors"))
-        safetensors.save_file(tensors, order["path"])
-        answers = llm.collective_rpc("torchrl_llm_load", args=(json.dumps(order),))
+        try:
+            safetensors.save_file(tensors, order["path"])
+        except Exception as error:  # a full disk is one of the format's own
+            raise WeightUpdateError(f"could not write {order['path']}: {error}") from error
+        try:
+            answers = llm.collective_rpc("torchrl_llm_load", args=(json.dumps(order),))
+        except Exception as error:  # vLLM raises whatever ended a worker
+            raise BackendError(
+                f"a worker of this engine failed while it took version {version} of the weights, "
+                f"and what the others hold is unknown: build the engine again ({error})"
+            ) from error
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
         # Those that had nothing against the weights say only that another one had.
