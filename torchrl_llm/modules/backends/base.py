@@ -206,6 +206,13 @@ class Backend(TokenScorer):
         """A context in which other threads neither sample nor score; nothing to wait for here."""
         return nullcontext()
 
+    def abort(self) -> None:
+        """End the responses that are being sampled where they are; callers get what there is.
+
+        Nothing to do for a backend that cannot: its calls end by themselves.
+        """
+        return
+
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """Take new weights, forget what was computed with the old ones, and say what arrived.
 
