@@ -56,11 +56,9 @@ def test_an_update_and_an_abort_go_ahead_of_the_requests_that_wait(engine):
         assert time.monotonic() < deadline, "no call was answered"
         time.sleep(0.01)
     weights = TensorSource({n: w.detach() for n, w in load_model().named_parameters()})
-    started = time.monotonic()
     engine.update_weights(weights, version=1)
-    seconds, before = time.monotonic() - started, len(done)
+    before = len(done)
     engine.abort()
-    print(f"{seconds:.2f} s; {before} of {CALLS} calls were answered before the update")
     assert before < CALLS / 2
     for thread in threads:
         thread.join(120)
