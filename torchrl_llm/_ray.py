@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
@@ -33,6 +33,10 @@ CALL_TIMEOUT_S = 300.0
 
 START_TIMEOUT_S = 300.0
 """Seconds that the creation of an actor may take unless its caller says otherwise."""
+
+Lane = Literal["control", "change"]
+# Threads. An update and a sleep that wait for requests leave two for what ends their wait.
+_LANES: dict[Lane, int] = {"control": 2, "change": 4}
 
 
 def require_ray(feature: str, *, running: bool = True) -> ModuleType:
@@ -259,12 +263,12 @@ class RemoteObject:
                 settings["namespace"] = options.namespace
         if options.env_vars:
             settings["runtime_env"] = {"env_vars": dict(options.env_vars)}
-        actor_class = ray.remote(concurrency_groups={"control": 2})(Host)
+        actor_class = ray.remote(concurrency_groups=_LANES)(Host)
         self.what, self.options = what, options
         self.handle = found or actor_class.options(**settings).remote()
         try:
             self.created: bool = get(
-                self._method("build", control=True).remote(factory),
+                self._method("build", lane="control").remote(factory),
                 timeout_s=options.start_timeout_s,
                 what=f"the start of {what}",
             )
@@ -288,16 +292,18 @@ class RemoteObject:
         """
         return self.result(self.submit(method, *args, **kwargs), timeout_s=timeout_s, call=method)
 
-    def submit(self, method: str, *args: Any, control: bool = False, **kwargs: Any) -> Any:
+    def submit(self, method: str, *args: Any, lane: Lane | None = None, **kwargs: Any) -> Any:
         """Start a call and return Ray's reference to its result.
 
         Args:
             method: its name.
             args: its positional arguments.
-            control: run it beside the ordinary calls, in a thread that is kept free for this.
+            lane: threads that are kept free for such calls, so that they do not queue behind the
+                ordinary ones: ``"control"`` for those that return at once, ``"change"`` for those
+                that may have to wait for others (new weights, sleep).
             kwargs: its keyword arguments.
         """
-        return self._method("call", control=control).remote(method, args, kwargs)
+        return self._method("call", lane=lane).remote(method, args, kwargs)
 
     def result(self, ref: Any, *, timeout_s: float | None = None, call: str = "a call") -> Any:
         """Wait for what :meth:`submit` returned; raises as :meth:`call` does."""
@@ -306,7 +312,7 @@ class RemoteObject:
 
     def read(self, attribute: str, *, timeout_s: float | None = None) -> Any:
         """Value of an attribute of the object; raises as :meth:`call` does."""
-        ref = self._method("read", control=True).remote(attribute)
+        ref = self._method("read", lane="control").remote(attribute)
         return self.result(ref, timeout_s=timeout_s, call=attribute)
 
     def pid(self, *, timeout_s: float = 10.0) -> int:
@@ -315,7 +321,7 @@ class RemoteObject:
         Raises:
             WorkerError: it died or did not answer in time.
         """
-        ref = self._method("pid", control=True).remote()
+        ref = self._method("pid", lane="control").remote()
         return self.result(ref, timeout_s=timeout_s, call="a sign of life")
 
     def shutdown(self) -> None:
@@ -324,9 +330,9 @@ class RemoteObject:
         if ray.is_initialized():
             ray.kill(self.handle)
 
-    def _method(self, name: str, *, control: bool) -> Any:
+    def _method(self, name: str, *, lane: Lane | None) -> Any:
         method = getattr(self.handle, name)
-        return method.options(concurrency_group="control") if control else method
+        return method if lane is None else method.options(concurrency_group=lane)
 
 
 def actor_exists(name: str | None) -> bool:

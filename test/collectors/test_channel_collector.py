@@ -333,6 +333,19 @@ def test_a_weight_updater_pushes_for_it(channel):
     assert updater.collector is collector
 
 
+def test_a_version_that_a_checkpoint_holds_is_not_the_number_of_other_weights(channel):
+    first = ChannelCollector(channel, batch_rows=2, publish=lambda w, v: f"d{v}")
+    first.publish(version=3)
+    second = ChannelCollector(channel, batch_rows=2, publish=lambda w, v: w)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(WeightUpdateError, match="a version has one value"):
+        second.publish("other", version=3)
+    second.publish("d3", version=3)
+    second.publish("other", version=4)
+    with pytest.raises(WeightUpdateError, match="a version has one value"):
+        second.publish("d3", version=4)
+
+
 @pytest.mark.parametrize(
     ("version", "digests", "message"),
     [

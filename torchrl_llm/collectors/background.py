@@ -14,6 +14,7 @@ __all__ = ["BackgroundLoop", "PauseGate"]
 
 _EXIT_TIMEOUT_S = 10.0
 _POLL_S = 0.05
+_HURRY_S = 0.5
 
 
 class PauseGate:
@@ -63,21 +64,39 @@ class PauseGate:
                 self._changed.notify_all()
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """No work of other threads inside this context; what is under way is finished first."""
+    def pause(self, hurry: Callable[[], None] | None = None) -> Iterator[None]:
+        """No work of other threads inside this context; what is under way is finished first.
+
+        Args:
+            hurry: called once nothing new begins, and again at growing intervals while something
+                goes on: work that has begun may not yet be where it can be cut short.
+        """
         own = threading.get_ident()
         with self._changed:
             self._pausers.append(own)
         # Whoever is interrupted while it waits must not leave the gate closed.
         try:
-            with self._changed:
-                while any(worker != own for worker in self._workers):
-                    self._changed.wait(_POLL_S)
+            interval_s = _HURRY_S
+            while hurry is not None:
+                hurry()
+                if self._wait_for_others(own, interval_s):
+                    break
+                interval_s *= 2
+            self._wait_for_others(own, None)
             yield
         finally:
             with self._changed:
                 self._pausers.remove(own)
                 self._changed.notify_all()
+
+    def _wait_for_others(self, own: int, timeout_s: float | None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while any(worker != own for worker in self._workers):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
+                self._changed.wait(_POLL_S)
+        return True
 
 
 def _stop_at_exit(stop: threading.Event, thread: threading.Thread) -> None:

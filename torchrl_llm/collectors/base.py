@@ -344,8 +344,9 @@ class LLMCollector(BesideTraining, BaseCollector):
             version: their number, which later tokens carry.
             in_flight: what becomes of conversations that have begun. ``"wait"``: the policy call
                 under way ends first, and their next turns are sampled by the new weights.
-                ``"keep"``: so are the next tokens of that very call. ``"abort"``: as ``"wait"``,
-                and then they are dropped and others begin.
+                ``"keep"``: so are the next tokens of that very call. ``"abort"``: that call is cut
+                short where the backend can (vLLM's, and pools of it), they are dropped, even if
+                the weights then do not arrive, and others begin.
 
         Returns:
             One receipt for each copy of the weights.
@@ -367,11 +368,12 @@ class LLMCollector(BesideTraining, BaseCollector):
                 "in_flight='keep' changes weights within a policy call, which needs a backend "
                 "that counts the version of each token, such as vLLM's; use 'wait'"
             )
-        with self._calls.pause():
-            receipts = self._policy.load(source, version)
-            if in_flight == "abort":
-                self._rollout.drop()
-        return receipts
+        with self._calls.pause(self._cut_short if in_flight == "abort" else None):
+            return self._policy.load(source, version)
+
+    def _cut_short(self) -> None:
+        self._rollout.drop()
+        self._policy.abort()
 
     def set_policy_version(self, version: int) -> None:
         """Name the version of weights that were changed by somebody else.

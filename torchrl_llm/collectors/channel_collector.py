@@ -404,6 +404,10 @@ class ChannelCollector(BaseCollector):
         Args:
             weights: see :meth:`update_policy_weights_`.
             version: what they are called from now on; the present version by default.
+
+        Raises:
+            WeightUpdateError: they did not arrive, or this version is the number of other weights,
+                before a checkpoint too.
         """
         version = self._version if version is None else version
         digest = None
@@ -412,9 +416,9 @@ class ChannelCollector(BaseCollector):
             digest = self._publish(weights, version, **told)
         elif self.weight_updater is not None:
             self.weight_updater.push_weights(weights)
-        self._version = version
         if digest is not None:
             self.ledger.record(version, digest)
+        self._version = version
         self.channel.set_version(version)
 
     @property

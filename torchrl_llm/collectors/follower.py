@@ -72,8 +72,11 @@ class WeightFollower:
                 if found is None or (found[0], found[1].digest) == self._has:
                     return False
                 version, source = found
-                # A learner that came back from a checkpoint counts some versions again.
-                self._worker.load_weights(source, version, self._in_flight)
+                # A learner that came back from a checkpoint counts some versions again; what was
+                # begun under the number's first weights must not go on under the second ones.
+                source.recounted = self.version is not None and version <= self.version
+                rule = "abort" if source.recounted else self._in_flight
+                self._worker.load_weights(source, version, rule)
             except WeightUpdateError as error:
                 logger.warning(f"{self._worker.name} goes on with version {self.version}: {error}")
                 return False

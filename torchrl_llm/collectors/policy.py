@@ -92,6 +92,12 @@ class VersionedPolicy:
         self.set_version(version)
         return receipts
 
+    def abort(self) -> None:
+        """End the responses of the call under way, where the backend can."""
+        backend = getattr(self.policy, "backend", None)
+        if isinstance(backend, Backend):
+            backend.abort()
+
     @property
     def counts_versions(self) -> bool:
         """Whether its weights may change within a call, because each token has its version."""

@@ -315,11 +315,11 @@ class CollectorActor:
         if remote is not None and ray.is_initialized():
             # A process that is dead or hangs cannot be asked, and need not be.
             with suppress(WorkerError):
-                remote.result(remote.submit("stop", control=True), timeout_s=limit_s)
+                remote.result(remote.submit("stop", lane="control"), timeout_s=limit_s)
                 if self._run is not None:
                     ray.wait([self._run], timeout=limit_s)
                 if close_env:
-                    remote.result(remote.submit("close", control=True), timeout_s=limit_s)
+                    remote.result(remote.submit("close", lane="control"), timeout_s=limit_s)
         if self._watch is not None:
             with suppress(TimeoutError):
                 self._watch.stop(limit_s)

@@ -132,7 +132,7 @@ class Rollout(ABC):
         """Continue where :meth:`state_dict` was taken."""
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase | None:
-        """The policy's answers; ``None`` where the rows were given up while this waited to ask."""
+        """The policy's answers; ``None`` where the rows were given up before or meanwhile."""
         with self.calls.work(), torch.no_grad():
             if self._dropping:
                 return None
@@ -140,7 +140,8 @@ class Rollout(ABC):
         self.sampled += sum(tokens_of_call(acted))
         if self.after_call is not None:
             self.after_call()
-        return acted
+        # Answers that were cut short must not become turns: they count as sampled and lost.
+        return None if self._dropping else acted
 
     def _log(self, collected: int) -> None:
         if self.verbose:
@@ -199,7 +200,7 @@ class Lockstep(Rollout):
     def _step(self) -> TensorDictBase | None:
         """One step of all rows; the carrier moves on only when it has succeeded.
 
-        ``None`` where the rows were given up before the policy was asked. The policy writes into
+        ``None`` where the rows were given up before the policy had answered. The policy writes into
         the carrier, whose inner nodes may be those of the step before: split or copy a step before
         the next one.
         """

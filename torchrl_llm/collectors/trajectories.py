@@ -172,7 +172,7 @@ class WaveRollout(TrajectoryRollout):
         if self.carrier is None:
             self.carrier = self.env.reset()
         acted = self._act(self.carrier)
-        if acted is None:  # given up before the policy was asked
+        if acted is None:  # given up before the policy had answered
             return
         with torch.no_grad():
             stepped = self.env.step(acted)

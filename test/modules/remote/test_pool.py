@@ -215,6 +215,18 @@ def test_weights_that_are_not_those_that_were_sent_change_nothing(shared):
         shared.update_weights(TensorSource(weights(9)), version=version - 1)
 
 
+def test_a_version_is_the_number_of_one_set_of_weights(shared):
+    version = shared.version + 1
+    first = shared.update_weights(TensorSource(weights(2)), version=version)
+    with pytest.raises(WeightUpdateError, match=f"holds version {version} already"):
+        shared.update_weights(TensorSource(weights(3)), version=version)
+    assert (shared.version, shared.digest) == (version, first[0].digest)
+    assert greedy(shared) == expected(2)
+    again = shared.update_weights(TensorSource(weights(2)), version=version)
+    assert [one.digest for one in again] == [one.digest for one in first]
+    assert shared.stats()["serving"] == 2
+
+
 def test_a_request_for_other_weights_is_never_answered_by_these(shared):
     version = shared.version
     assert greedy(shared, version=version) == expected(version)
@@ -341,6 +353,27 @@ def test_replicas_that_cannot_be_built_again_are_given_up_with_a_reason(cluster,
 
 
 # -- starting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "shared-place"])
+def test_a_supervisor_that_is_killed_leaves_no_place_reserved(cluster, name):
+    before = {one["placement_group_id"] for one in placement_groups()}
+    pool = make_pool(number=1, name=name).start()
+    assert {one["placement_group_id"] for one in placement_groups()} > before
+    supervisor = pool._dispatcher.supervisor
+    os.kill(supervisor.pid(), signal.SIGKILL)
+    # Nobody calls the pool.
+    wait_for(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
+    pool.shutdown()
+    with make_pool(number=1, name=name) as again:
+        assert greedy(again) == expected(0)
+    wait_for(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
+
+
+def placement_groups():
+    """Those that hold something of the cluster."""
+    found = ray.util.placement_group_table().values()
+    return [one for one in found if one["state"] != "REMOVED"]
 
 
 def test_replicas_of_the_whole_pool_are_counted_before_one_starts(cluster):

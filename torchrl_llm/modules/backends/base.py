@@ -221,6 +221,13 @@ class Backend(TokenScorer):
             ConfigError: the weights of this backend cannot be replaced.
         """
 
+    def abort(self) -> None:
+        """End the responses that are being sampled where they are; callers get what there is.
+
+        Nothing to do for a backend that cannot: its calls end by themselves.
+        """
+        return
+
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """Take new weights, forget what was computed with the old ones, and say what arrived.
 

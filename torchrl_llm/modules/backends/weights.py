@@ -66,12 +66,16 @@ class WeightSource(ABC):
         canary: what an engine computes that has these weights, a
             :class:`~torchrl_llm.weight_update.CanaryTarget`, for receivers that check it; ``None``
             where the sender does not say.
+        recounted: whether its version may have been the number of other weights before, because the
+            trainer that counts came back from a checkpoint. Whoever sets it sees to it that rows
+            of both do not meet.
     """
 
     kind: Literal["full", "delta", "adapter"] = "full"
     digest: str | None = None
     reusable: bool = True
     canary: Any = None
+    recounted: bool = False
 
     @abstractmethod
     def receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -151,6 +155,16 @@ class AdapterSource(TensorSource):
 _held: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
+class _Given(NamedTuple):
+    """What a receiver got under its last version, which has one value."""
+
+    version: int
+    parts: dict[str, int]
+
+
+_given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
+
+
 class Incoming:
     """Weights that arrived and were compared with what was sent, and are not yet in the model.
 
@@ -170,8 +184,34 @@ class Incoming:
         self.weights, self.receipt = weights, receipt
         self._source, self._parts, self._started = source, digest.parts, started
 
+    def check_version(self, holder: Any) -> None:
+        """Refuse other weights under the version that a receiver has; the same ones may come again.
+
+        Args:
+            holder: what shall get them.
+
+        Raises:
+            WeightUpdateError: it has other weights under this number.
+        """
+        given = _given.get(holder)
+        if given is None or given.version != self.receipt.version or self._source.recounted:
+            return
+        whole = self._source.kind == "full"
+        other = [
+            name
+            for name, digest in self._parts.items()
+            # All weights name some that the changes before them left out.
+            if given.parts.get(name, digest if whole else None) != digest
+        ]
+        if other:
+            raise WeightUpdateError(
+                f"this sampler holds version {given.version} already, and {len(other)} weights "
+                f"came with other values under the same number: {sorted(other)[:3]}. Tokens name "
+                f"their weights by it: number these {given.version + 1} or higher"
+            )
+
     def check_base(self, holder: nn.Module) -> None:
-        """Refuse a delta of other weights than those that a module was given last.
+        """Refuse a version that has other weights, and a delta of others than a module was given.
 
         Args:
             holder: the module that shall get them.
@@ -179,6 +219,7 @@ class Incoming:
         Raises:
             WeightUpdateError: it holds others, or nobody knows what it holds.
         """
+        self.check_version(holder)
         if not isinstance(self._source, DeltaSource):
             return
         held = _held.get(holder)
@@ -196,6 +237,14 @@ class Incoming:
                 f"should be {self._source.result}"
             )
 
+    def took_version(self, holder: Any) -> None:
+        """Remember what the version is; part of :meth:`accepted`."""
+        before = _given.get(holder)
+        if self._source.kind == "full" or before is None:
+            _given[holder] = _Given(self.receipt.version, self._parts)
+        else:
+            _given[holder] = _Given(self.receipt.version, {**before.parts, **self._parts})
+
     def accepted(self, holder: nn.Module) -> WeightReceipt:
         """Remember what a module holds now, and say so; call it after the last copy.
 
@@ -203,6 +252,7 @@ class Incoming:
             holder: the module that got them.
         """
         digest = self.receipt.digest
+        self.took_version(holder)
         if self._source.kind == "full":
             _held[holder] = self._parts
         elif isinstance(self._source, DeltaSource):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +35,7 @@ from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Stra
 from torchrl_llm.modules.remote.dispatch import Balancing, Dispatcher, Part
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
 from torchrl_llm.modules.remote.store import ObjectStoreSource
-from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor
+from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor, free_place
 from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
 
 __all__ = ["EnginePool"]
@@ -163,11 +165,17 @@ class EnginePool(Backend):
         if not actor_exists(self._name):
             check_resources(spec.what, [spec.options.bundle] * spec.num_replicas)
         limit = spec.options.start_timeout_s
+        place = f"torchrl_llm {self._name or secrets.token_hex(8)}"
         supervisor = RemoteObject(
-            partial(Supervisor, spec),
+            partial(Supervisor, spec, place),
             ActorOptions(num_cpus=0, max_concurrency=32, start_timeout_s=limit, name=self._name),
             what=f"the supervisor of {spec.what}",
         )
+        if supervisor.created:
+            supervisor.submit("wait").future().add_done_callback(
+                # In a thread, for Ray's own that calls this must not wait for Ray.
+                lambda _: threading.Thread(target=free_place, args=(place,), daemon=True).start()
+            )
         try:
             # Reserving a place and starting the replicas each have the limit of a start.
             self._facts = supervisor.call("start", timeout_s=2 * limit + 10)
@@ -432,6 +440,10 @@ class EnginePool(Backend):
         self._minimum = version
         return receipts
 
+    def abort(self) -> None:
+        """See :meth:`Backend.abort`: of all callers, in other processes too."""
+        self.on_every_replica("abort")
+
     def on_every_replica(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
@@ -457,7 +469,7 @@ class EnginePool(Backend):
             raise WorkerError(f"{self.spec.what}: no replica serves at the moment")
         limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
         refs = [
-            addresses[index].remote.submit("apply", method, args, kwargs)
+            addresses[index].remote.submit("apply", method, args, kwargs, lane="change")
             for index in sorted(addresses)
         ]
         return get(refs, timeout_s=limit, what=f"{method} on the replicas of {self.spec.what}")

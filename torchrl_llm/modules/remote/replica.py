@@ -80,7 +80,7 @@ class Replica:
     """A backend that serves many callers, one thread each.
 
     Weights change between two requests, unless the backend itself can change them within one (see
-    ``Backend.counts_versions``).
+    ``Backend.counts_versions`` and ``Backend.begins_to_count``).
 
     Args:
         factory: makes the backend.
@@ -219,7 +219,7 @@ class Replica:
                 self._progress = time.monotonic()
             self._requests += num_prompts
         try:
-            shared = nullcontext() if self.backend.counts_versions else self._gate.shared()
+            shared = nullcontext() if self._changes_within else self._gate.shared()
             with shared:
                 if not versions.accepts(self._version):
                     raise VersionMismatch(
@@ -234,7 +234,11 @@ class Replica:
                 self._progress = time.monotonic()
 
     def _changing(self, timeout_s: float) -> AbstractContextManager[None]:
-        return nullcontext() if self.backend.counts_versions else self._gate.alone(timeout_s)
+        return nullcontext() if self._changes_within else self._gate.alone(timeout_s)
+
+    @property
+    def _changes_within(self) -> bool:
+        return self.backend.counts_versions or self.backend.begins_to_count
 
 
 class _Gate:

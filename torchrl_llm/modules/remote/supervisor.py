@@ -8,6 +8,7 @@ where the replicas are (:meth:`Supervisor.poll`) and tell it of those that faile
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from torchrl_llm.modules.remote.balancer import LoadSnapshot
 from torchrl_llm.modules.remote.replica import Replica, ReplicaFacts, ReplicaStatus
 from torchrl_llm.modules.remote.store import ObjectStoreSource
 
-__all__ = ["PoolSpec", "PoolTable", "ReplicaAddress", "Supervisor"]
+__all__ = ["PoolSpec", "PoolTable", "ReplicaAddress", "Supervisor", "free_place"]
 
 _STARTERS = 256
 _BACKOFF_S = 0.5
@@ -140,10 +141,11 @@ class Supervisor:
 
     Args:
         spec: what the pool is made of.
+        place: name of what it reserves in the cluster, for :func:`free_place`.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: PoolSpec, place: str) -> None:
+        self._spec, self._place = spec, place
         self._members = [_Member(index) for index in range(spec.num_replicas)]
         self._lock = threading.RLock()
         self._updating = threading.Lock()
@@ -202,13 +204,20 @@ class Supervisor:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
 
+    def wait(self) -> None:
+        """Return when it is stopped; for whoever must know that it died without that."""
+        self._stopped.wait()
+
     def _reserve(self) -> None:
         bundle = self._spec.options.bundle
         if not bundle:
             return
         ray = require_ray(self._spec.what)
         number, limit = len(self._members), self._spec.options.start_timeout_s
-        self._group = ray.util.placement_group([bundle] * number, strategy=self._spec.placement)
+        free_place(self._place)  # of one that died under this pool's name
+        self._group = ray.util.placement_group(
+            [bundle] * number, strategy=self._spec.placement, name=self._place
+        )
         if not self._group.wait(limit):
             raise ResourceError(
                 f"{self._spec.what}: Ray found no place for {number} x {bundle} "
@@ -310,7 +319,7 @@ class Supervisor:
             if not targets:
                 raise WorkerError(f"{self._spec.what}: no replica serves, so none can be updated")
             refs = [
-                remote.submit("update_weights", source, version, timeout_s)
+                remote.submit("update_weights", source, version, timeout_s, lane="change")
                 for _, _, remote in targets
             ]
             receipts, errors = self._gather(refs, targets, timeout_s)
@@ -383,7 +392,7 @@ class Supervisor:
             serving = [(m, m.incarnation) for m in self._members if m.state in up]
             for member, _ in serving:
                 if member.probe is None:
-                    ref = member.remote.submit("status", control=True)
+                    ref = member.remote.submit("status", lane="control")
                     member.probe = (ref, time.monotonic())
             probes = {member.probe[0]: (member, life) for member, life in serving}
         if not probes:
@@ -485,6 +494,19 @@ class Supervisor:
                 member.incarnation += 1
             member.remote, member.state = remote, state
             self._membership += 1
+
+
+def free_place(name: str) -> None:
+    """Give back what a supervisor has reserved; Ray keeps it beyond the supervisor's death.
+
+    Args:
+        name: of the place; nothing to do where there is none.
+    """
+    ray = require_ray("a pool's place", running=False)
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(ValueError):
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
 
 
 def _load(member: _Member) -> LoadSnapshot:

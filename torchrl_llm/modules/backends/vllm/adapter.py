@@ -90,6 +90,7 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
             f"max_lora_rank={rank} or the next rank that vLLM knows"
         )
     incoming = open_source(source, version=version)
+    incoming.check_version(llm)
     request_type = require("vllm.lora.request", extra="vllm", feature="load_adapter").LoRARequest
     safetensors = require("safetensors.torch", extra="vllm", feature="load_adapter")
     folder = tempfile.TemporaryDirectory(prefix="adapter-", ignore_cleanup_errors=True)
@@ -109,4 +110,5 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
     if not taken:
         raise WeightUpdateError(f"vLLM did not take the adapter of version {version}")
     _active[llm] = _Loaded(request_type(_NAME, _NUMBER, folder.name), folder)
+    incoming.took_version(llm)
     return incoming.receipt

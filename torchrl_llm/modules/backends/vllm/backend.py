@@ -177,6 +177,11 @@ class VLLMBackend(Backend):
         rule = self.in_flight if in_flight is None else in_flight
         return self._local.loop.exclusive(rule, timeout_s=self.timeout_s)
 
+    def abort(self) -> None:
+        """See :meth:`Backend.abort`; between two steps of the engine."""
+        with self.exclusive("abort"):
+            pass
+
     # -- sampling ---------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
