@@ -91,8 +91,8 @@ def test_a_key_of_the_other_recipe_says_whose_it_is():
         check_arguments(["ray.num_collectors=2"])
     with pytest.raises(ConfigError, match=r"'train.max_policy_age': a key of grpo-async.py"):
         load_config({"train": {"max_policy_age": 1}})
-    with pytest.raises(ConfigError, match=r"'weight_sync.verify': a key of grpo-sync.py"):
-        check_arguments(["weight_sync.verify=false"], AsyncGRPOConfig)
+    with pytest.raises(ConfigError, match=r"'weight_sync.type': a key of grpo-sync.py"):
+        check_arguments(["weight_sync.type=load"], AsyncGRPOConfig)
     with pytest.raises(ConfigError, match=r"renamed to 'ray.num_collectors'"):
         check_arguments(["inference_model.num_replicas=2"], AsyncGRPOConfig)
 
