@@ -29,6 +29,7 @@ from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
 from torchrl_llm.envs.datasets.base import TaskEnv
 from torchrl_llm.envs.datasets.loading import GeneratedRows, load_rows
+from torchrl_llm.envs.failures import ERROR_KEYS, place_of, tell_failures
 from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser
@@ -92,11 +93,13 @@ class WorldTransform(Transform):
     a user's message, or as a tool's where it answers a call. It writes
 
     - ``"reward"``, float32 ``[B, 1, 1]``; ``"success"``, bool ``[B, 1, 1]``; ``"reward_valid"``,
-      bool ``[B]``; ``("error", "type")`` and ``("error", "message")``, strings;
+      bool ``[B]``; ``("error", "type")``, ``("error", "message")`` and ``("error", "place")``,
+      strings;
     - ``"done"``, ``"terminated"``, ``"truncated"`` and ``"truncation_reason"`` (``ENV``) where an
       episode ends.
 
-    A reaction with an error is a row with a NaN reward that is invalid, and ends.
+    A reaction with an error is a row with a NaN reward that is invalid, and ends; the log shows it,
+    once for each kind of error.
 
     Args:
         parser: reads actions.
@@ -182,6 +185,7 @@ class WorldTransform(Transform):
             by_row[turn.row] = reaction
         self.parent.mode.append(tensordict, next_tensordict, replies)
         _write_ends(next_tensordict, by_row)
+        tell_failures((_told(reaction.error) for reaction in reactions), size)
         if self.with_reward:
             _write_reward(next_tensordict, by_row)
         self.write(tensordict, next_tensordict, turns, reactions)
@@ -201,7 +205,7 @@ class WorldTransform(Transform):
         reward_spec["reward"] = Unbounded(shape=cell, device=device)
         reward_spec["success"] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
         reward_spec["reward_valid"] = Unbounded(shape=shape, dtype=torch.bool, device=device)
-        text = {name: ColumnSpec((*shape, -1), example_data="") for name in ("type", "message")}
+        text = {name: ColumnSpec((*shape, -1), example_data="") for name in ERROR_KEYS}
         reward_spec["error"] = Composite(text, shape=shape, device=device)
         return reward_spec
 
@@ -219,9 +223,14 @@ def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> N
     td.set("success", torch.tensor(success, device=td.device).view(cell))
     td.set("reward_valid", torch.tensor([e is None for e in errors], device=td.device))
     node = TensorDict(batch_size=td.batch_size, device=td.device)
-    node.set("type", Column.of("" if e is None else type(e).__name__ for e in errors))
-    node.set("message", Column.of("" if e is None else str(e) for e in errors))
+    for name, texts in zip(ERROR_KEYS, zip(*map(_told, errors), strict=True), strict=True):
+        node.set(name, Column.of(texts))
     td.set("error", node)
+
+
+def _told(error: Exception | None) -> tuple[str, str, str]:
+    """Type, message and place."""
+    return ("",) * 3 if error is None else (type(error).__name__, str(error), place_of(error))
 
 
 def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:

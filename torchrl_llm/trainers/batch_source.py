@@ -7,7 +7,7 @@ prompts where filtered groups left room, and closes the token ledger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
+from torchrl_llm.envs.failures import ERROR_KEYS, tell_failures
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.ledger import TokenLedger
 
@@ -146,7 +147,9 @@ class BatchSource:
         batch = next(self._batches, None)
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
-        return row_list(batch)
+        rows = row_list(batch)
+        _show_failures(rows)
+        return rows
 
     def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
         """Rows with what must not be trained marked, and how many last turns are too old."""
@@ -272,6 +275,16 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
             row.set(("next", "reward_valid"), flag)
             dropped += sampled_tokens(row)
     return dropped
+
+
+def _show_failures(rows: Sequence[TensorDict]) -> None:
+    """Of collectors that are elsewhere, whose log nobody reads."""
+    failed = []
+    for row in rows:
+        valid = leaf(row, ("next", "reward_valid"))
+        if valid is not None and not valid.all():
+            failed.append(tuple(row.get(("next", "error", name), "") for name in ERROR_KEYS))
+    tell_failures(failed, len(rows))
 
 
 def _was_cut(row: TensorDict) -> bool:

@@ -7,6 +7,7 @@ everything that is the same for every algorithm. It knows no loss and no environ
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from torchrl_llm._redis import masked
-from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
@@ -31,6 +32,10 @@ from torchrl_llm.trainers.checkpoint import (
 from torchrl_llm.trainers.curves import save_curves, terminal_curve
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
+
+# Steps in a row without a reward after which a run ends: nothing is learned from them.
+_MOST_WITHOUT_REWARD = 10
+_SEE = ": the weights are as they were. The log says what failed, as ('next', 'error') of the rows"
 
 __all__ = ["CheckpointConfig", "EvalConfig", "EvalResult", "LoggingConfig", "TrainingRun"]
 
@@ -184,6 +189,7 @@ class TrainingRun:
         self._before: list[str] = []
         self._after: list[str] = []
         self._pending: dict[str, Any] | None = None
+        self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
         self._lock = lock_folder(self.folder)
         self._store.sweep()
@@ -219,6 +225,9 @@ class TrainingRun:
 
         Yields:
             The number of the step that the loop's body is to make.
+
+        Raises:
+            RewardError: ten steps in a row had no valid reward; the last of them is saved.
         """
         stop = StopRequest(
             lambda: self.say(
@@ -264,6 +273,7 @@ class TrainingRun:
         """Draw the reward curve and show what became of the held-out conversations.
 
         Raises:
+            RewardError: no step of the run had a valid reward, so that nothing was learned.
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
@@ -286,6 +296,8 @@ class TrainingRun:
                 f"model {self._store.path(self._store.steps()[-1])} "
                 "(AutoModelForCausalLM.from_pretrained opens it)"
             )
+        if rewards[1] and all(map(math.isnan, rewards[1])):
+            raise RewardError(f"none of the {len(rewards[1])} steps had a valid reward{_SEE}")
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
@@ -313,6 +325,15 @@ class TrainingRun:
         interval = self._checkpoint.interval
         if interval is not None and self.step % interval == 0:
             self._save()
+        without = math.isnan(metrics["train/reward"])
+        self._without_reward = self._without_reward + 1 if without else 0
+        if self._without_reward == _MOST_WITHOUT_REWARD:
+            if self.step not in self._store.steps():
+                self._save()
+            raise RewardError(
+                f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
+                f"{self._store.path(self.step)}"
+            )
 
     def _save(self) -> None:
         state = {

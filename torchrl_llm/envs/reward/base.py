@@ -23,6 +23,7 @@ from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
+from torchrl_llm.envs.failures import ERROR_KEYS, tell_failures
 from torchrl_llm.envs.modes import InputMode, response_reader
 from torchrl_llm.envs.reward.running import Outcome, check_limits, run_rows
 from torchrl_llm.envs.specs import ColumnSpec
@@ -102,13 +103,15 @@ class RewardParser(Transform):
       last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
       ``[B]``, wall-clock time of the score;
-    - ``("error", "type")`` and ``("error", "message")``: strings, empty where all went well.
+    - ``("error", "type")``, ``("error", "message")`` and ``("error", "place")`` (file, line and
+      function): strings, empty where all went well.
 
     Rows that are not stepped, and turns that only called tools to think (``("tools",
     "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
 
     A score that raises, or returns something else than one finite number, gives that row a NaN in
-    every float key, ``reward_valid=False`` and the error; the other rows are untouched.
+    every float key, ``reward_valid=False`` and the error; the other rows are untouched. The log
+    shows it, once for each kind of error.
 
     Args:
         tokenizer: decodes responses in tokens mode where no environment does.
@@ -284,7 +287,7 @@ class RewardParser(Transform):
             (nan, nan, nan, nan, 0.0, 0.0, seconds)
             if score is None
             else (*_floats(score), score.success, True, seconds)
-            for score, _, _, seconds in outcomes
+            for score, _, _, seconds, _ in outcomes
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
         cells = columns.view(len(columns), len(outcomes), 1, 1)
@@ -296,7 +299,9 @@ class RewardParser(Transform):
         node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
         node.set("type", Column.of(outcome.error for outcome in outcomes))
         node.set("message", Column.of(outcome.message for outcome in outcomes))
+        node.set("place", Column.of(outcome.place for outcome in outcomes))
         next_td.set("error", node)
+        tell_failures(((o.error, o.message, o.place) for o in outcomes), len(outcomes))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._write(tensordict, next_tensordict, ends=True)
@@ -334,7 +339,7 @@ class RewardParser(Transform):
         )
         reward_spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
         reward_spec["reward_seconds"] = Unbounded(shape=size, device=device)
-        text = {name: ColumnSpec((*size, -1), example_data="") for name in ("type", "message")}
+        text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
         reward_spec["error"] = Composite(text, shape=size, device=device)
         return reward_spec
 

@@ -20,6 +20,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.envs.failures import tell_failures
 from torchrl_llm.envs.reward.base import RewardParser, RewardScore
 from torchrl_llm.envs.reward.components import Component, Sample, WeightedTotal, weighted_total
 from torchrl_llm.envs.reward.running import Outcome
@@ -164,6 +165,9 @@ class CompositeReward(RewardParser):
             name: [o if isinstance(o, Outcome) else Outcome.failed(o) for o in column]
             for name, column in self._results(samples, there).items()
         } | written
+        for name, column in results.items():
+            # Here, for those that are optional or of no weight leave no error in their row.
+            tell_failures(((o.error, _part(name, o), o.place) for o in column), len(rows))
         total = self._weighted(results, len(rows))
         self._write_components(results, rows, next_td)
         if self.per_token:
@@ -266,8 +270,7 @@ class CompositeReward(RewardParser):
         if not failed:
             return Outcome.failed(RewardError("the weighted sum is too large for float32"))
         outcome = column[failed[0]]
-        message = f"component {failed[0]!r}: {outcome.message}"
-        return Outcome(None, outcome.error, message)
+        return outcome._replace(value=None, message=_part(failed[0], outcome))
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -339,6 +342,10 @@ def _value(outcome: Outcome) -> float:
     if outcome.value is None:
         return float("nan")
     return float(outcome.value.sum() if isinstance(outcome.value, Tensor) else outcome.value.reward)
+
+
+def _part(name: str, outcome: Outcome) -> str:
+    return f"component {name!r}: {outcome.message}"
 
 
 def _said(outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torchrl._utils import logger
 
+from torchrl_llm.envs.failures import place_among, place_of
 from torchrl_llm.envs.workers import (
     DaemonThreads,
     RemoteCallError,
@@ -37,11 +38,12 @@ class RemoteRewardError(RewardError):
     Args:
         kind: name of its type there.
         message: what it said.
+        place: where it was raised.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, place: str) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.place = kind, place
 
 
 def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None) -> Any:
@@ -70,7 +72,7 @@ def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None)
     try:
         return pool.call(*arguments, timeout=timeout)
     except RemoteRaisedError as error:
-        raise RemoteRewardError(error.kind, str(error)) from None
+        raise RemoteRewardError(error.kind, str(error), place_among(error.frames)) from None
     except RemoteTimeoutError:
         raise RewardTimeoutError(f"no reward within {timeout:g} s") from None
     except RemoteCallError as error:
@@ -85,22 +87,27 @@ class Outcome(NamedTuple):
         error: name of the type of what went wrong, empty where all went well.
         message: what it said, at most 2,000 characters of it.
         seconds: wall-clock time of the row.
+        place: where it went wrong, see :func:`~torchrl_llm.envs.failures.place_of`.
     """
 
     value: Any = None
     error: str = ""
     message: str = ""
     seconds: float = 0.0
+    place: str = ""
 
     @classmethod
     def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
         """The outcome of an exception.
 
         Example:
-            >>> Outcome.failed(ZeroDivisionError("by zero"))
-            Outcome(value=None, error='ZeroDivisionError', message='by zero', seconds=0.0)
+            >>> Outcome.failed(ZeroDivisionError("by zero"))[:3]
+            (None, 'ZeroDivisionError', 'by zero')
         """
-        kind = error.kind if isinstance(error, RemoteRewardError) else type(error).__name__
+        if isinstance(error, RemoteRewardError):
+            kind, place = error.kind, error.place
+        else:
+            kind, place = type(error).__name__, place_of(error)
         try:
             message = str(error)
         except BaseException:  # an exception may not even have a text
@@ -109,7 +116,7 @@ class Outcome(NamedTuple):
             message = message[: _LONGEST_MESSAGE - 3] + "..."
         # What cannot be encoded could not be stored.
         message = message.encode("utf-8", "replace").decode()
-        return cls(None, kind, message, seconds)
+        return cls(None, kind, message, seconds, place)
 
 
 def run_rows(

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_llm.envs.failures import ERROR_KEYS
 from torchrl_llm.envs.reward.base import RewardScore
 from torchrl_llm.envs.reward.components import Sample, Scorer
 from torchrl_llm.envs.reward.running import Outcome
@@ -74,7 +75,7 @@ class WrittenReward(Scorer):
             for name in ("success", "reward_answer", "reward_think")
         ]
         seconds = _flat(next_td.get("reward_seconds", None), size).tolist()
-        kinds, messages = (next_td.get(("error", name)).tolist() for name in ("type", "message"))
+        kinds, messages, places = (next_td.get(("error", n)).tolist() for n in ERROR_KEYS)
         valid = _flat(valid, size).bool().tolist()
         return [
             Outcome(
@@ -82,6 +83,7 @@ class WrittenReward(Scorer):
                 "" if valid[row] else kinds[row] or RewardError.__name__,
                 "" if valid[row] else messages[row],
                 seconds[row],
+                places[row],
             )
             for row in rows
         ]

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
@@ -36,6 +37,7 @@ _LENGTH = struct.Struct("!Q")
 _COMMAND = struct.Struct("!cq")  # what to do, and with which process
 _ANSWER = struct.Struct("!q")
 _LONGEST_MESSAGE = 2000
+_MOST_FRAMES = 50
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 _KILL_S = 5.0
@@ -225,7 +227,16 @@ def _failure(error: BaseException) -> dict[str, Any]:
         message = str(error)
     except BaseException:  # an exception may not even have a text
         message = ""
-    return {"error": type(error).__name__, "message": message[:_LONGEST_MESSAGE]}
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename != __file__
+    ]
+    return {
+        "error": type(error).__name__,
+        "message": message[:_LONGEST_MESSAGE],
+        "frames": frames[-_MOST_FRAMES:],
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,12 @@ class RemoteRaisedError(RemoteCallError):
     Args:
         kind: name of the exception's type.
         message: what it said.
+        frames: file, line and function of each frame from the function on, the innermost last.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, frames: Sequence[tuple[str, int, str]]) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.frames = kind, frames
 
 
 class RemoteTimeoutError(RemoteCallError, TimeoutError):
@@ -183,7 +184,7 @@ class WorkerPool:
                 else:
                     worker.close()  # the pool was closed meanwhile
         if "error" in reply:
-            raise RemoteRaisedError(reply["error"], reply["message"])
+            raise RemoteRaisedError(reply["error"], reply["message"], reply["frames"])
         return _value(reply["value"])
 
     def close(self) -> None:

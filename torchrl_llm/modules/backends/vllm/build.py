@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
 from torchrl_llm.modules.backends.server import EXTENSION
@@ -130,6 +132,7 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
     _check_names(arguments)
     with undisturbed():
         try:
+            _add_expert_group()
             return vllm.LLM(**arguments)
         except TorchRLLLMError:
             raise
@@ -137,11 +140,25 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
             raise _explained(error, arguments) from error
 
 
+def _add_expert_group() -> None:
+    """Let a mixture of experts be built beside a dense model, whose groups lack that of experts.
+
+    The engines of a process share vLLM's groups, which are made for its first model.
+    """
+    from vllm.distributed import parallel_state as state
+
+    if state.model_parallel_is_initialized() and state._EP is None:
+        world = state.get_world_group()
+        ranks = [list(world.ranks)]
+        backend = torch.distributed.get_backend(world.device_group)
+        state._EP = state.init_model_parallel_group(
+            ranks, world.local_rank, backend, group_name="ep"
+        )
+
+
 def _check_devices(wanted: int, cpu: bool) -> None:
     if wanted == 1 or cpu:
         return
-    import torch
-
     found = torch.cuda.device_count()
     if wanted > found:
         raise ResourceError(f"an engine over {wanted} GPUs was asked for, and {found} are here")

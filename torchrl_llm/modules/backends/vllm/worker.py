@@ -88,6 +88,7 @@ class vLLMWorker:
         buffer = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=group.device)
         group.broadcast(buffer, timeout_s=timeout_s)
         source = TensorSource({name: buffer}, kind="delta")
+        source.recounted = True  # whoever sends one by one counts no versions
         receipt = load_into_vllm_model(self.model_runner.get_model(), source, version=0)
         self._torchrl_llm_changes += 1
         return receipt.digest
