@@ -14,7 +14,7 @@ from recipes.script import run_main
 from recipes.turns_helper import check_turns, remember_rows
 
 from torchrl_llm.data.rollouts import ends_trajectory
-from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
+from torchrl_llm.errors import ConfigError, ResourceError, RewardError, WorkerError
 from torchrl_llm.trainers import AsyncGRPOConfig, BatchSource, load_config
 from torchrl_llm.trainers.ray_collection import RayCollection, ray_collection
 
@@ -135,6 +135,17 @@ def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):
     monkeypatch.setattr(RayCollection, "start", dead)
     with pytest.raises(WorkerError, match="collector-"):
         run(tmp_path, "train.max_steps=2", "ray.max_restarts=0", "ray.num_collectors=1")
+
+
+def test_a_reward_that_fails_in_every_collector_is_shown_here(tmp_path, run, monkeypatch, warned):
+    monkeypatch.setattr("torchrl_llm.envs.failures._said", set())
+    file = tmp_path / "failing_reward_of_a_user.py"
+    file.write_text("def fails(sample):\n    return sample.nothing\n")
+    with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
+        run(tmp_path / "run", "train.max_steps=2", f"reward.components.mine._target_={file}:fails")
+    [shown] = [line for line in warned if "AttributeError" in line]
+    assert "rows failed: AttributeError: component 'mine': " in shown
+    assert f" at {file}:2, in fails. " in shown
 
 
 def test_too_few_cpus_are_said_before_anything_starts():

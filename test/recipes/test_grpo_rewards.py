@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from recipes.grpo_helper import SCRIPT, column, run_script
+from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
 from torchrl_llm.envs.reward import Scorer
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
 from torchrl_llm.trainers.collection import CollectionConfig, make_collecting_env
 
@@ -99,7 +99,9 @@ def test_a_component_that_fails_makes_rows_invalid_and_an_optional_one_does_not(
     tmp_path, run, mine
 ):
     failing = f"reward.components.mine._target_={mine}:fails"
-    table = run(tmp_path / "a", *TWO_STEPS, failing)
+    with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
+        run(tmp_path / "a", *TWO_STEPS, failing)
+    table = rows(tmp_path / "a")
     check_ledger(table)
     assert column(table, "train/invalid") == [1.0, 1.0]
     assert column(table, "train/tokens_trained") == [0.0, 0.0]
@@ -177,6 +179,7 @@ def test_expert_iteration_selects_by_the_whole_reward(tmp_path, monkeypatch, min
         "env.repeats=4",
         "eval.num_prompts=0",
         "logging.progress=false",
+        "optimizer.warmup_steps=0",
         "reward.components.task.weight=0",
         f"reward.components.mine._target_={mine}:starts_with_a_digit",
     )

@@ -207,3 +207,18 @@ def test_the_state_carries_what_waits():
     other.load_state_dict(batch_source.state_dict())
     other.fill()
     assert totals(other) == {"generated": 3, "trained": 6}
+
+
+def test_failures_of_rewards_elsewhere_are_shown_here(warned, monkeypatch):
+    monkeypatch.setattr("torchrl_llm.envs.failures._said", set())
+    batch = [row(1.0), row(float("nan")), row(float("nan"), 1), row(0.5, 1)]
+    told = {"type": "KeyError", "message": "'x'", "place": "/a/reward.py:7, in score"}
+    for one, error in zip(batch, ({}, told, told, {}), strict=True):
+        texts = {name: error.get(name, "") for name in ("type", "message", "place")}
+        one.set(("next", "error"), TensorDict(texts))
+    _, rows = source([batch] * 2, 4)
+    rows.fill()
+    rows.fill()
+    shown = [line for line in warned if "KeyError" in line]
+    assert len(shown) == 1
+    assert shown[0].startswith(f"2 of 4 rows failed: KeyError: 'x' at {told['place']}. ")

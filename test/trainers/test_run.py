@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
 from torchrl_llm.trainers import run as run_module
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
 
@@ -68,7 +68,7 @@ class Toy:
             evaluation=EvalConfig(interval=2),
         )
 
-    def train(self, interrupt_at=None, kill_at=None, number=signal.SIGINT):
+    def train(self, interrupt_at=None, kill_at=None, number=signal.SIGINT, rewards=None):
         for step in self.run.steps():
             if step == kill_at:
                 raise Killed
@@ -76,7 +76,8 @@ class Toy:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.run.record({"train/reward": -loss.item(), "train/tokens_generated": 10})
+            reward = -loss.item() if rewards is None else rewards[step - 1]
+            self.run.record({"train/reward": reward, "train/tokens_generated": 10})
             if step == interrupt_at:
                 signal.raise_signal(number)
         return self
@@ -333,3 +334,23 @@ def test_a_logger_that_raises_does_not_end_the_run_which_counts_it(tmp_path, cap
     toy.run.finish()
     assert "Down raised at 3 of the steps" in capsys.readouterr().err
     assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+
+
+NAN = float("nan")
+
+
+def test_a_run_without_any_valid_reward_does_not_end_like_one_that_learned(tmp_path):
+    toy = Toy(tmp_path / "none", max_steps=2).train(rewards=[NAN, NAN])
+    with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
+        toy.run.finish()
+    Toy(tmp_path / "one", max_steps=3).train(rewards=[NAN, 0.0, NAN]).run.finish()
+
+
+def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_there(tmp_path):
+    rewards = [1.0, *[NAN] * 9, 1.0, *[NAN] * 10, 1.0]
+    with pytest.raises(RewardError, match=r"the last 10 steps had no valid reward.*step_000021"):
+        Toy(tmp_path, max_steps=22).train(rewards=rewards)
+    toy = Toy(tmp_path, max_steps=22, resume="auto")
+    assert toy.run.step == 21
+    toy.train(rewards=rewards).run.finish()
+    assert len(rows(tmp_path)) == 22

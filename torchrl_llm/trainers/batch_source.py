@@ -283,7 +283,9 @@ def _show_failures(rows: Sequence[TensorDict]) -> None:
     for row in rows:
         valid = leaf(row, ("next", "reward_valid"))
         if valid is not None and not valid.all():
-            failed.append(tuple(row.get(("next", "error", name), "") for name in ERROR_KEYS))
+            error = row.get(("next", "error"), {})
+            told = set(error.keys())
+            failed.append(tuple(error[name] if name in told else "" for name in ERROR_KEYS))
     tell_failures(failed, len(rows))
 
 

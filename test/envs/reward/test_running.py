@@ -104,8 +104,8 @@ def test_an_exception_without_a_text_and_one_of_another_process_are_named():
     for num_threads in (0, 1):
         (outcome,) = run_rows(leave, [()], num_threads=num_threads)
         assert (outcome.error, outcome.message) == ("Leaves", "")
-    remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero"))
-    assert remote[1:3] == ("ZeroDivisionError", "by zero")
+    remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero", "reward.py:1, in f"))
+    assert remote[1:] == ("ZeroDivisionError", "by zero", 0.0, "reward.py:1, in f")
 
 
 def test_what_an_exception_says_is_kept_short_and_can_be_stored():
