@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
@@ -32,6 +33,7 @@ from torchrl_llm.trainers.collection import (
     make_collecting_env,
     make_collecting_policy,
     rollout_options,
+    sent_dtype,
 )
 from torchrl_llm.trainers.config import check_override_keys, dotted, ensure, from_mapping
 from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
@@ -224,11 +226,13 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
     redis, sync = config.redis, config.weight_sync
     on_return: Callable[[], None] | None = None
     if sync.type == "redis":
-        writer = RedisWeightWriter(redis.url, redis.name, reconnect_s=redis.reconnect_s)
+        writer = RedisWeightWriter(
+            redis.url, redis.name, reconnect_s=redis.reconnect_s, dtype=sent_dtype(config)
+        )
         publish, on_return = writer.publish, writer.refresh
     else:
         writer = DoubleBufferWriter(sync.folder)
-        publish = partial(_write, writer)
+        publish = partial(_write, writer, dtype=sent_dtype(config))
     channel = RedisChannel(
         redis.url,
         redis.name,
@@ -254,9 +258,15 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
 
 
 def _write(
-    writer: DoubleBufferWriter, weights: Any, version: int, *, canary: CanaryTarget | None = None
+    writer: DoubleBufferWriter,
+    weights: Any,
+    version: int,
+    *,
+    dtype: torch.dtype | None,
+    canary: CanaryTarget | None = None,
 ) -> str | None:
-    return writer.write(engine_weights(weights), version=version, canary=canary).digest
+    named = engine_weights(weights, dtype=dtype)
+    return writer.write(named, version=version, canary=canary).digest
 
 
 # -- the actors' end ------------------------------------------------------------------------------
@@ -277,7 +287,9 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = print) -> 
     """
     redis = config.redis
     channel = RedisChannel(redis.url, redis.name, reconnect_s=redis.reconnect_s)
-    what = CollectionConfig.of(config)
+    # The learner's cuda:1 is no device of this machine.
+    device = "cpu" if config.train.device == "cpu" else "auto"
+    what = CollectionConfig.of(config, device=device)
     collector = LLMCollector(
         make_collecting_env(what),
         policy=make_collecting_policy(what),

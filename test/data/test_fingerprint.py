@@ -66,3 +66,28 @@ def test_parts_make_the_digest_again_after_some_changed():
     part = WeightDigest()
     part.update("a", changed["a"])
     assert WeightDigest.of_parts({**digest.parts, **part.parts}) == weights_digest(changed)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, (1 << 17) - 1, 1 << 17, (1 << 18) + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_copy_on_the_way_changes_neither_digest_nor_values(size, dtype):
+    tensor = torch.randn(size).to(dtype)
+    for wanted in (torch.float32, torch.bfloat16):
+        digest, target = WeightDigest(), torch.full((size,), 7.0, dtype=wanted)
+        digest.update("a", tensor, target=target)
+        assert digest.value == weights_digest({"a": tensor})
+        assert torch.equal(target, tensor.to(wanted))
+
+
+def test_a_target_in_another_layout_gets_the_values_too():
+    tensor = torch.randn(6, 4)
+    for source, target in [
+        (tensor, torch.zeros(4, 6).t()),
+        (tensor.t(), torch.zeros(4, 6)),
+        (tensor.t(), torch.zeros(6, 4).t()),
+        (tensor, torch.zeros(6, 8)[:, :4]),
+    ]:
+        digest = WeightDigest()
+        digest.update("a", source, target=target)
+        assert digest.value == weights_digest({"a": source})
+        assert torch.equal(target, source)

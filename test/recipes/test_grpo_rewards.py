@@ -163,7 +163,7 @@ def test_collectors_elsewhere_get_the_components(mine):
     overrides = [f"reward.components.mine._target_={mine}:starts_with_a_digit"]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         values = compose("grpo-async", check_arguments(overrides, AsyncGRPOConfig))
-    config = CollectionConfig.of(load_config(values, AsyncGRPOConfig))
+    config = CollectionConfig.of(load_config(values, AsyncGRPOConfig), device="cpu")
     env = make_collecting_env(config)
     assert set(env.reward_spec["rewards"].keys()) == {"task", "mine"}
 

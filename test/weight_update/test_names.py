@@ -116,3 +116,27 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(tiny_model):
 def test_a_state_dict_with_adapters_cannot_be_merged(adapted):
     with pytest.raises(ConfigError, match="belongs to an adapter"):
         engine_weights(adapted.state_dict())
+
+
+def test_weights_are_cast_for_an_engine_with_fewer_bits_but_for_those_that_are_kept_precise():
+    class Router(nn.Module):
+        _keep_in_fp32_modules_strict = ("bias_of_experts",)  # as DeepSeek's
+
+        def __init__(self):
+            super().__init__()
+            self.bias_of_experts = nn.Parameter(torch.randn(3))
+            self.weight = nn.Parameter(torch.randn(3))
+            self.small = nn.Parameter(torch.randn(3).half())
+            self.register_buffer("count", torch.tensor([2**40]))
+
+    model = Router()
+    cast = engine_weights(model, dtype=torch.bfloat16)
+    types = {name: value.dtype for name, value in cast.items()}
+    assert types == {
+        "bias_of_experts": torch.float32,
+        "count": torch.int64,
+        "small": torch.float16,
+        "weight": torch.bfloat16,
+    }
+    assert torch.equal(cast["weight"], model.weight.to(torch.bfloat16))
+    assert engine_weights(model, dtype=torch.float32)["weight"].dtype == torch.float32

@@ -7,19 +7,24 @@ engine cannot be hashed alike. That is what the canary prompt of
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
+import xxhash
 from torch import Tensor
 
 __all__ = ["WeightDigest", "weights_digest"]
+
+# Bytes that are copied and then hashed while the processor still has them in its cache.
+_CHUNK = 1 << 19
 
 
 class WeightDigest:
     """A digest that takes weights one after the other, in any order.
 
-    Names, dtypes, shapes and bytes count; the order and the device do not.
+    Names, dtypes, shapes and bytes count; the order and the device do not. It is XXH3 with 128
+    bits, which reads as fast as memory does: made against what goes wrong, not against somebody who
+    wants two weights to look alike.
 
     Attributes:
         num_tensors: how many were counted in.
@@ -38,23 +43,34 @@ class WeightDigest:
         self.num_tensors = 0
         self.num_bytes = 0
 
-    def update(self, name: str, tensor: Tensor) -> None:
-        """Count a weight in.
+    def update(self, name: str, tensor: Tensor, *, target: Tensor | None = None) -> None:
+        """Count a weight in, and copy it where it belongs on the way.
 
         Args:
             name: its dotted name.
-            tensor: its values; on an accelerator it is copied to the CPU.
+            tensor: its values; on an accelerator they are copied to the CPU.
+            target: gets the values, whatever its dtype; together this costs little more than the
+                copy.
         """
-        data = tensor.detach().to("cpu").contiguous()
-        head = f"{name}|{data.dtype}|{tuple(data.shape)}|".encode()
-        # Most processors have instructions for SHA-256: more than twice as fast as BLAKE2 here.
-        content = hashlib.sha256(head)
+        data = tensor.detach()
+        if target is not None and not _side_by_side(data, target):
+            target.copy_(data)
+            target = None
+        data = data.to("cpu").contiguous()
+        content = xxhash.xxh3_128(f"{name}|{data.dtype}|{tuple(data.shape)}|".encode())
         if data.numel():
-            content.update(memoryview(data.flatten().view(torch.uint8).numpy()))
-        part = int.from_bytes(content.digest()[:16], "big")
+            flat = data.flatten()
+            read = memoryview(flat.view(torch.uint8).numpy())
+            step = len(read) if target is None else _CHUNK
+            for start in range(0, len(read), step):
+                if target is not None:
+                    part = slice(start // data.itemsize, (start + step) // data.itemsize)
+                    target.view(-1)[part].copy_(flat[part])
+                content.update(read[start : start + step])
+        number = int.from_bytes(content.digest(), "big")
         # A sum does not depend on the order in which weights come.
-        self._sum = (self._sum + part) % 2**128
-        self._parts[name] = part
+        self._sum = (self._sum + number) % 2**128
+        self._parts[name] = number
         self.num_tensors += 1
         self.num_bytes += data.numel() * data.element_size()
 
@@ -79,6 +95,11 @@ class WeightDigest:
             32 hexadecimal digits.
         """
         return f"{sum(parts.values()) % 2**128:032x}"
+
+
+def _side_by_side(data: Tensor, target: Tensor) -> bool:
+    """Whether two tensors can be copied in pieces that lie next to each other."""
+    return all(one.device.type == "cpu" and one.is_contiguous() for one in (data, target))
 
 
 def weights_digest(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:

@@ -12,6 +12,8 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.backends.vllm import VLLMBackend
@@ -38,7 +40,13 @@ from torchrl_llm.trainers.recipe import (
 from torchrl_llm.trainers.run import EvalConfig
 from torchrl_llm.trainers.sampler import engine_arguments
 
-__all__ = ["CollectionConfig", "make_collecting_env", "make_collecting_policy", "rollout_options"]
+__all__ = [
+    "CollectionConfig",
+    "make_collecting_env",
+    "make_collecting_policy",
+    "rollout_options",
+    "sent_dtype",
+]
 
 
 @dataclass(kw_only=True)
@@ -63,18 +71,17 @@ class CollectionConfig:
     in_flight: Literal["wait", "keep", "abort"] = "wait"
 
     @classmethod
-    def of(cls, config: AsyncGRPOConfig) -> CollectionConfig:
+    def of(cls, config: AsyncGRPOConfig, *, device: Literal["auto", "cpu"]) -> CollectionConfig:
         """What the collectors of a recipe need of its configuration.
 
         Adapters and checkpointing of gradients are the trainer's alone: collectors get merged
-        weights, and have no gradients. So is its GPU: theirs is what Ray gives them, the CPU where
-        it gives them none.
+        weights, and have no gradients. So is its GPU.
 
         Args:
             config: the recipe's.
+            device: of the collectors; ``auto`` for the GPU that they see, if they see one.
         """
         names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
-        device = "auto" if config.gpus_per_collector else "cpu"
         groups = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)
         return cls(
@@ -116,6 +123,17 @@ def _policy(config: CollectionConfig) -> LLMWrapperBase:
         **engine_arguments(config, "load"),
     )
     return vLLMWrapper(backend, tokenizer=tokenizer, **wrapper_options(config))
+
+
+def sent_dtype(config: AsyncGRPOConfig | CollectionConfig) -> torch.dtype | None:
+    """The type in which weights go to collectors; ``None`` for that in which they are trained.
+
+    Args:
+        config: what the collectors build.
+    """
+    if config.inference_model.backend == "transformers":
+        return None
+    return getattr(torch, engine_arguments(config, "load")["dtype"])
 
 
 def make_collecting_env(config: CollectionConfig) -> TaskEnv:

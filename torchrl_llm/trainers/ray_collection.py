@@ -27,6 +27,7 @@ from torchrl_llm.trainers.collection import (
     make_collecting_env,
     make_collecting_policy,
     rollout_options,
+    sent_dtype,
 )
 from torchrl_llm.trainers.grpo_config import AsyncGRPOConfig
 from torchrl_llm.trainers.recipe import device_of, reference_device
@@ -49,6 +50,7 @@ class RayCollection(ChannelCollector):
         batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
         pacer: see there.
         timeout_s: see there.
+        dtype: of the weights that are sent, see :func:`~torchrl_llm.weight_update.engine_weights`.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class RayCollection(ChannelCollector):
         batch_rows: int,
         pacer: Pacer,
         timeout_s: float,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.members = list(members)
+        self.members, self._dtype = list(members), dtype
         super().__init__(
             channel,
             batch_rows=batch_rows,
@@ -85,7 +88,7 @@ class RayCollection(ChannelCollector):
         self, weights: Any, version: int, *, canary: CanaryTarget | None = None
     ) -> str | None:
         self._check_members()
-        source = ObjectStoreSource.put(engine_weights(weights))
+        source = ObjectStoreSource.put(engine_weights(weights, dtype=self._dtype))
         source.canary = canary
         for member in self.members:
             member.load_weights(source, version=version)
@@ -159,7 +162,9 @@ def ray_collection(
     try:
         check_resources("grpo-async.py", [bundle] * number)
         channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
-        what = CollectionConfig.of(config)
+        # What Ray gives them, and the CPU where that is none.
+        device = "auto" if config.gpus_per_collector else "cpu"
+        what = CollectionConfig.of(config, device=device)
         # Names of this run: those of the run that it continues are in its accounts already.
         run = secrets.token_hex(3)
         build = partial(
@@ -175,6 +180,7 @@ def ray_collection(
             batch_rows=rows,
             pacer=Pacer(rule, batch_rows=rows * config.train.weight_update_frequency),
             timeout_s=config.ray.timeout_s,
+            dtype=sent_dtype(config),
         )
         try:
             yield collection

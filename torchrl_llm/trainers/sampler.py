@@ -165,5 +165,6 @@ def make_sampler(
     elif sync == "delta":
         updater = DeltaWeights(backend, model=model, canary=canary)
     else:
-        updater = EngineWeights(backend, model=model, canary=canary)
+        fingerprint = config.weight_sync.fingerprint
+        updater = EngineWeights(backend, model=model, canary=canary, fingerprint=fingerprint)
     return sampler, updater

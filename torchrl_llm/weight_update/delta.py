@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from torchrl_llm.data.fingerprint import WeightDigest
-from torchrl_llm.errors import WeightUpdateError
+from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.base import Backend
 from torchrl_llm.modules.backends.weights import DeltaSource, TensorSource, WeightReceipt
 from torchrl_llm.weight_update.engine import EngineWeights, Sender, Weights
@@ -43,8 +43,13 @@ class DeltaWeights(EngineWeights):
     num_bytes_sent: int = 0
     _held: WeakKeyDictionary[Backend, dict[str, int]] | None = None
 
+    def _check(self, backend: Backend) -> None:
+        super()._check(backend)
+        if not self._fingerprint:
+            raise ConfigError("DeltaWeights finds what changed by its fingerprint: leave that on")
+
     def _sender(self, weights: Weights, version: int) -> Sender:
-        named = engine_weights(weights)
+        named = engine_weights(weights, dtype=self._dtype)
         digest = WeightDigest()
         for name, value in named.items():
             digest.update(name, value)

@@ -133,6 +133,7 @@ class DoubleBufferWeights(EngineWeights):
         model: see there.
         canary: see there.
         ledger: see there.
+        dtype: see there.
         reader_folder: the same folder as the engines see it; by default by the same name.
         num_threads: copy so many tensors at once.
 
@@ -153,10 +154,11 @@ class DoubleBufferWeights(EngineWeights):
         model: Weights | None = None,
         canary: CanaryCheck | None = None,
         ledger: WeightLedger | None = None,
+        dtype: torch.dtype | None = None,
         reader_folder: str | Path | None = None,
         num_threads: int = 1,
     ) -> None:
-        super().__init__(*backends, model=model, canary=canary, ledger=ledger)
+        super().__init__(*backends, model=model, canary=canary, ledger=ledger, dtype=dtype)
         self._writer = DoubleBufferWriter(folder, num_threads=num_threads)
         self._reader_folder = Path(folder if reader_folder is None else reader_folder)
         self._num_threads = num_threads
@@ -166,7 +168,7 @@ class DoubleBufferWeights(EngineWeights):
         self._writer.close()
 
     def _sender(self, weights: Weights, version: int) -> Sender:
-        header = self._writer.write(engine_weights(weights), version=version)
+        header = self._writer.write(engine_weights(weights, dtype=self._dtype), version=version)
         source = DoubleBufferSource(
             self._reader_folder, sequence=header.sequence, num_threads=self._num_threads
         )

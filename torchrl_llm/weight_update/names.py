@@ -51,7 +51,7 @@ def normalized_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def engine_weights(source: Weights) -> dict[str, Tensor]:
+def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """All weights of a model as a sampling engine wants them, sorted by name.
 
     Names are those of the bare Hugging Face model; of a tied weight there is one name; LoRA layers
@@ -61,10 +61,13 @@ def engine_weights(source: Weights) -> dict[str, Tensor]:
     Args:
         source: the trained module in any of its wrappings, a policy around it, its state dict, or a
             tensordict of its weights.
+        dtype: the type that the engine keeps them in, where it has fewer bits than theirs: what is
+            sent is then smaller. What a model of transformers keeps in float32 whatever its type
+            (routers of experts, for some) is left as it is.
 
     Returns:
-        Name to tensor, detached; the tensors are the source's own except where they were merged or
-        gathered.
+        Name to tensor, detached; the tensors are the source's own except where they were merged,
+        gathered or cast.
 
     Raises:
         ConfigError: for anything else, or a state dict with adapters, which only the module can
@@ -80,6 +83,7 @@ def engine_weights(source: Weights) -> dict[str, Tensor]:
         source = source.backend.module
     adapted = isinstance(source, nn.Module) and _has_adapters(source)
     pairs = _merged(source) if adapted else named_weights(source).items()
+    kept = set() if dtype is None else _kept_precise(source)
     weights: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for raw, value in pairs:
@@ -98,8 +102,21 @@ def engine_weights(source: Weights) -> dict[str, Tensor]:
         if value.numel() and place in seen:
             continue
         seen.add(place)
-        weights[name] = whole_tensor(value)
+        whole = whole_tensor(value)
+        fits = dtype is None or not whole.is_floating_point() or whole.itemsize <= dtype.itemsize
+        weights[name] = whole if fits or _is_kept(name, kept) else whole.to(dtype)
     return dict(sorted(weights.items()))
+
+
+def _kept_precise(source: Weights) -> set[str]:
+    """Parts of names whose weights a model of transformers keeps in float32."""
+    parts = source.modules() if isinstance(source, nn.Module) else ()
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {word for part in parts for name in names for word in getattr(part, name, None) or ()}
+
+
+def _is_kept(name: str, kept: set[str]) -> bool:
+    return any(f".{word}." in f".{name}." for word in kept)
 
 
 def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:

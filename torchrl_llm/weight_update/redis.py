@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrl_llm._redis import RECONNECT_S, RedisLink
@@ -45,6 +46,7 @@ class RedisWeightWriter:
         chunk_bytes: most bytes of one value, as long as no single tensor is larger.
         keep: versions that stay, so that whoever is reading one while others come can finish.
         reconnect_s: seconds for which the server may stay away.
+        dtype: of the weights that are sent, see :func:`engine_weights`.
 
     Raises:
         MissingExtraError: redis-py is not installed.
@@ -59,6 +61,7 @@ class RedisWeightWriter:
         chunk_bytes: int = 32 << 20,
         keep: int = 3,
         reconnect_s: float = RECONNECT_S,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if chunk_bytes < 1 or keep < 1:
             raise ConfigError(
@@ -66,6 +69,7 @@ class RedisWeightWriter:
             )
         self._link = RedisLink(url, feature="RedisWeightWriter", reconnect_s=reconnect_s)
         self._name, self._chunk_bytes, self._keep = name, chunk_bytes, keep
+        self._dtype = dtype
         self._uploads: list[tuple[str, int]] = []
         self._last: tuple[dict[str, Any], list[bytes]] | None = None
 
@@ -85,7 +89,7 @@ class RedisWeightWriter:
             WorkerError: the server stayed away.
             ResourceError: it is out of memory.
         """
-        named = engine_weights(weights)
+        named = engine_weights(weights, dtype=self._dtype)
         chunks = list(self._chunks(named))
         head = {
             "version": version,

@@ -62,14 +62,16 @@ class SharedEngineWeights(EngineWeights):
         canary: CanaryCheck | None = None,
         ledger: WeightLedger | None = None,
     ) -> None:
-        super().__init__(backend, model=model, canary=canary, ledger=ledger)
+        super().__init__(
+            backend, model=model, canary=canary, ledger=ledger, fingerprint=fingerprint
+        )
         engine = getattr(backend, "engine", None)
         if engine is None:
             raise ConfigError(
                 f"SharedEngineWeights needs a vLLM engine in this process; {type(backend).__name__}"
                 " has none (a TransformersBackend shares by being built on the trained model)"
             )
-        self._rebind, self._fingerprint = rebind, fingerprint
+        self._rebind = rebind
         with backend.exclusive():
             self.storage = SharedStorage(model, engine)
             backend.weights_changed(backend.version)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import WeightUpdateError
+from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend, load_model
 from torchrl_llm.modules.backends.weights import (
     DeltaSource,
     TensorSource,
@@ -99,3 +102,67 @@ def test_what_lies_in_place_is_not_copied():
     targets = {"a": target[:2], "b": target[2:]}
     with pytest.raises(WeightUpdateError, match=r"1 weights .* \['b'\]"):
         copy_checked({"a": target[:2]}, targets, required=["a", "b"])
+
+
+def test_tensors_in_hand_are_hashed_when_they_are_copied(loaded):
+    module, _ = loaded
+    new = _state(nn.Linear(2, 3))
+    incoming = open_source(TensorSource(new), version=2)
+    new["bias"].zero_()  # what counts is what was copied
+    receipt = load_into(module, incoming, version=2)
+    assert receipt[:4] == (2, weights_digest(new), 2, 36)
+    assert weights_digest(module.state_dict()) == weights_digest(new)
+    with pytest.raises(WeightUpdateError, match="other values under the same number"):
+        load_into(module, TensorSource(_state(nn.Linear(2, 3))), version=2)
+
+
+def test_weights_without_fingerprint_arrive_and_no_delta_builds_upon_them(loaded):
+    module, _ = loaded
+    state = _state(nn.Linear(2, 3))
+    source = TensorSource(state)
+    source.hashed = False
+    for sent in (source, pickle.loads(pickle.dumps(source))):
+        receipt = load_into(module, sent, version=2)
+        assert receipt[:4] == (2, "unhashed-2", 2, 36)
+    assert torch.equal(module.weight, state["weight"])
+    delta, _ = _delta(state, bias=torch.ones(3))
+    with pytest.raises(WeightUpdateError, match="send it all weights"):
+        load_into(module, delta, version=3)
+
+
+def fake_backend():
+    return FakeBackend(vocab_size=16, eos_token_ids=(2,))
+
+
+def torch_backend():
+    return TransformersBackend(load_model(), eos_token_ids=(2,))
+
+
+class Slow(TensorSource):
+    """Weights that arrive when they are told to."""
+
+    in_hand = False
+
+    def __init__(self, weights):
+        super().__init__(weights)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def receive(self):
+        self.asked.set()
+        assert self.go_on.wait(60)
+        yield from super().receive()
+
+
+@pytest.mark.parametrize("make", [fake_backend, torch_backend])
+def test_a_sampler_goes_on_while_weights_are_on_their_way(make):
+    backend = make()
+    source = Slow({name: value + 1 for name, value in backend.module.state_dict().items()})
+    prompt, params = [torch.tensor([3, 4])], SamplingParams(max_new_tokens=2)
+    with ThreadPoolExecutor(1) as other:
+        update = other.submit(backend.update_weights, source, version=1)
+        assert source.asked.wait(60)
+        assert len(backend.generate(prompt, params)) == 1
+        assert not update.done()
+        source.go_on.set()
+        [receipt] = update.result(60)
+    assert receipt.digest == weights_digest(backend.module.state_dict())

@@ -23,7 +23,12 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, load_into
+from torchrl_llm.modules.backends.weights import (
+    WeightReceipt,
+    WeightSource,
+    load_into,
+    open_source,
+)
 
 __all__ = ["Answer", "BigramModel", "FakeBackend"]
 
@@ -244,8 +249,9 @@ class FakeBackend(Backend):
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
+        incoming = open_source(source, version=version)
         with self._lock:
-            return [load_into(self.module, source, version=version)]
+            return [load_into(self.module, incoming, version=version)]
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`."""

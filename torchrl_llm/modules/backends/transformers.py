@@ -30,7 +30,12 @@ from torchrl_llm.modules.backends.kv_cache import make_cache
 from torchrl_llm.modules.backends.modes import sampling_mode
 from torchrl_llm.modules.backends.native import NATIVE_ARGUMENTS, native_processors
 from torchrl_llm.modules.backends.scorer import CausalScorer
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, load_into
+from torchrl_llm.modules.backends.weights import (
+    WeightReceipt,
+    WeightSource,
+    load_into,
+    open_source,
+)
 from torchrl_llm.modules.value_head import ValueHead
 
 __all__ = ["TransformersBackend"]
@@ -224,8 +229,9 @@ class TransformersBackend(Backend):
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
+        incoming = open_source(source, version=version)
         with self._lock:
-            return [load_into(self.module, source, version=version)]
+            return [load_into(self.module, incoming, version=version)]
 
     def naive_scorer(self) -> TokenScorer | None:
         """See :meth:`TokenScorer.naive_scorer`."""

@@ -63,6 +63,8 @@ class WeightSource(ABC):
             sender could not know it beforehand.
         reusable: whether it can be opened again later, by an engine that was built anew; what is
             broadcast comes once.
+        hashed: whether the weights are fingerprinted; without it nothing tells what arrived.
+        in_hand: whether the tensors are the sender's own, in this process.
         canary: what an engine computes that has these weights, a
             :class:`~torchrl_llm.weight_update.CanaryTarget`, for receivers that check it; ``None``
             where the sender does not say.
@@ -74,6 +76,8 @@ class WeightSource(ABC):
     kind: Literal["full", "delta", "adapter"] = "full"
     digest: str | None = None
     reusable: bool = True
+    hashed: bool = True
+    in_hand: bool = False
     canary: Any = None
     recounted: bool = False
 
@@ -98,6 +102,8 @@ class TensorSource(WeightSource):
         digest: see :class:`WeightSource`.
     """
 
+    in_hand = True
+
     def __init__(
         self,
         weights: Mapping[str, Tensor],
@@ -113,7 +119,10 @@ class TensorSource(WeightSource):
         yield from self._weights.items()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "digest": self.digest or weights_digest(self._weights)}
+        digest = self.digest
+        if digest is None and self.hashed:
+            digest = weights_digest(self._weights)
+        return {**self.__dict__, "digest": digest, "in_hand": False}
 
 
 class DeltaSource(TensorSource):
@@ -165,24 +174,80 @@ class _Given(NamedTuple):
 _given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
-class Incoming:
-    """Weights that arrived and were compared with what was sent, and are not yet in the model.
+class Incoming(WeightSource):
+    """Weights that are here and were compared with what was sent, and are not yet in the model.
+
+    Args:
+        source: where they came from.
+        version: their number.
+        weights: name to tensor.
+        started: when the source was opened.
+        digest: of the weights; ``None`` where they are hashed when they are copied, or not at all.
 
     Attributes:
-        weights: name to tensor.
-        receipt: of the arrival; :meth:`accepted` gives that of the load.
+        source: as given.
+        version: as given.
+        weights: as given.
+        seconds: from opening the source to the arrival.
     """
 
     def __init__(
         self,
         source: WeightSource,
+        version: int,
         weights: dict[str, Tensor],
-        digest: WeightDigest,
-        receipt: WeightReceipt,
         started: float,
+        digest: WeightDigest | None,
     ) -> None:
-        self.weights, self.receipt = weights, receipt
-        self._source, self._parts, self._started = source, digest.parts, started
+        self.source, self.version, self.weights = source, version, weights
+        self.kind, self.hashed, self.recounted = source.kind, source.hashed, source.recounted
+        self.canary, self.reusable = source.canary, source.reusable
+        self._started, self._digest = started, digest
+        self.seconds = time.perf_counter() - started
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`WeightSource.receive`."""
+        yield from self.weights.items()
+
+    @property
+    def _counted(self) -> WeightDigest:
+        if self._digest is None:
+            self._digest = WeightDigest()
+            for name, tensor in self.weights.items():
+                self._digest.update(name, tensor)
+        return self._digest
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        return self._counted.parts if self.hashed else {}
+
+    @property
+    def receipt(self) -> WeightReceipt:
+        """Of the arrival; :meth:`accepted` gives that of the load."""
+        digest = self._counted.value if self.hashed else f"unhashed-{self.version}"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+        return WeightReceipt(self.version, digest, len(self.weights), size, self.seconds)
+
+    def copy_into(self, targets: Mapping[str, Tensor], *, required: Iterable[str] = ()) -> None:
+        """Copy the weights to where they belong, and hash them on the way if nobody has.
+
+        Args:
+            targets: see :func:`copy_checked`.
+            required: see there.
+
+        Raises:
+            WeightUpdateError: see there.
+        """
+        if self._digest is not None or not self.hashed:
+            copy_checked(self.weights, targets, required=required)
+            return
+        _check_targets(self.weights, targets, required)
+        digest = WeightDigest()
+        with torch.no_grad():
+            for name, tensor in self.weights.items():
+                there = targets[name].data_ptr() == tensor.data_ptr()
+                digest.update(name, tensor, target=None if there else targets[name])
+        self._digest = digest
 
     def check_version(self, holder: Any) -> None:
         """Refuse other weights under the version that a receiver has; the same ones may come again.
@@ -194,9 +259,9 @@ class Incoming:
             WeightUpdateError: it has other weights under this number.
         """
         given = _given.get(holder)
-        if given is None or given.version != self.receipt.version or self._source.recounted:
+        if given is None or given.version != self.version or self.recounted:
             return
-        whole = self._source.kind == "full"
+        whole = self.kind == "full"
         other = [
             name
             for name, digest in self._parts.items()
@@ -220,30 +285,30 @@ class Incoming:
             WeightUpdateError: it holds others, or nobody knows what it holds.
         """
         self.check_version(holder)
-        if not isinstance(self._source, DeltaSource):
+        if not isinstance(self.source, DeltaSource):
             return
         held = _held.get(holder)
         digest = None if held is None else WeightDigest.of_parts(held)
-        if digest != self._source.base:
+        if digest != self.source.base:
             raise WeightUpdateError(
-                f"version {self.receipt.version} came as the changes since the weights "
-                f"{self._source.base}; this sampler holds {digest or 'none that it was sent'}: "
+                f"version {self.version} came as the changes since the weights "
+                f"{self.source.base}; this sampler holds {digest or 'none that it was sent'}: "
                 "send it all weights"
             )
         after = WeightDigest.of_parts({**held, **self._parts})
-        if after != self._source.result:
+        if after != self.source.result:
             raise WeightUpdateError(
-                f"with the changes of version {self.receipt.version} the weights are {after} and "
-                f"should be {self._source.result}"
+                f"with the changes of version {self.version} the weights are {after} and "
+                f"should be {self.source.result}"
             )
 
     def took_version(self, holder: Any) -> None:
         """Remember what the version is; part of :meth:`accepted`."""
         before = _given.get(holder)
-        if self._source.kind == "full" or before is None:
-            _given[holder] = _Given(self.receipt.version, self._parts)
+        if self.kind == "full" or before is None:
+            _given[holder] = _Given(self.version, self._parts)
         else:
-            _given[holder] = _Given(self.receipt.version, {**before.parts, **self._parts})
+            _given[holder] = _Given(self.version, {**before.parts, **self._parts})
 
     def accepted(self, holder: nn.Module) -> WeightReceipt:
         """Remember what a module holds now, and say so; call it after the last copy.
@@ -251,31 +316,36 @@ class Incoming:
         Args:
             holder: the module that got them.
         """
-        digest = self.receipt.digest
+        receipt = self.receipt
+        digest = receipt.digest
         self.took_version(holder)
-        if self._source.kind == "full":
+        if self.kind == "full":
             _held[holder] = self._parts
-        elif isinstance(self._source, DeltaSource):
+        elif isinstance(self.source, DeltaSource):
             _held[holder] = {**_held[holder], **self._parts}
-            digest = self._source.result
-        elif self._source.kind == "delta":
+            digest = self.source.result
+        elif self.kind == "delta":
             # Nobody said of what it is a change, so nobody can build upon it.
             _held.pop(holder, None)
         seconds = time.perf_counter() - self._started
-        return self.receipt._replace(digest=digest, seconds=seconds)
+        return receipt._replace(digest=digest, seconds=seconds)
 
 
 def open_source(source: WeightSource, *, version: int) -> Incoming:
     """Take everything that a source gives and compare it with the digest of what was sent.
 
     Args:
-        source: where the weights are.
+        source: where the weights are; what has arrived already is returned as it is.
         version: their number, for the receipt.
 
     Raises:
         WeightUpdateError: other bytes arrived than were sent.
     """
+    if isinstance(source, Incoming):
+        return source
     started = time.perf_counter()
+    if not source.hashed or (source.in_hand and source.digest is None):
+        return Incoming(source, version, dict(source.receive()), started, None)
     digest, weights = WeightDigest(), {}
     for name, tensor in source.receive():
         digest.update(name, tensor)
@@ -285,14 +355,7 @@ def open_source(source: WeightSource, *, version: int) -> Incoming:
             f"version {version} of the weights arrived as {digest.value} ({digest.num_tensors} "
             f"tensors, {digest.num_bytes} bytes) and was sent as {source.digest}"
         )
-    receipt = WeightReceipt(
-        version,
-        digest.value,
-        digest.num_tensors,
-        digest.num_bytes,
-        time.perf_counter() - started,
-    )
-    return Incoming(source, weights, digest, receipt, started)
+    return Incoming(source, version, weights, started, digest)
 
 
 def checked(source: WeightSource, *, version: int) -> tuple[dict[str, Tensor], WeightReceipt]:
@@ -335,11 +398,11 @@ def load_into(module: nn.Module, source: WeightSource, *, version: int) -> Weigh
     incoming = open_source(source, version=version)
     incoming.check_base(module)
     own = module.state_dict(keep_vars=True)
-    weights = incoming.weights
     if source.kind == "adapter":
-        weights = _of_active_adapter(module, weights, own)
-    required = [name for name, _ in module.named_parameters()] if source.kind == "full" else []
-    copy_checked(weights, own, required=required)
+        copy_checked(_of_active_adapter(module, incoming.weights, own), own)
+    else:
+        full = source.kind == "full"
+        incoming.copy_into(own, required=[n for n, _ in module.named_parameters()] if full else [])
     return incoming.accepted(module)
 
 
@@ -357,6 +420,16 @@ def copy_checked(
         WeightUpdateError: for a name or shape that the sampler does not have, or a weight that is
             missing; nothing was copied then.
     """
+    _check_targets(weights, targets, required)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            if targets[name].data_ptr() != tensor.data_ptr():
+                targets[name].copy_(tensor)
+
+
+def _check_targets(
+    weights: Mapping[str, Tensor], targets: Mapping[str, Tensor], required: Iterable[str]
+) -> None:
     for name, tensor in weights.items():
         if name not in targets or targets[name].shape != tensor.shape:
             found = tuple(targets[name].shape) if name in targets else "no such weight"
@@ -369,10 +442,6 @@ def copy_checked(
         raise WeightUpdateError(
             f"{len(missing)} weights of the sampler were not sent: {missing[:3]}"
         )
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            if targets[name].data_ptr() != tensor.data_ptr():
-                targets[name].copy_(tensor)
 
 
 def _of_active_adapter(

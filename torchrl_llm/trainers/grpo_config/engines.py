@@ -99,10 +99,20 @@ class WeightSyncConfig:
             ``inference_model.num_devices=1``, else ``load``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
+        fingerprint: with ``load``, hash all weights at each update: a fifth of the copy on the CPU;
+            on a GPU they have to be copied to the CPU for it.
     """
 
     type: Literal["auto", "shared", "load", "delta", "adapter"] = "auto"
     verify: bool = True
+    fingerprint: bool = True
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.fingerprint or self.type in ("auto", "load"),
+            f"weight_sync.fingerprint=false has no effect with weight_sync.type={self.type}: "
+            "delta finds by it what changed, the others do not hash all weights",
+        )
 
 
 @dataclass(kw_only=True)

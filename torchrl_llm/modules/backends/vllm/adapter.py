@@ -78,6 +78,8 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
             "this engine takes no adapters: start it with enable_lora=True, or send merged weights "
             "(AdapterWeights(merge=True))"
         )
+    incoming = open_source(source, version=version)
+    source = incoming.source
     if not isinstance(source, AdapterSource):
         raise ConfigError(
             "an adapter comes as an AdapterSource, which holds its configuration too; got "
@@ -89,7 +91,6 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
             f"the adapter has rank {rank} and the engine takes {lora.max_lora_rank}: start it with "
             f"max_lora_rank={rank} or the next rank that vLLM knows"
         )
-    incoming = open_source(source, version=version)
     incoming.check_version(llm)
     request_type = require("vllm.lora.request", extra="vllm", feature="load_adapter").LoRARequest
     safetensors = require("safetensors.torch", extra="vllm", feature="load_adapter")

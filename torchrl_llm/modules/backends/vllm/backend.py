@@ -34,7 +34,7 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, open_source
 from torchrl_llm.modules.loading import load_tokenizer
 
 __all__ = ["VLLMBackend"]
@@ -380,9 +380,11 @@ class VLLMBackend(Backend):
         """See :meth:`Backend.update_weights`; between two steps of the engine."""
         from torchrl_llm.modules.backends.vllm.loading import load_weights
 
+        # It goes on sampling until they are here.
+        incoming = open_source(source, version=version)
         with self.exclusive():
             self._local.sleep.check_weights()
-            receipt = load_weights(self.engine, source, version=version)
+            receipt = load_weights(self.engine, incoming, version=version)
             self.weights_changed(version)
             if source.kind == "full":
                 self._local.sleep.filled()

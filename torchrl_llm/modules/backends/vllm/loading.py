@@ -27,7 +27,6 @@ from torchrl_llm.modules.backends.vllm.workers import agree, load_into_workers, 
 from torchrl_llm.modules.backends.weights import (
     WeightReceipt,
     WeightSource,
-    copy_checked,
     open_source,
 )
 
@@ -146,7 +145,7 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
     if slots_known(model) and not is_spread(model):
         slots, padding = weight_slots(model)
         required = list(slots) if source.kind == "full" else []
-        copy_checked(incoming.weights, slots, required=required)
+        incoming.copy_into(slots, required=required)
         for rows in padding:
             rows.zero_()
     else:

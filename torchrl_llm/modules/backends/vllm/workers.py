@@ -89,6 +89,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         )
     safetensors = require("safetensors.torch", extra="vllm", feature="load_into_workers")
     incoming = open_source(source, version=version)
+    source = incoming.source
     order = {"version": version, "kind": source.kind, "digest": incoming.receipt.digest}
     if isinstance(source, DeltaSource):
         order |= {"base": source.base, "result": source.result}
