@@ -8,7 +8,8 @@ each row of the table every update is right, and the others are planted beside t
 
 - ``stale``: nothing was loaded, once; ``stuck``: from the 10th version on, and with other requests
   beside the check, which leave other last bits of the log-probs (``+ jitter``);
-- ``layer``: one layer was left old, once, or has been since the 10th version (``layer stuck``);
+- ``layer``, ``half``: one layer or every second tensor was left old, once, or has been since the
+  10th version (``layer stuck``, ``half stuck``);
 - ``permuted``: two layers have each other's output projection.
 
 Once: how many of so many tries were found. Stuck: how many versions later it was found.
@@ -35,6 +36,7 @@ from torchrl_llm.modules.loading import load_model
 from torchrl_llm.weight_update import CanaryCheck, CanaryJudge, engine_weights
 
 START, EVERY = 10, 10
+LASTING = ("stuck", "+ jitter", "layer stuck", "half stuck")
 
 
 class Echo:
@@ -78,6 +80,11 @@ class Training:
 
 def layer_of(weights, old):
     return {name: old[name] if ".layers.1." in name else value for name, value in weights.items()}
+
+
+def half_of(weights, old):
+    left = sorted(weights)[::2]
+    return {name: old[name] if name in left else value for name, value in weights.items()}
 
 
 def permuted(weights, old):
@@ -128,19 +135,20 @@ def run(engine, *, lr, updates, trainer_dtype, engine_dtype):
             training.step()
         weights, target = training.weights(), canary.target()
         if version == START:
-            lasting = {name: Lasting(judge) for name in ("stuck", "+ jitter", "layer stuck")}
+            lasting = {name: Lasting(judge) for name in LASTING}
             since = old
             echo, noisy = Echo(engine, target), Echo(engine, target, jitter=1e-6)
         if version >= START:
             lasting["stuck"].see(version, echo, target)
             lasting["+ jitter"].see(version, noisy, target)
-            if lasting["layer stuck"].after is None:
-                load(layer_of(weights, since))
-                lasting["layer stuck"].see(version, engine, target)
+            for name, fault in (("layer stuck", layer_of), ("half stuck", half_of)):
+                if lasting[name].after is None:
+                    load(fault(weights, since))
+                    lasting[name].see(version, engine, target)
         if version and version % EVERY == 0:
             load(old)
             judged("stale", engine, target)
-            for name, fault in (("layer", layer_of), ("permuted", permuted)):
+            for name, fault in (("layer", layer_of), ("half", half_of), ("permuted", permuted)):
                 load(fault(weights, old))
                 judged(name, engine, target)
         load(weights)
@@ -173,7 +181,7 @@ def main():
     parser.add_argument("--trainer", default="float32", help="dtype of the trained weights")
     arguments = parser.parse_args()
     names = ["trainer > engine", "lr", "alarms", "max rounding", "told apart", "stale", "layer"]
-    names += ["permuted", "stuck", "+ jitter", "layer stuck"]
+    names += ["half", "permuted", *LASTING]
     print(" | ".join(names), flush=True)
     for dtype in arguments.dtypes:
         engine = small_backend(engine_options={"dtype": dtype})
