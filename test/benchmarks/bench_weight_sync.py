@@ -7,6 +7,10 @@ of all weights, the load, dropping the prefix cache, and, where it says so, the 
 is reported, the engine's log-probs are compared with the trainer's.
 
     python test/benchmarks/bench_weight_sync.py --rows 16 --pairs 5
+
+With ``--copies`` it is compared with a plain copy of the same tensors instead, for a model of 520 MB:
+
+    python test/benchmarks/bench_weight_sync.py --copies
 """
 
 from __future__ import annotations
@@ -27,25 +31,28 @@ from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.weight_update import (
     CanaryCheck,
     DeltaWeights,
+    DoubleBufferWeights,
     EngineWeights,
     SharedEngineWeights,
+    engine_weights,
 )
 
 TOKENS = 128
 AIM = "<= 0.07"
+COPY_AIM = "<= 1.3"
+SMALL = {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 9, "heads": 10}
+LARGE = {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 11, "heads": 15}
 
 
-def make_model(seed=0):
+def make_model(seed=0, *, heads, **sizes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=8192,
-        hidden_size=640,
-        intermediate_size=1792,
-        num_hidden_layers=9,
-        num_attention_heads=10,
-        num_key_value_heads=10,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        **sizes,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -75,23 +82,62 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
+def make_engine(model, dtype="float32"):
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return VLLMBackend(
+            folder,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=256,
+            kv_cache_memory_bytes=128 << 20,
+        )
+
+
+def compare_copies(pairs):
+    """Updates of a large model, in copies of its tensors."""
+    model = make_model(**LARGE).requires_grad_(False)
+    tensors = engine_weights(model)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = make_engine(model, str(dtype).removeprefix("torch."))
+        places = {name: torch.zeros_like(value, dtype=dtype) for name, value in tensors.items()}
+
+        def copy(places=places):
+            for name, value in tensors.items():
+                places[name].copy_(value)
+
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            updaters = {
+                "without fingerprint": EngineWeights(engine, model=model, fingerprint=False),
+                "with fingerprint": EngineWeights(engine, model=model),
+                "through shared memory": DoubleBufferWeights(
+                    folder, engine, model=model, dtype=dtype
+                ),
+            }
+            for name, updater in updaters.items():
+                aim = COPY_AIM if "fingerprint" in name else "-"
+                name = f"float32 into {engine.engine.model_config.dtype}, {name}"
+                rows.append(
+                    compare(name, updater.push_weights, copy, aim=aim, pairs=pairs, warmup=2)
+                )
+    size = sum(value.numel() * value.element_size() for value in tensors.values())
+    print(f"{size / 1e6:.0f} MB")
+    report(rows)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--copies", action="store_true")
     options = parser.parse_args()
+    if options.copies:
+        return compare_copies(options.pairs)
     batch = options.rows
-    model = make_model()
+    model = make_model(**SMALL)
     size = sum(parameter.numel() for parameter in model.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(seed=1).save_pretrained(folder)
-        engine = VLLMBackend(
-            folder,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=256,
-            kv_cache_memory_bytes=128 << 20,
-        )
+    engine = make_engine(make_model(seed=1, **SMALL))
     trainer = Trainer(model, batch)
     judge = CanaryCheck(trainer.backend, tolerance=1e-4)
     canary = CanaryCheck(trainer.backend, tolerance=1e-4)

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["WeightDigest", "weights_digest"]
 
 # Bytes that are copied and then hashed while the processor still has them in its cache.
-_CHUNK = 1 << 19
+_CHUNK = 1 << 20
 
 
 class WeightDigest:
@@ -61,12 +61,14 @@ class WeightDigest:
         if data.numel():
             flat = data.flatten()
             read = memoryview(flat.view(torch.uint8).numpy())
-            step = len(read) if target is None else _CHUNK
-            for start in range(0, len(read), step):
-                if target is not None:
-                    part = slice(start // data.itemsize, (start + step) // data.itemsize)
-                    target.view(-1)[part].copy_(flat[part])
-                content.update(read[start : start + step])
+            if target is None:
+                content.update(read)
+            else:
+                step = _CHUNK // data.itemsize
+                pieces = zip(flat.split(step), target.view(-1).split(step), strict=True)
+                for start, (piece, place) in zip(range(0, len(read), _CHUNK), pieces, strict=True):
+                    place.copy_(piece)
+                    content.update(read[start : start + _CHUNK])
         number = int.from_bytes(content.digest(), "big")
         # A sum does not depend on the order in which weights come.
         self._sum = (self._sum + number) % 2**128
