@@ -8,7 +8,7 @@ is reported, the engine's log-probs are compared with the trainer's.
 
     python test/benchmarks/bench_weight_sync.py --rows 16 --pairs 5
 
-With ``--copies`` it is compared with a plain copy of the same tensors instead, for a model of 520 MB:
+With ``--copies`` it is compared with a plain copy of the same tensors, for a model of 520 MB:
 
     python test/benchmarks/bench_weight_sync.py --copies
 """
