@@ -67,6 +67,7 @@ def place_among(frames: Sequence[Frame]) -> str:
         As :func:`place_of`; empty without frames.
 
     Example:
+        >>> import json
         >>> place_among([("/home/me/reward.py", 3, "score"), (json.__file__, 346, "loads")])
         '/home/me/reward.py:3, in score'
     """
