@@ -75,10 +75,11 @@ class Faulty(Backend):
         return self.backend.token_scores(*args, **options)
 
     def update_weights(self, source, *, version):
-        from torchrl_llm.modules.backends.weights import TensorSource, checked
+        from torchrl_llm.modules.backends.weights import TensorSource, open_source
 
-        weights, receipt = checked(source, version=version)
-        wrong = {name: value.clone() for name, value in weights.items()}
+        incoming = open_source(source, version=version)
+        receipt = incoming.receipt
+        wrong = {name: value.clone() for name, value in incoming.weights.items()}
         self.fault(wrong)
         if wrong:
             self.backend.update_weights(TensorSource(wrong, kind="delta"), version=version)

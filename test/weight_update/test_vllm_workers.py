@@ -64,6 +64,7 @@ def _follow(learner, updater, engine, steps=3):
 
 MAKERS = {
     "load": lambda engine, folder, **proofs: EngineWeights(engine, **proofs),
+    "unhashed": lambda engine, folder, **proofs: EngineWeights(engine, fingerprint=False, **proofs),
     "delta": lambda engine, folder, **proofs: DeltaWeights(engine, **proofs),
     "broadcast": lambda engine, folder, **proofs: BroadcastWeights(engine, device="cpu", **proofs),
     "double_buffer": lambda engine, folder, **proofs: DoubleBufferWeights(folder, engine, **proofs),

@@ -29,7 +29,12 @@ from torchrl_llm.errors import (
     WeightUpdateError,
     WorkerError,
 )
-from torchrl_llm.modules.backends.weights import DeltaSource, WeightReceipt, WeightSource, checked
+from torchrl_llm.modules.backends.weights import (
+    DeltaSource,
+    WeightReceipt,
+    WeightSource,
+    open_source,
+)
 
 __all__ = ["EXTENSION", "InFlight", "VLLMServer"]
 
@@ -179,11 +184,12 @@ class VLLMServer:
                 "a server takes whole weights or a delta; send the adapter merged "
                 "(AdapterWeights(merge=True))"
             )
-        weights, sent = checked(source, version=version)
+        incoming = open_source(source, version=version)
+        source, sent = incoming.source, incoming.receipt
         order = {"version": version, "kind": source.kind, "digest": sent.digest}
         if isinstance(source, DeltaSource):
             order |= {"base": source.base, "result": source.result}
-        with self._brought(weights) as place:
+        with self._brought(incoming.weights) as place:
             try:
                 self.pause()
             except TorchRLLLMError:

@@ -20,17 +20,21 @@ from torchrl_llm.data.fingerprint import WeightDigest, weights_digest
 from torchrl_llm.errors import WeightUpdateError
 
 __all__ = [
+    "UNHASHED",
     "AdapterSource",
     "DeltaSource",
     "Incoming",
     "TensorSource",
     "WeightReceipt",
     "WeightSource",
-    "checked",
     "copy_checked",
     "load_into",
     "open_source",
 ]
+
+
+UNHASHED = "unhashed-"
+"""What the digest of weights that nobody hashed begins with; their version follows."""
 
 
 class WeightReceipt(NamedTuple):
@@ -224,7 +228,7 @@ class Incoming(WeightSource):
     @property
     def receipt(self) -> WeightReceipt:
         """Of the arrival; :meth:`accepted` gives that of the load."""
-        digest = self._counted.value if self.hashed else f"unhashed-{self.version}"
+        digest = self._counted.value if self.hashed else f"{UNHASHED}{self.version}"
         size = sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
         return WeightReceipt(self.version, digest, len(self.weights), size, self.seconds)
 
@@ -356,23 +360,6 @@ def open_source(source: WeightSource, *, version: int) -> Incoming:
             f"tensors, {digest.num_bytes} bytes) and was sent as {source.digest}"
         )
     return Incoming(source, version, weights, started, digest)
-
-
-def checked(source: WeightSource, *, version: int) -> tuple[dict[str, Tensor], WeightReceipt]:
-    """Everything that a source gives, compared with the digest of what was sent.
-
-    Args:
-        source: where the weights are.
-        version: their number, for the receipt.
-
-    Returns:
-        The weights by name, and the receipt.
-
-    Raises:
-        WeightUpdateError: other bytes arrived than were sent.
-    """
-    incoming = open_source(source, version=version)
-    return incoming.weights, incoming.receipt
 
 
 def load_into(module: nn.Module, source: WeightSource, *, version: int) -> WeightReceipt:

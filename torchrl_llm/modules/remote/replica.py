@@ -17,7 +17,7 @@ from torchrl_llm._ray import get
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.base import Backend, SamplingParams
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, open_source
 from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
 
 __all__ = ["Replica", "ReplicaFacts", "ReplicaStatus", "VersionMismatch", "Versions"]
@@ -207,8 +207,10 @@ class Replica:
         """
         if not isinstance(source, WeightSource):
             source = get(source, timeout_s=timeout_s, what="the source of weights")
+        # Requests go on until the weights are here.
+        incoming = open_source(source, version=version)
         with self._changing(timeout_s):
-            receipts = self.backend.update_weights(source, version=version)
+            receipts = self.backend.update_weights(incoming, version=version)
             self._version, self._told = version, True
         return receipts
 

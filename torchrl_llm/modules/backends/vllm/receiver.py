@@ -24,7 +24,12 @@ from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model
 from torchrl_llm.modules.backends.vllm.settings import keep_weights_unpacked
 from torchrl_llm.modules.backends.vllm.workers import agree
-from torchrl_llm.modules.backends.weights import DeltaSource, TensorSource, WeightSource
+from torchrl_llm.modules.backends.weights import (
+    UNHASHED,
+    DeltaSource,
+    TensorSource,
+    WeightSource,
+)
 
 __all__ = ["WeightReceiver"]
 
@@ -107,6 +112,10 @@ def _source(said: dict[str, Any], transfers: dict[str, bytearray]) -> WeightSour
     if "base" in said:
         source = DeltaSource(weights, base=said["base"], result=said["result"])
         source.digest = said["digest"]
+        return source
+    if said["digest"].startswith(UNHASHED):
+        source = TensorSource(weights, kind=said["kind"])
+        source.hashed = False
         return source
     return TensorSource(weights, kind=said["kind"], digest=said["digest"])
 
