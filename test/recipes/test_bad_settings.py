@@ -41,14 +41,27 @@ def refusal(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "load_model", read)
 
     def run(script, *overrides):
-        # A module of this name may be that of another recipe.
-        for name in ("sft", "pipeline_utils", "grpo_utils", "grpo_beside"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
         with pytest.raises((ConfigError, ResourceError)) as caught:
             run_alone(monkeypatch, RECIPES / script, tmp_path / "run", *overrides)
         return str(caught.value)
 
-    return run
+    before = modules_of_recipes()
+    yield run
+    # Those that were imported meanwhile hold what was patched.
+    modules_of_recipes()
+    sys.modules.update(before)
+
+
+def modules_of_recipes():
+    """Take the modules beside the recipes' scripts out of those that are imported."""
+    found = {
+        name: module
+        for name, module in sys.modules.items()
+        if str(getattr(module, "__file__", None)).startswith(str(RECIPES))
+    }
+    for name in found:
+        del sys.modules[name]
+    return found
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ def test_the_student_comes_closer_to_its_teacher_and_gets_better(run, tmp_path):
 )
 def test_each_row_learns_from_the_teacher_of_its_domain(run, tmp_path, capsys, overrides):
     quick = ["teacher.max_steps=3", "train.max_steps=2", "eval.num_prompts=8"]
+    quick.append("optimizer.warmup_steps=0")
     table = run(tmp_path, "teacher.by_domain=true", *quick, *overrides)
     gaps = column(table, "train/kl_to_teacher")
     assert len(gaps) == 2
@@ -84,6 +85,7 @@ def test_each_row_learns_from_the_teacher_of_its_domain(run, tmp_path, capsys, o
 
 def test_a_teacher_may_be_a_folder_and_is_left_as_it_is(run, tmp_path):
     quick = ["teacher.max_steps=1", "train.max_steps=1", "eval.num_prompts=0"]
+    quick.append("optimizer.warmup_steps=0")
     run(tmp_path / "first", *quick)
     teacher = tmp_path / "first" / "teachers" / "all"
     before = (teacher / "model.safetensors").read_bytes()

@@ -57,7 +57,7 @@ def test_a_short_run_gets_better_at_what_it_imitates(run, tmp_path):
     ],
 )
 def test_references_are_scored_with_the_answers_that_are_kept(run, tmp_path, overrides):
-    table = run(tmp_path, "train.max_steps=2", *overrides)
+    table = run(tmp_path, "train.max_steps=2", "optimizer.warmup_steps=0", *overrides)
     assert len(column(table, "train/loss_sft")) == 2
     if "kl" in overrides[0]:
         # Before the first update the policy is its own reference.
@@ -79,6 +79,7 @@ def test_a_step_whose_prompts_teach_nothing_trains_nothing(run, tmp_path):
 
 def test_a_run_resumed_is_the_run_uninterrupted(run, tmp_path):
     small = ["train.prompts_per_batch=4", "optimizer.scheduler=constant", "eval.num_prompts=0"]
+    small.append("optimizer.warmup_steps=2")
     whole = run(tmp_path / "whole", "train.max_steps=3", *small)
     run(tmp_path / "halves", "train.max_steps=1", "checkpoint.resume=auto", *small)
     halves = run(tmp_path / "halves", "train.max_steps=3", "checkpoint.resume=auto", *small)

