@@ -93,6 +93,8 @@ class _Closings:
 
 def _dedented(code: str) -> str:
     # As textwrap.dedent, which makes a pattern of the indentation, whatever its length.
+    if "\n" not in code:
+        return code.lstrip(" \t")
     if not _BLANK_BEGIN.search(code):
         return code
     lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
