@@ -70,7 +70,7 @@ class AdapterWeights(EngineWeights):
                 "AdapterWeights pushes a PEFT model with one active adapter, got "
                 f"{type(weights).__name__}; a model without adapter goes by EngineWeights"
             )
-        source = _merged(weights) if self._merge else _adapter(weights)
+        source = self._counted(_merged(weights) if self._merge else _adapter(weights))
         return lambda backend: backend.update_weights(source, version=version)
 
 

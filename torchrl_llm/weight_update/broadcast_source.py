@@ -172,7 +172,7 @@ class BroadcastSource(WeightSource):
     ) -> None:
         self._where = (address, port, sender)
         self._update, self._timeout_s = update, timeout_s
-        self.kind = update.kind
+        self.kind, self.counter = update.kind, sender
         self.digest = None
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:

@@ -72,7 +72,7 @@ class DeltaWeights(EngineWeights):
             changed = {name: value for name, value in named.items() if held[name] != parts[name]}
             base = WeightDigest.of_parts(held)
             try:
-                source = DeltaSource(changed, base=base, result=digest.value)
+                source = self._counted(DeltaSource(changed, base=base, result=digest.value))
                 receipts = backend.update_weights(source, version=version)
             except WeightUpdateError:
                 # It holds others than it was sent: built anew, or loaded by somebody else.
@@ -81,7 +81,8 @@ class DeltaWeights(EngineWeights):
                 self._count_sent(changed)
                 return receipts
         self._count_sent(named)
-        return backend.update_weights(TensorSource(named, digest=digest.value), version=version)
+        source = self._counted(TensorSource(named, digest=digest.value))
+        return backend.update_weights(source, version=version)
 
     def _count_sent(self, sent: dict[str, Tensor]) -> None:
         self.num_sent = max(self.num_sent, len(sent))

@@ -226,7 +226,7 @@ class DoubleBufferSource(WeightSource):
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightSource.receive`; the tensors are copies, whole only at the end."""
         header = self._header()
-        self.digest = header.digest
+        self.digest, self.counter = header.digest, header.writer
         try:
             path = self._folder / f"slot{header.slot}"
             _check_files(path)

@@ -7,9 +7,10 @@ Next: :mod:`~torchrl_llm.weight_update.shared` (nothing is copied),
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -27,6 +28,7 @@ __all__ = ["EngineWeights"]
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 Sender = Callable[[Backend], list[WeightReceipt]]
+Source = TypeVar("Source", bound=WeightSource)
 
 
 class EngineWeights(WeightUpdater):
@@ -79,6 +81,7 @@ class EngineWeights(WeightUpdater):
         fingerprint: bool = True,
     ) -> None:
         self._dtype, self._fingerprint = dtype, fingerprint
+        self._name = uuid.uuid4().hex[:12]
         for backend in backends:
             if not isinstance(backend, Backend):
                 raise ConfigError(
@@ -153,7 +156,12 @@ class EngineWeights(WeightUpdater):
         """What brings a version to one engine; everything that all need is done once, here."""
         source = TensorSource(engine_weights(weights, dtype=self._dtype))
         source.hashed = self._fingerprint
-        return partial(_update, source=source, version=version)
+        return partial(_update, source=self._counted(source), version=version)
+
+    def _counted(self, source: Source) -> Source:
+        """A source whose version is one of this updater."""
+        source.counter = self._name
+        return source
 
     def _next_version(self) -> int:
         counted = getattr(self.collector, "policy_version", None)

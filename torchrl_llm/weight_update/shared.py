@@ -135,7 +135,7 @@ class SharedEngineWeights(EngineWeights):
                 self._pushed = self.storage.changes()
                 if self._fingerprint:
                     # The loader finds each weight where it belongs, and copies none.
-                    source = TensorSource(engine_weights(self._model))
+                    source = self._counted(TensorSource(engine_weights(self._model)))
                     return backend.update_weights(source, version=version)
                 backend.weights_changed(version)
             tensors = self.storage.num_tensors

@@ -166,3 +166,15 @@ def test_a_sampler_goes_on_while_weights_are_on_their_way(make):
         source.go_on.set()
         [receipt] = update.result(60)
     assert receipt.digest == weights_digest(backend.module.state_dict())
+
+
+def test_a_number_is_that_of_whoever_counts(loaded):
+    module, _ = loaded
+    source = TensorSource(_state(nn.Linear(2, 3)))
+    source.counter = "a trainer that came later"
+    load_into(module, source, version=1)
+    assert load_into(module, source, version=1).version == 1
+    other = TensorSource(_state(nn.Linear(2, 3)))
+    other.counter = source.counter
+    with pytest.raises(WeightUpdateError, match="other values under the same number"):
+        load_into(module, other, version=1)

@@ -30,7 +30,6 @@ from torchrl_llm.errors import (
     WorkerError,
 )
 from torchrl_llm.modules.backends.weights import (
-    DeltaSource,
     WeightReceipt,
     WeightSource,
     open_source,
@@ -185,10 +184,7 @@ class VLLMServer:
                 "(AdapterWeights(merge=True))"
             )
         incoming = open_source(source, version=version)
-        source, sent = incoming.source, incoming.receipt
-        order = {"version": version, "kind": source.kind, "digest": sent.digest}
-        if isinstance(source, DeltaSource):
-            order |= {"base": source.base, "result": source.result}
+        order, sent = incoming.order, incoming.receipt
         with self._brought(incoming.weights) as place:
             try:
                 self.pause()

@@ -72,6 +72,7 @@ class WeightSource(ABC):
         canary: what an engine computes that has these weights, a
             :class:`~torchrl_llm.weight_update.CanaryTarget`, for receivers that check it; ``None``
             where the sender does not say.
+        counter: who counts the versions; numbers of two are not compared.
         recounted: whether its version may have been the number of other weights before, because the
             trainer that counts came back from a checkpoint. Whoever sets it sees to it that rows
             of both do not meet.
@@ -83,6 +84,7 @@ class WeightSource(ABC):
     hashed: bool = True
     in_hand: bool = False
     canary: Any = None
+    counter: str | None = None
     recounted: bool = False
 
     @abstractmethod
@@ -173,6 +175,7 @@ class _Given(NamedTuple):
 
     version: int
     parts: dict[str, int]
+    counter: str | None
 
 
 _given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
@@ -205,7 +208,7 @@ class Incoming(WeightSource):
     ) -> None:
         self.source, self.version, self.weights = source, version, weights
         self.kind, self.hashed, self.recounted = source.kind, source.hashed, source.recounted
-        self.canary, self.reusable = source.canary, source.reusable
+        self.canary, self.reusable, self.counter = source.canary, source.reusable, source.counter
         self._started, self._digest = started, digest
         self.seconds = time.perf_counter() - started
 
@@ -231,6 +234,15 @@ class Incoming(WeightSource):
         digest = self._counted.value if self.hashed else f"{UNHASHED}{self.version}"
         size = sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
         return WeightReceipt(self.version, digest, len(self.weights), size, self.seconds)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What a worker elsewhere has to know, as JSON has it, beside the weights."""
+        order = {"version": self.version, "kind": self.kind, "digest": self.receipt.digest}
+        order |= {"counter": self.counter, "recounted": self.recounted}
+        if isinstance(self.source, DeltaSource):
+            order |= {"base": self.source.base, "result": self.source.result}
+        return order
 
     def copy_into(self, targets: Mapping[str, Tensor], *, required: Iterable[str] = ()) -> None:
         """Copy the weights to where they belong, and hash them on the way if nobody has.
@@ -263,7 +275,9 @@ class Incoming(WeightSource):
             WeightUpdateError: it has other weights under this number.
         """
         given = _given.get(holder)
-        if given is None or given.version != self.version or self.recounted:
+        if given is None or self.recounted:
+            return
+        if (given.version, given.counter) != (self.version, self.counter):
             return
         whole = self.kind == "full"
         other = [
@@ -310,9 +324,10 @@ class Incoming(WeightSource):
         """Remember what the version is; part of :meth:`accepted`."""
         before = _given.get(holder)
         if self.kind == "full" or before is None:
-            _given[holder] = _Given(self.version, self._parts)
+            parts = self._parts
         else:
-            _given[holder] = _Given(self.version, {**before.parts, **self._parts})
+            parts = {**before.parts, **self._parts}
+        _given[holder] = _Given(self.version, parts, self.counter)
 
     def accepted(self, holder: nn.Module) -> WeightReceipt:
         """Remember what a module holds now, and say so; call it after the last copy.

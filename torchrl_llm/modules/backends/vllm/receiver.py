@@ -71,8 +71,9 @@ class WeightReceiver:
         """Load weights that are here, all or none of them.
 
         Args:
-            order: JSON of ``version``, ``kind``, ``digest``, and ``path`` or ``transfer``; for a
-                delta ``base`` and ``result``.
+            order: JSON of ``version``, ``kind``, ``digest``, ``counter``, ``recounted``, and ``path``
+                or ``transfer``; for a
+                delta ``base`` and ``result``; see ``Incoming.order``.
 
         Returns:
             The fields of a receipt, or ``error``.
@@ -109,15 +110,15 @@ def _source(said: dict[str, Any], transfers: dict[str, bytearray]) -> WeightSour
         weights = _tensors(content=bytes(transfers[said["transfer"]]))
     else:
         raise WeightUpdateError(f"no piece of {said['transfer']} arrived")
+    source = TensorSource(weights, kind=said["kind"])
     if "base" in said:
         source = DeltaSource(weights, base=said["base"], result=said["result"])
-        source.digest = said["digest"]
-        return source
+    source.counter, source.recounted = said["counter"], said["recounted"]
     if said["digest"].startswith(UNHASHED):
-        source = TensorSource(weights, kind=said["kind"])
         source.hashed = False
-        return source
-    return TensorSource(weights, kind=said["kind"], digest=said["digest"])
+    else:
+        source.digest = said["digest"]
+    return source
 
 
 def _tensors(*, path: str | None = None, content: bytes = b"") -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm.slots import is_spread
 from torchrl_llm.modules.backends.weights import (
-    DeltaSource,
     WeightReceipt,
     WeightSource,
     open_source,
@@ -89,10 +88,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         )
     safetensors = require("safetensors.torch", extra="vllm", feature="load_into_workers")
     incoming = open_source(source, version=version)
-    source = incoming.source
-    order = {"version": version, "kind": source.kind, "digest": incoming.receipt.digest}
-    if isinstance(source, DeltaSource):
-        order |= {"base": source.base, "result": source.result}
+    order = incoming.order
     # Copies where two names share memory, which the format does not know.
     tensors = {
         name: value.detach().cpu().contiguous().clone() for name, value in incoming.weights.items()
