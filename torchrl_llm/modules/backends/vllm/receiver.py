@@ -71,9 +71,8 @@ class WeightReceiver:
         """Load weights that are here, all or none of them.
 
         Args:
-            order: JSON of ``version``, ``kind``, ``digest``, ``counter``, ``recounted``, and ``path``
-                or ``transfer``; for a
-                delta ``base`` and ``result``; see ``Incoming.order``.
+            order: JSON of :attr:`~torchrl_llm.modules.backends.weights.Incoming.order`, and
+                ``path`` or ``transfer``.
 
         Returns:
             The fields of a receipt, or ``error``.
