@@ -150,7 +150,7 @@ def main():
             name, updater.push_weights, trainer.step, aim=AIM, pairs=options.pairs, warmup=1
         )
         updater.push_weights()
-        apart = judge.observe(engine).max_difference
+        apart = judge.observe(engine).difference
         print(f"  {name}: {updater.receipts[0]}; log-probs apart by {apart:.1e}")
         assert apart <= 1e-4
         return found

@@ -49,7 +49,7 @@ class EngineWeights(WeightUpdater):
         dtype: the type of the engine's weights, to send fewer bytes to engines elsewhere; see
             :func:`engine_weights`. In one process the copy casts.
         fingerprint: hash the weights, so that the engine's receipt says what it got and batches can
-            be checked against it. On the CPU it costs a fifth of the copy; weights on an
+            be checked against it. On the CPU it costs half of the copy; weights on an
             accelerator have to be copied to the CPU for it.
 
     Raises:

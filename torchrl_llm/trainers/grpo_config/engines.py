@@ -99,7 +99,7 @@ class WeightSyncConfig:
             ``inference_model.num_devices=1``, else ``load``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
-        fingerprint: with ``load``, hash all weights at each update: a fifth of the copy on the CPU;
+        fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;
             on a GPU they have to be copied to the CPU for it.
     """
 
