@@ -95,7 +95,7 @@ class StopRequest:
 
     Example:
         >>> with StopRequest() as stop:
-        ...     signal.raise_signal(signal.SIGINT)
+        ...     signal.raise_signal(signal.SIGTERM)
         ...     stop.requested
         True
     """
