@@ -30,6 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from torchrl_llm.errors import RewardError
 from torchrl_llm.trainers import check_override_keys
 
 
@@ -39,13 +40,20 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(config.seed)
     folder = Path(HydraConfig.get().runtime.output_dir)
     policy = make_policy(config)
-    results = {}
+    results, errors = {}, []
     for task in config.tasks:
         records = answer_task(config, task, policy, folder / f"answers_{task}.jsonl")
         results[task] = figures(records)
         # After each task, so that a run that ends early has shown what it knows.
         (folder / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
+        if not any(record["valid"] for record in records):
+            errors.append(
+                f"{task}: none of the {len(records)} answers has a valid reward, the first "
+                f"because of {records[0]['error']}"
+            )
     tqdm.write(f"{table(results)}\nanswers and metrics in {folder}")
+    if errors:
+        raise RewardError("; ".join(errors))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from recipes.grpo_helper import run_script
 from recipes.script import run_alone
 
 from torchrl_llm.envs.datasets.loading import load_rows
-from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError
+from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError, RewardError
 from torchrl_llm.modules import FakeWrapper
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "evaluate" / "evaluate.py"
@@ -192,6 +192,27 @@ def test_an_invalid_answer_is_not_right_and_no_zero_in_the_reward(recipe):
     nothing = recipe.figures([record(0, False, valid=False)])
     assert nothing["accuracy"] == 0.0
     assert nothing["reward"] != nothing["reward"]
+
+
+def test_a_task_without_any_valid_reward_does_not_end_like_one_that_was_scored(
+    tmp_path, run, monkeypatch
+):
+    (tmp_path / "broken_task.py").write_text(
+        "from torchrl_llm.envs.datasets import ArithmeticEnv\n"
+        "def fail(*_):\n"
+        "    raise KeyError('answr')\n"
+        "class Broken(ArithmeticEnv):\n"
+        "    def make_reward(self):\n"
+        "        reward = super().make_reward()\n"
+        "        reward.score = fail\n"
+        "        return reward\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    expected = r"broken_task:Broken: none of the 3 answers.*KeyError: .*answr"
+    with pytest.raises(RewardError, match=expected):
+        run(tmp_path, "tasks=[arithmetic,'broken_task:Broken']", "eval.num_prompts=3")
+    results = json.loads((tmp_path / "metrics.json").read_text())
+    assert [results[task]["invalid"] for task in results] == [0.0, 1.0]
 
 
 def test_instruction_level_accuracy_counts_instructions_and_not_prompts(recipe):
