@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,10 @@ import hypothesis
 import pytest
 import torch
 from torchrl._utils import logger
+
+# A shell in the background, or nohup, lets what it starts ignore these; tests are to get them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
