@@ -86,3 +86,11 @@ def test_a_view_of_a_large_batch_pickles_alone():
     flat = torch.arange(100_000)
     view = TokenRecord.from_prompt(flat[10:12], torch.tensor([1, 1]), 1)
     assert len(pickle.dumps(view)) < 3000
+
+
+def test_codes_are_pickled_by_value_in_every_python():
+    # Python 3.11.2 writes getattr(class, name) for an enum, which no checkpoint may hold.
+    for code in (FinishReason.LENGTH, Source.SAMPLED):
+        written = pickle.dumps(code)
+        assert b"getattr" not in written
+        assert pickle.loads(written) is code

@@ -11,7 +11,17 @@ from enum import IntEnum
 __all__ = ["FinishReason", "MaskReason", "Source", "TruncationReason"]
 
 
-class Source(IntEnum):
+class _Code(IntEnum):
+    """An ``IntEnum`` that is pickled by its value, as every Python does but 3.11.0 to 3.11.3.
+
+    These write ``getattr(class, name)``, which checkpoints and wires refuse to run.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[IntEnum], tuple[int]]:
+        return type(self), (self.value,)
+
+
+class Source(_Code):
     """Where a token came from (stored as int8)."""
 
     TEMPLATE = 0
@@ -26,7 +36,7 @@ class Source(IntEnum):
     """Put into the model's turn without sampling (a prefill)."""
 
 
-class MaskReason(IntEnum):
+class MaskReason(_Code):
     """Why a token takes no part in the loss (stored as int8); 0 means that it does."""
 
     TRAINED = 0
@@ -39,7 +49,7 @@ class MaskReason(IntEnum):
     OVERLONG = 7
 
 
-class FinishReason(IntEnum):
+class FinishReason(_Code):
     """How a response ended (stored as int8)."""
 
     STOP = 0
@@ -48,7 +58,7 @@ class FinishReason(IntEnum):
     TOOL_CALLS = 3
 
 
-class TruncationReason(IntEnum):
+class TruncationReason(_Code):
     """Why an environment cut an episode (stored as int8)."""
 
     NONE = -1

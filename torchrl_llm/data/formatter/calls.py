@@ -176,7 +176,8 @@ class _Tags(_Marked):
         if keyed:
             self._name = re.compile(r"\s*([^\s<]+)")
             self._begin = re.compile(
-                r"\s*<arg_key>((?:[^<]|<(?!/arg_key>))*+)</arg_key>\s*<arg_value>"
+                # No possessive group, which Python up to 3.11.4 reads wrongly.
+                r"\s*<arg_key>([^<]*(?:<(?!/arg_key>)[^<]*)*)</arg_key>\s*<arg_value>"
             )
             self._end = re.compile(rf"</arg_value>(?=\s*(?:<arg_key>|{follows}))")
             self._newline, self._last = "", ""
