@@ -25,10 +25,6 @@ import pytest
 import torch
 from torchrl._utils import logger
 
-# A shell in the background, or nohup, lets what it starts ignore these; tests are to get them.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
 hypothesis.settings.load_profile("torchrl_llm")
@@ -49,6 +45,12 @@ _CORPUS = [
     "user\nassistant\nsystem\ntool\nHello, how are you? I'm fine.\n\n",
     "<answer>72</answer> <think>let me see</think> What is the sum of 3 and 4?\n",
 ]
+
+
+def pytest_configure():
+    # A shell in the background, or nohup, lets what it starts ignore these; tests are to get them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _make_tokenizer(
