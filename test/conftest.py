@@ -23,7 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl._utils import logger
+
+from torchrl_llm.data.history import History
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
@@ -152,3 +155,25 @@ def humaneval_file():
     if not path.exists():
         pytest.skip(f"no HumanEval file {path}; download openai/human-eval's data into it")
     return path
+
+
+@pytest.fixture
+def queries():
+    """Reset input of a bare ChatEnv."""
+    return lambda *texts: TensorDict({"query": list(texts)}, batch_size=(len(texts),))
+
+
+@pytest.fixture
+def answer():
+    """Append one assistant message to each conversation of a tensordict in history mode."""
+
+    def write(td, *texts):
+        chats = td["history"].prompt.chats
+        full = [
+            chat + [{"role": "assistant", "content": text}]
+            for chat, text in zip(chats, texts, strict=True)
+        ]
+        td["history"].full = History.of(full)
+        return td
+
+    return write

@@ -12,7 +12,7 @@ import pytest
 from torchrl_llm._redis import PASSWORD_VARIABLE, RedisLink, masked
 from torchrl_llm.collectors.transport import RedisChannel
 from torchrl_llm.errors import ConfigError, MissingExtraError, WorkerError
-from torchrl_llm.weight_update import RedisWeightReader, RedisWeightWriter
+from torchrl_llm.weights import RedisWeightReader, RedisWeightWriter
 
 
 @pytest.mark.parametrize("make", [RedisChannel, RedisWeightReader, RedisWeightWriter])

@@ -7,4 +7,8 @@ Where to go: :mod:`torchrl_llm.envs` builds conversations, :mod:`torchrl_llm.mod
 
 from __future__ import annotations
 
+from torchrl_llm._moved import install as _install_moved
+
+_install_moved()
+
 __version__ = "0.1.0"

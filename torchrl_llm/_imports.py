@@ -1,8 +1,10 @@
-"""The one idiom for optional packages: :func:`require` at the point of use."""
+"""Imports at use: optional packages (:func:`require`), names of a higher floor (:func:`lazy`)."""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from torchrl_llm.errors import MissingExtraError
@@ -36,3 +38,29 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
             f"{feature} needs the package {root!r}, which is not installed: "
             f'pip install "torchrl_llm[{extra}]"'
         ) from error
+
+
+def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package that re-exports names of files it must not import.
+
+    Args:
+        package: ``__name__`` of the package.
+        modules: dotted path of a module to the names that it defines, separated by spaces.
+
+    Returns:
+        A function that imports a name when it is first asked for, and keeps it in the package.
+
+    Example:
+        >>> lazy("torchrl_llm", {"pathlib": "Path PurePath"})("Path").__name__
+        'Path'
+    """
+    where = {name: module for module, names in modules.items() for name in names.split()}
+
+    def __getattr__(name: str) -> object:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(where[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return __getattr__

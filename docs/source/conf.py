@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from sphinx.util.nodes import make_refnode
 
 import torchrl_llm
 
@@ -48,12 +51,36 @@ def _skip_what_is_not_ours(app, what, name, obj, skip, options):
     if inside_class and not module.startswith("torchrl_llm"):
         return True
     if what == "module" and module.startswith("torchrl_llm"):
-        # A room exports names of its sub-rooms; each is described once, where it comes first.
+        # Rooms export names of their sub-rooms and of other rooms; each is described once: in its
+        # own room, where it comes first.
         place = app.env.temp_data.get("autodoc:module")
+        if _room(module) != _room(place):
+            return True
         if _described.setdefault(f"{module}.{name}", place) != place:
             return True
     return skip
 
 
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _link_through_exports(app, env, node, contnode):
+    """Link a name by any path that it can be imported by to where it is described."""
+    path, _, name = node.get("reftarget", "").rpartition(".")
+    if node.get("refdomain") != "py" or not path.startswith("torchrl_llm"):
+        return None
+    try:
+        target = getattr(import_module(path), name)
+        home = f"{target.__module__}.{name}"
+    except (ImportError, AttributeError):
+        return None
+    entry = env.get_domain("py").objects.get(f"{_described.get(home)}.{name}")
+    if entry is None:
+        return None
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode)
+
+
 def setup(app):
     app.connect("autodoc-skip-member", _skip_what_is_not_ours)
+    app.connect("missing-reference", _link_through_exports)

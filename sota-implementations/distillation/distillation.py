@@ -32,6 +32,16 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.recipes.builders import (
+    autocast,
+    make_evaluation,
+    make_policy,
+    max_turns,
+    minibatches,
+    overlong_metrics,
+    seed_everything,
+    set_threads,
+)
 from torchrl_llm.trainers import (
     BatchSource,
     LossMeter,
@@ -42,16 +52,6 @@ from torchrl_llm.trainers import (
     make_scheduler,
     micro_batches,
     rollout_metrics,
-)
-from torchrl_llm.trainers.recipe import (
-    autocast,
-    make_evaluation,
-    make_policy,
-    max_turns,
-    minibatches,
-    overlong_metrics,
-    seed_everything,
-    set_threads,
 )
 
 

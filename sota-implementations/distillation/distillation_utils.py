@@ -1,6 +1,6 @@
 """What is of distillation alone: its configuration, its teachers, its problems by domain.
 
-Policy and evaluation are built by :mod:`torchrl_llm.trainers.recipe`, as those of every recipe.
+Policy and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of every recipe.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from tensordict import TensorDict
 from torchrl_llm.algorithms import Algorithm, make_mopd, make_opd
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs import ArithmeticEnv, TaskEnv
 from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
-from torchrl_llm.envs.datasets.loading import GeneratedRows
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
-from torchrl_llm.trainers import clipped_step, make_optimizer, make_scheduler, save_pretrained
-from torchrl_llm.trainers.config import dotted, ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import (
+from torchrl_llm.recipes import (
     EnvConfig,
     InferenceModelConfig,
     ModelConfig,
@@ -34,7 +32,9 @@ from torchrl_llm.trainers.grpo_config import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_llm.trainers.recipe import device_of, make_envs, make_step_buffer, naming
+from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer, naming
+from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.trainers import clipped_step, make_optimizer, make_scheduler, save_pretrained
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 # Sums whose units carry, and sums whose units do not.

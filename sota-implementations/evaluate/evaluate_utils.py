@@ -18,7 +18,6 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from torchrl_llm.envs import TaskEnv
-from torchrl_llm.envs.tasks import check_task, task_class, task_options
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.modules import (
@@ -29,9 +28,10 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.trainers.config import check_device, ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import ModelConfig
-from torchrl_llm.trainers.recipe import make_tokenizer, present_device
+from torchrl_llm.recipes import ModelConfig
+from torchrl_llm.recipes.builders import make_tokenizer, present_device
+from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
+from torchrl_llm.recipes.tasks import check_task, task_class, task_options
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
@@ -126,7 +126,7 @@ class EvaluateConfig:
 
     Attributes:
         seed: of sampling.
-        tasks: names of tasks, see :data:`~torchrl_llm.envs.tasks.TASKS`.
+        tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
         data_files: file of each task; those without one have data of their own.
         options: settings of each task.
     """

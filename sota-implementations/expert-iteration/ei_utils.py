@@ -1,6 +1,6 @@
 """What is of expert iteration alone: its configuration, its buffer, its loss.
 
-Policy, environments and evaluation are built by :mod:`torchrl_llm.trainers.recipe`, as those of
+Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
 every recipe.
 """
 
@@ -17,8 +17,7 @@ from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
-from torchrl_llm.trainers.config import dotted, ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import (
+from torchrl_llm.recipes import (
     EnvConfig,
     InferenceModelConfig,
     ModelConfig,
@@ -28,7 +27,8 @@ from torchrl_llm.trainers.grpo_config import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_llm.trainers.recipe import make_reference, make_step_buffer
+from torchrl_llm.recipes.builders import make_reference, make_step_buffer
+from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 

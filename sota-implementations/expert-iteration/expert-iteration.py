@@ -20,6 +20,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.recipes.builders import (
+    autocast,
+    make_envs,
+    make_evaluation,
+    make_policy,
+    max_turns,
+    minibatches,
+    overlong_metrics,
+    seed_everything,
+    set_threads,
+)
 from torchrl_llm.trainers import (
     BatchSource,
     LossMeter,
@@ -30,17 +41,6 @@ from torchrl_llm.trainers import (
     make_scheduler,
     micro_batches,
     rollout_metrics,
-)
-from torchrl_llm.trainers.recipe import (
-    autocast,
-    make_envs,
-    make_evaluation,
-    make_policy,
-    max_turns,
-    minibatches,
-    overlong_metrics,
-    seed_everything,
-    set_threads,
 )
 
 

@@ -18,9 +18,9 @@ import hydra
 from grpo_beside import train_beside
 from omegaconf import DictConfig
 
+from torchrl_llm.recipes.builders import seed_everything, set_threads
+from torchrl_llm.recipes.ray_collection import ray_collection
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
-from torchrl_llm.trainers.ray_collection import ray_collection
-from torchrl_llm.trainers.recipe import seed_everything, set_threads
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo-async")

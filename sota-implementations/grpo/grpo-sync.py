@@ -21,6 +21,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.recipes.builders import (
+    autocast,
+    make_envs,
+    make_evaluation,
+    make_policy,
+    max_turns,
+    minibatches,
+    overlong_metrics,
+    seed_everything,
+    set_threads,
+)
+from torchrl_llm.recipes.sampling_engine import canary_metrics, make_sampler
 from torchrl_llm.trainers import (
     BatchSource,
     LossMeter,
@@ -33,18 +45,6 @@ from torchrl_llm.trainers import (
     micro_batches,
     rollout_metrics,
 )
-from torchrl_llm.trainers.recipe import (
-    autocast,
-    make_envs,
-    make_evaluation,
-    make_policy,
-    max_turns,
-    minibatches,
-    overlong_metrics,
-    seed_everything,
-    set_threads,
-)
-from torchrl_llm.trainers.sampler import canary_metrics, make_sampler
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo")

@@ -10,6 +10,15 @@ from typing import Any
 from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
 from hydra.core.hydra_config import HydraConfig
 
+from torchrl_llm.recipes.builders import (
+    autocast,
+    make_eval_env,
+    make_evaluation,
+    make_policy,
+    max_turns,
+    minibatches,
+)
+from torchrl_llm.recipes.sampling_engine import make_canary
 from torchrl_llm.trainers import (
     BatchSource,
     LossMeter,
@@ -20,15 +29,6 @@ from torchrl_llm.trainers import (
     micro_batches,
     rollout_metrics,
 )
-from torchrl_llm.trainers.recipe import (
-    autocast,
-    make_eval_env,
-    make_evaluation,
-    make_policy,
-    max_turns,
-    minibatches,
-)
-from torchrl_llm.trainers.sampler import make_canary
 
 
 def train_beside(

@@ -1,6 +1,6 @@
 """What is of GRPO alone: its algorithm, with the transforms that it needs, and its buffer.
 
-Policy, environments and evaluation are built by :mod:`torchrl_llm.trainers.recipe`, as those of
+Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
 every recipe.
 """
 
@@ -15,7 +15,6 @@ from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.data.kl_controllers import AdaptiveKLController
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.envs.reward import TokenRewards
 from torchrl_llm.envs.transforms import (
     KLComputation,
     OverlongPenalty,
@@ -24,8 +23,9 @@ from torchrl_llm.envs.transforms import (
 )
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SPOAdvantage
-from torchrl_llm.trainers.grpo_config import GRPOConfig
-from torchrl_llm.trainers.recipe import make_reference, make_step_buffer
+from torchrl_llm.recipes import GRPOConfig
+from torchrl_llm.recipes.builders import make_reference, make_step_buffer
+from torchrl_llm.rewards import TokenRewards
 
 
 def make_algorithm(config: GRPOConfig, policy: TransformersWrapper) -> Algorithm:

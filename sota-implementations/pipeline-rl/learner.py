@@ -20,7 +20,7 @@ import hydra
 from omegaconf import DictConfig
 from pipeline_utils import check_arguments, load_config, redis_collection
 
-from torchrl_llm.trainers.recipe import seed_everything, set_threads
+from torchrl_llm.recipes.builders import seed_everything, set_threads
 
 # The loop is that of GRPO beside its collectors.
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))

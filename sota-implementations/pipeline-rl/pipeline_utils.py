@@ -22,24 +22,24 @@ from omegaconf import OmegaConf
 
 from torchrl_llm._redis import PASSWORD_VARIABLE, masked
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.follower import WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
-from torchrl_llm.collectors.transport.redis import RedisChannel
-from torchrl_llm.collectors.worker import CollectorWorker
+from torchrl_llm.collectors.transport.redis_channel import RedisChannel
 from torchrl_llm.errors import ConfigError, WorkerError
-from torchrl_llm.modules.backends.weights import WeightSource
-from torchrl_llm.trainers.collection import (
+from torchrl_llm.recipes import RENAMED, GRPOGroups, TrainConfig
+from torchrl_llm.recipes.collector_builders import (
     CollectionConfig,
     make_collecting_env,
     make_collecting_policy,
     rollout_options,
     sent_dtype,
 )
-from torchrl_llm.trainers.config import check_override_keys, dotted, ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import RENAMED, GRPOGroups, TrainConfig
-from torchrl_llm.weight_update import CanaryTarget, DoubleBufferWriter, engine_weights
-from torchrl_llm.weight_update.double_buffer import newest_update
-from torchrl_llm.weight_update.redis import RedisWeightReader, RedisWeightWriter
+from torchrl_llm.recipes.strict_config import check_override_keys, dotted, ensure, from_mapping
+from torchrl_llm.weights import CanaryTarget, DoubleBufferWriter, engine_weights
+from torchrl_llm.weights.double_buffer import newest_update
+from torchrl_llm.weights.redis_weights import RedisWeightReader, RedisWeightWriter
+from torchrl_llm.weights.weight_source import WeightSource
 
 _WATCH_S = 1.0
 _NO_PASSWORD = (

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model
+from torchrl_llm.recipes.builders import make_tokenizer
 from torchrl_llm.trainers import check_override_keys
-from torchrl_llm.trainers.recipe import make_tokenizer
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")

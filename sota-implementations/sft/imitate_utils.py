@@ -11,9 +11,9 @@ from tensordict import TensorDict
 
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.envs.games import Agent, Game, GameEnv, expert, random_agent
-from torchrl_llm.envs.tasks import check_options, check_task, task_class
-from torchrl_llm.trainers.config import ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import ModelConfig, OptimizerConfig
+from torchrl_llm.recipes import ModelConfig, OptimizerConfig
+from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,7 @@ class GameConfig:
     """The game; what the recipes of ``grpo`` call by the same names means the same.
 
     Attributes:
-        dataset: name of a task of :data:`~torchrl_llm.envs.tasks.TASKS` that is a game.
+        dataset: name of a task of :data:`~torchrl_llm.recipes.tasks.TASKS` that is a game.
         options: settings of the game, arguments of its class.
         system_prompt: first message; ``None`` for the rules and the form of an answer.
     """

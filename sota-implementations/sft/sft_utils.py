@@ -22,12 +22,12 @@ from torchrl_llm.envs.datasets.calculator import (
     calculator_problem,
     calculator_problems,
 )
-from torchrl_llm.envs.transforms.tools.calculator import Calculator
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.trainers.config import ensure, from_mapping
-from torchrl_llm.trainers.grpo_config import OptimizerConfig
+from torchrl_llm.recipes import OptimizerConfig
+from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.tools.calculator import Calculator
 
 # Longest answer: three digits and the end of the turn; the rest is for what goes wrong.
 _MAX_ANSWER_TOKENS = 8

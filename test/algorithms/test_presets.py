@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from torchrl_llm import algorithms
 from torchrl_llm.algorithms import Algorithm
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import RetrieveTeacherLogProb, RetrieveValues
@@ -142,6 +143,52 @@ def test_ludics_style_changes_what_ludic_does_differently_and_nothing_else():
     assert settings(paper.credit) != settings(ludic.credit)
     assert not algorithms.make_sft(Actor(), style="ludic").loss.normalize_by_seq_length
     assert algorithms.make_sft(Actor()).loss.normalize_by_seq_length
+
+
+def test_ludics_scalerl_divides_as_ludic_does():
+    """(R - mean of the group) / (deviation of the batch + 1e-8), by hand."""
+    credit = algorithms.make_scalerl(Actor(), group_size=2, style="ludic").credit
+    rewards = [(0, 0.0), (0, 2e-8), (1, 0.0), (1, 6e-8), (2, 7.0), (2, 7.0)]
+    rows = [
+        TensorDict(
+            next={
+                "reward": torch.tensor([[reward]], dtype=torch.float64),
+                "done": torch.ones(1).bool(),
+            },
+            group_id=torch.tensor(group),
+        )
+        for group, reward in rewards
+    ]
+    buffer = ReplayBuffer(transform=credit)
+    buffer.extend(lazy_rows(rows))
+    # Differences -1 1 -3 3 0 0 in units of 1e-8: squares 20 over six, plus 1. The zeros count in
+    # the deviation, and their rows are not trained.
+    deviation = (20 / 6) ** 0.5 + 1
+    got = [row["advantage"].item() for row in buffer[:].unbind(0)]
+    assert got == pytest.approx([x / deviation for x in (-1.0, 1.0, -3.0, 3.0)], abs=1e-12)
+
+
+@pytest.mark.parametrize("style", ["paper", "ludic"])
+@pytest.mark.parametrize("name", ["grpo", "cispo", "sapo", "scalerl"])
+def test_an_aggregation_of_ones_own_comes_before_the_papers(name, style):
+    make = getattr(algorithms, f"make_{name}")
+    own = make(Actor(), style=style, aggregation="constant", constant_length=7)
+    assert (own.loss.aggregation, own.loss.constant_length) == ("constant", 7)
+    # All else is the style's.
+    plain = make(Actor(), style=style)
+    assert settings(own.credit) == settings(plain.credit)
+    given = {name: settings(plain.loss)[name] for name in ("aggregation", "constant_length")}
+    # A mean over prompts reads "group_id", too.
+    given["_in_keys"] = settings(plain.loss)["_in_keys"]
+    assert {**settings(own.loss), **given} == settings(plain.loss)
+    with pytest.raises(ConfigError, match="aggregation must be one of"):
+        make(Actor(), style=style, aggregation="mean")
+
+
+def test_grpo_takes_an_aggregation_as_dapo_does():
+    for make in (algorithms.make_grpo, algorithms.make_dapo):
+        for aggregation in ("token_mean", "sequence_sum", "prompt_mean"):
+            assert make(Actor(), aggregation=aggregation).loss.aggregation == aggregation
 
 
 def test_mistakes_fail_at_construction():

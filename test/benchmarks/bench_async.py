@@ -29,6 +29,9 @@ from grpo_utils import make_algorithm, make_buffer
 from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.recipes.builders import make_policy, make_train_env, minibatches, seed_everything
+from torchrl_llm.recipes.collector_builders import make_collecting_env, make_collecting_policy
+from torchrl_llm.recipes.ray_collection import ray_collection
 from torchrl_llm.trainers import (
     AsyncGRPOConfig,
     BatchSource,
@@ -38,9 +41,6 @@ from torchrl_llm.trainers import (
     make_scheduler,
     micro_batches,
 )
-from torchrl_llm.trainers.collection import make_collecting_env, make_collecting_policy
-from torchrl_llm.trainers.ray_collection import ray_collection
-from torchrl_llm.trainers.recipe import make_policy, make_train_env, minibatches, seed_everything
 
 TOKENS = 16
 AIM = 1.7

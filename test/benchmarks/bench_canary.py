@@ -31,9 +31,9 @@ from modules.backends.vllm.engine_helper import small_backend
 from torchrl_llm.data.scoring import TokenScores
 from torchrl_llm.errors import WeightUpdateError
 from torchrl_llm.modules.backends import SamplingParams, TransformersBackend
-from torchrl_llm.modules.backends.weights import TensorSource
-from torchrl_llm.modules.loading import load_model
-from torchrl_llm.weight_update import CanaryCheck, CanaryJudge, engine_weights
+from torchrl_llm.modules.model_loading import load_model
+from torchrl_llm.weights import CanaryCheck, CanaryJudge, engine_weights
+from torchrl_llm.weights.weight_source import TensorSource
 
 START, EVERY = 10, 10
 LASTING = ("stuck", "+ jitter", "layer stuck", "half stuck")

@@ -37,7 +37,7 @@ def make_teacher() -> torch.nn.Module:
 
 
 def ours(length: int) -> Callable[[], object]:
-    from torchrl_llm.modules.backends.scorer import CausalScorer
+    from torchrl_llm.modules.backends.token_scorer import CausalScorer
     from torchrl_llm.objectives import OnPolicyDistillationLoss
 
     loss_module = OnPolicyDistillationLoss(

@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 from harness import compare, report
 
-from torchrl_llm.envs.reward.ifeval import language, verify
+from torchrl_llm.rewards.ifeval import language, verify
 
 SENTENCES = (
     "The boats came home before the rain.",

@@ -69,7 +69,7 @@ def make_rows(length: int, prompt: int = PROMPT) -> TensorDict:
 
 
 def _ours(length: int, **settings: bool) -> Callable[[], object]:
-    from torchrl_llm.modules.backends.scorer import CausalScorer
+    from torchrl_llm.modules.backends.token_scorer import CausalScorer
     from torchrl_llm.objectives import GRPOLoss
 
     loss_module = GRPOLoss(CausalScorer(make_model(), **settings))

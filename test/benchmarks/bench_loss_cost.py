@@ -28,7 +28,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     DAPO,
     CISPOLoss,

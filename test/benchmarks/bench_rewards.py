@@ -87,7 +87,7 @@ def spin(sample):
 
 def at_once(name, size, aim, one_by_one, concurrent) -> Ratio:
     """Wall-clock seconds of a component over ``size`` rows, both ways."""
-    from torchrl_llm.envs.reward import Sample
+    from torchrl_llm.rewards import Sample
 
     samples = [Sample("x")] * size
     pool = concurrent.make_pool()
@@ -110,7 +110,7 @@ def at_once(name, size, aim, one_by_one, concurrent) -> Ratio:
 def main() -> list[Ratio]:
     from bench_rewards import spin as importable_spin
 
-    from torchrl_llm.envs.reward import Component
+    from torchrl_llm.rewards import Component
 
     torch.set_num_threads(1)
     # TorchRL's side refuses to run without this flag; ours does not depend on it.

@@ -16,7 +16,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrl_llm.envs.sandbox import BubblewrapSandbox, Limits, SubprocessSandbox
+from torchrl_llm.sandbox import BubblewrapSandbox, Limits, SubprocessSandbox
 
 CODE = "print(6 * 7)"
 

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
-from torchrl_llm.envs.transforms.tools import (
+from torchrl_llm.tools import (
     FunctionTool,
     HermesParser,
     ProcessTool,

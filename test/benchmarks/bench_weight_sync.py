@@ -28,7 +28,7 @@ from harness import compare, report
 
 from torchrl_llm.modules.backends import TransformersBackend
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.weight_update import (
+from torchrl_llm.weights import (
     CanaryCheck,
     DeltaWeights,
     DoubleBufferWeights,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.channels import PATIENCE_S, delivery
 
-from torchrl_llm.collectors.transport import ray as ray_transport
+from torchrl_llm.collectors.transport import ray_channel as ray_transport
 
 
 class ResettableServer(ray_transport._Server):

@@ -14,7 +14,7 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import History
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import CheckpointError, ConfigError
-from torchrl_llm.modules.backends.weights import TensorSource
+from torchrl_llm.weights.weight_source import TensorSource
 
 
 def _pool(num=3, **options):

@@ -18,7 +18,7 @@ from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.envs.transforms import PolicyVersion
 from torchrl_llm.errors import ConfigError, MissingExtraError
-from torchrl_llm.weight_update import SharedWeights
+from torchrl_llm.weights import SharedWeights
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from tensordict import TensorDict
 from torchrl.collectors import BaseCollector
 
 from torchrl_llm.collectors import ChannelCollector
-from torchrl_llm.collectors.accounts import TokenAccounts
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
+from torchrl_llm.collectors.token_balance import TokenAccounts
 from torchrl_llm.collectors.transport import Delivery, LocalChannel, WorkerCounts
 from torchrl_llm.data import Source
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import FakeBackend
-from torchrl_llm.weight_update import CanaryCheck, WeightUpdater
+from torchrl_llm.weights import CanaryCheck, WeightUpdater
 
 WAIT_S = 20.0
 

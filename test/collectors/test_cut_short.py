@@ -10,8 +10,8 @@ import torch
 from collectors.collecting import make_env
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.transport import LocalChannel
-from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.wire import unpack_row_list
 from torchrl_llm.modules import load_model, load_tokenizer

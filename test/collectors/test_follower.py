@@ -10,14 +10,14 @@ import torch
 from collectors.collecting import make_env, make_policy
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.follower import WeightFollower
 from torchrl_llm.collectors.transport import LocalChannel
-from torchrl_llm.collectors.worker import CollectorWorker
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.wire import unpack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.weights import TensorSource
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import TensorSource
 
 WAIT_S = 20.0
 

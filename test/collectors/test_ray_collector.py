@@ -23,13 +23,13 @@ from collectors.ray_helper import (
 from torchrl_llm.collectors import ChannelCollector, LLMCollector, RayLLMCollector
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport import RayChannel
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.weights import TensorSource
 from torchrl_llm.modules.remote import ObjectStoreSource
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.weights import engine_weights
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import TensorSource
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -9,8 +9,8 @@ import torch
 from collectors.collecting import Failing, make_env, make_policy
 
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.transport import LocalChannel
-from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 

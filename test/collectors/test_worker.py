@@ -12,15 +12,15 @@ import torch
 from collectors.collecting import Failing, Gated, make_env, make_policy
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.transport import LocalChannel
-from torchrl_llm.collectors.worker import CollectorWorker
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.wire import unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import FakeBackend, FakeWrapper, TransformersWrapper
-from torchrl_llm.modules.backends.weights import TensorSource
-from torchrl_llm.weight_update import CanaryCheck, engine_weights
+from torchrl_llm.weights import CanaryCheck, engine_weights
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import TensorSource
 
 PATIENCE_S = 60.0
 

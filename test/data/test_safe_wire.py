@@ -203,7 +203,9 @@ def test_a_class_of_the_users_own_is_sent_once_both_ends_know_it():
         torchrl_llm.data.safe_wire._CLASSES.pop("GBoard")
 
 
-@pytest.mark.parametrize("value", [object(), print, torch, random.Random(0), 1j], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), print, torch, random.Random(0), 1j], ids=lambda value: type(value).__name__
+)
 def test_what_has_no_safe_form_is_refused_with_its_key(value):
     row = TensorDict()
     row.set("inner", TensorDict())

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from envs.reward import scorers
+from rewards import scorers
 
-from torchrl_llm.envs import DatasetChatEnv, TicTacToeEnv, failures
-from torchrl_llm.envs.reward import Component, CompositeReward, RewardParser
+from torchrl_llm.data import failures
+from torchrl_llm.envs import DatasetChatEnv, TicTacToeEnv
+from torchrl_llm.rewards import Component, CompositeReward, RewardParser
 
 MOVE = "<move>5</move>"
 

@@ -8,7 +8,7 @@ from torchrl.data import Composite
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.ragged import ragged_rows, read_rows
-from torchrl_llm.envs.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 
 
 def test_a_column_spec_makes_and_recognises_columns():

@@ -137,6 +137,23 @@ def test_epsilon_may_be_added(normalize, eps, deviation):
     torch.testing.assert_close(got, expected, atol=1e-8, rtol=0)
 
 
+def test_epsilon_may_be_added_to_the_deviation_of_a_batch():
+    # Differences -1 1 -3 3 in units of 1e-8: squares 20 over four, deviation sqrt 5, plus 1.
+    rewards = torch.tensor([0.0, 2e-8, 0.0, 6e-8], dtype=torch.float64)
+    groups, expected = torch.tensor([0, 0, 1, 1]), torch.tensor([-1.0, 1.0, -3.0, 3.0])
+    got = hybrid_advantages(rewards, groups, eps=1e-8, eps_as="added")
+    torch.testing.assert_close(got, expected.double() / (math.sqrt(5) + 1), atol=1e-12, rtol=0)
+    # Below the floor of 1e-6 it is the floor that divides.
+    torch.testing.assert_close(
+        hybrid_advantages(rewards, groups), expected.double() / 100, atol=1e-12, rtol=0
+    )
+    # 0 three times and 4 once: mean 1, deviation sqrt 3, plus 1.
+    values, tokens = torch.tensor([0.0, 4.0], dtype=torch.float64), torch.tensor([3, 1])
+    got = batch_normalize(values, tokens, eps=1.0, eps_as="added")
+    assert got.tolist() == pytest.approx([-1 / (math.sqrt(3) + 1), 3 / (math.sqrt(3) + 1)])
+    assert batch_normalize(torch.ones(3), eps_as="added").tolist() == [0.0, 0.0, 0.0]
+
+
 def test_positive_only_before_or_after_the_deviation():
     rewards = torch.tensor([0.0, 0.0, 0.0, 4.0], dtype=torch.float64)
     # Differences -1 -1 -1 3, squares 12, population deviation sqrt 3.
@@ -225,6 +242,8 @@ def test_without_discount_returns_are_sums_and_with_a_full_one_rewards():
         (lambda: group_advantages(REWARDS, torch.zeros(3)), "group_ids"),
         (lambda: leave_one_out(REWARDS.view(2, 2), torch.zeros(2, 2)), "group_ids"),
         (lambda: hybrid_advantages(REWARDS, deviation_of="rewards"), "deviation_of"),
+        (lambda: hybrid_advantages(REWARDS, eps_as="max"), "eps_as"),
+        (lambda: batch_normalize(REWARDS, eps_as="max"), "eps_as"),
         (lambda: batch_normalize(REWARDS, torch.ones(3)), "shape"),
         (lambda: batch_normalize(REWARDS, normalize="std"), "normalize"),
         (lambda: discounted_returns(REWARDS, 1.5), "gamma"),

@@ -90,6 +90,33 @@ def test_rows_without_tokens_do_not_count_as_sequences():
     assert got == aggregate(VALUES, ROWS, 2, "sequence_mean")
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", 20 / 4),
+        # Row 2 has a prompt of its own, 9 / 3 + 11 + 0 over three.
+        ("prompt_mean", 14 / 3),
+        ("sequence_mean", (9 / 3 + 11) / 3),
+        ("sequence_sum", (9 + 11) / 3),
+        ("constant", (9 + 11) / (3 * 5)),
+    ],
+)
+def test_rows_without_tokens_may_count_as_sequences(mode, expected):
+    length = 5 if mode == "constant" else None
+    groups = torch.tensor([4, 9, 7])
+    settings = {"constant_length": length, "group_S": groups}
+    got = aggregate(VALUES, ROWS, 3, mode, count_empty=True, **settings)
+    assert got.item() == pytest.approx(expected)
+    normalizer = Normalizer.of([3, 1, 0], groups.tolist(), count_empty=True)
+    assert normalizer == (4, 3, {4: 3, 9: 1, 7: 0})
+    got = aggregate(VALUES, ROWS, 3, mode, normalizer=normalizer, **settings)
+    assert got.item() == pytest.approx(expected)
+    # The same of two pieces, the second of which has nothing.
+    parts = [Normalizer.of([3, 1], [4, 9], count_empty=True)]
+    parts.append(Normalizer.of([0], [7], count_empty=True))
+    assert parts[0].plus(parts[1]) == normalizer
+
+
 def test_each_sequence_has_the_same_gradient_mass_under_sequence_mean():
     values = VALUES.clone().requires_grad_()
     aggregate(values, ROWS, 3, "sequence_mean").backward()

@@ -18,7 +18,7 @@ from torchrl_llm.modules import (
     load_model,
     load_tokenizer,
 )
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 IDS = [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
 SELECT = [torch.tensor([False, True, False, True]), torch.tensor([False, True])]

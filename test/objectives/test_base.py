@@ -12,7 +12,7 @@ from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import DataError
 from torchrl_llm.functional import Normalizer, k1, k2, k3, reinforce
 from torchrl_llm.objectives import Correction, GRPOLoss
-from torchrl_llm.objectives.base import PolicyGradientLoss, PolicyLossOutput, Surrogate
+from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, PolicyLossOutput, Surrogate
 
 
 class ReinforceLoss(PolicyGradientLoss):
@@ -125,6 +125,68 @@ class TestHooks:
         assert seen[0].log_ratio.item() == pytest.approx(0.5)
 
 
+class TestRowsWithoutTrainedTokens:
+    """Losses 3 and 1 in the first row, 5 in the second; nothing counts in the third."""
+
+    def rows(self):
+        return make_rows(
+            make_row([0, 1, 2], 1, advantage=[0.0, 3.0, 1.0], group=7),
+            make_row([0, 2], 1, advantage=5.0, group=9),
+            make_row([0, 1, 2], 1, advantage=4.0, reason=[1, 5, 5], group=8),
+        )
+
+    def loss(self, aggregation, **settings):
+        if aggregation == "constant":
+            settings["constant_length"] = 10
+        return ReinforceLoss(TableActor([-1.0] * 3), aggregation=aggregation, **settings)
+
+    @pytest.mark.parametrize(
+        ("aggregation", "without", "counted"),
+        [
+            # Of two rows, and of three as in TRL ("grpo", "sapo") and Ludic (length_normalize).
+            ("sequence_mean", (2 + 5) / 2, (2 + 5) / 3),
+            # Ludic's sum over a row's tokens.
+            ("sequence_sum", (4 + 5) / 2, (4 + 5) / 3),
+            # TRL's "dr_grpo".
+            ("constant", (4 + 5) / 20, (4 + 5) / 30),
+            ("prompt_mean", (2 + 5) / 2, (2 + 5) / 3),
+        ],
+    )
+    def test_they_count_as_sequences_where_asked_for(self, aggregation, without, counted):
+        rows = self.rows()
+        assert self.loss(aggregation)(rows).loss_objective.item() == pytest.approx(without)
+        loss = self.loss(aggregation, count_empty_rows=True)
+        output = loss(rows)
+        assert output.loss_objective.item() == pytest.approx(counted)
+        output.total_loss().backward()
+        # Tokens of the row itself have no gradient: those of ids 1 and 2 are of the others.
+        plain = self.loss(aggregation)
+        plain(rows).total_loss().backward()
+        torch.testing.assert_close(
+            loss.actor_network.table.grad, plain.actor_network.table.grad * counted / without
+        )
+
+    @pytest.mark.parametrize("split", [[[0], [1], [2]], [[2, 0], [1]], [[0, 1], [2]]])
+    @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant", "prompt_mean"])
+    def test_micro_batches_add_up(self, aggregation, split):
+        rows = self.rows()
+        loss = self.loss(aggregation, count_empty_rows=True)
+        normalizer = loss.normalizer(rows)
+        assert normalizer[:2] == (3, 3)
+        parts = [loss(rows[own], normalizer=normalizer).loss_objective for own in split]
+        whole = loss(rows).loss_objective
+        torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+    def test_metrics_are_means_over_tokens_either_way(self):
+        for counted in (False, True):
+            output = self.loss("sequence_mean", count_empty_rows=counted)(self.rows())
+            assert output.entropy.item() == pytest.approx(0.5)
+
+    def test_a_batch_without_any_trained_token_is_still_refused(self):
+        with pytest.raises(DataError, match="no token of these 1 rows counts"):
+            self.loss("sequence_mean", count_empty_rows=True)(self.rows()[2:])
+
+
 class TestPromptMean:
     def rows(self):
         """Losses 3 and 1, 1 for one prompt, 5 for another: (3 + 1 + 1) / 3 and 5."""
@@ -227,7 +289,7 @@ class TestDivergences:
 
     def test_k1_as_a_loss_is_warned_of(self, monkeypatch):
         said = []
-        monkeypatch.setattr("torchrl_llm.objectives.base.logger.warning", said.append)
+        monkeypatch.setattr("torchrl_llm.objectives.policy_loss.logger.warning", said.append)
         ReinforceLoss(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k2")
         assert said == []
         ReinforceLoss(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k1")

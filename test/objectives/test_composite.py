@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl_llm.data.scoring import HeadStates, ScoreExtras, Support
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import ValueHead
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     CISPOLoss,
     CompositeLoss,

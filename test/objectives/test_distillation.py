@@ -10,7 +10,7 @@ from objectives.rows_helper import TableActor, double, make_row, make_rows
 
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     DistillationLoss,
     DistillationLossOutput,

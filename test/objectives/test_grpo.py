@@ -10,7 +10,7 @@ from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import DataError
 from torchrl_llm.functional import Normalizer
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss
 
 

@@ -35,6 +35,11 @@ class TestConstructor:
             ({"aggregation": "constant", "constant_length": 0}, "constant_length must be positive"),
             ({"masking_strategy": "all"}, "masking_strategy"),
             ({"reduction": "sum"}, "reduction"),
+            ({"count_empty_rows": True}, "count_empty_rows has no effect .*='token_mean'"),
+            (
+                {"count_empty_rows": True, "aggregation": "sequence_mean", "reduction": "none"},
+                "count_empty_rows has no effect .*='none'",
+            ),
         ],
     )
     def test_settings_that_are_impossible_or_without_effect_fail(self, settings, message):

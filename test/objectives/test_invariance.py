@@ -21,9 +21,9 @@ from torchrl_llm.data.scoring import TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import reinforce
 from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import Correction, GRPOLoss, SFTLoss, check_invariance
-from torchrl_llm.objectives.base import PolicyGradientLoss, Surrogate
+from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, Surrogate
 
 LAWS = {"layouts", "naive", "micro-batches", "order", "junk"}
 

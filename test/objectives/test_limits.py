@@ -8,7 +8,7 @@ import pytest
 import torch
 from objectives.rows_helper import TableActor, double, make_row, make_rows
 
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     DAPO,
     CISPOLoss,

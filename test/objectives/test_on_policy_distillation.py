@@ -13,7 +13,7 @@ from torch import nn
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import divergence_from_logits, k1
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     CompositeLoss,
     Correction,

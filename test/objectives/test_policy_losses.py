@@ -10,7 +10,7 @@ import torch
 from objectives.rows_helper import actor, double, make_row, make_rows, pad, two_rows
 
 from torchrl_llm.functional import Normalizer
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     DAPO,
     CISPOLoss,

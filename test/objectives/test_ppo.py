@@ -12,7 +12,7 @@ from torch import nn
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import ValueHead
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss, PPOLoss, PPOLossOutput, check_invariance
 
 BOTH = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.data.ragged import write_rows
 from torchrl_llm.errors import DataError
-from torchrl_llm.objectives.rows import RowKeys, read_token_rows
+from torchrl_llm.objectives.loss_rows import RowKeys, read_token_rows
 
 KEYS = RowKeys()
 

@@ -11,7 +11,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import token_log_probs
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     LLMLossOutput,
     SFTLoss,

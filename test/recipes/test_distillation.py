@@ -13,7 +13,7 @@ from recipes.script import run_main
 from torchrl_llm.envs.datasets.arithmetic import addition_pairs
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import OnPolicyDistillationLoss
-from torchrl_llm.trainers.recipe import make_policy
+from torchrl_llm.recipes.builders import make_policy
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "distillation"
 SCRIPT = FOLDER / "distillation.py"

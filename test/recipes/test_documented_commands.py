@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import hydra
@@ -21,6 +22,10 @@ WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
     "clock_task.py": "from torchrl_llm.envs.datasets import ArithmeticEnv as ClockEnv\n",
 }
+# This page shows its files whole.
+FILE = re.compile(r":caption: (my_parts\.py|config/\S+)\n\n((?:    .*\n|\n)+)")
+PARTS = (ROOT / "docs/source/howto/register_your_own.rst").read_text()
+WRITTEN |= {name: textwrap.dedent(text) for name, text in FILE.findall(PARTS)}
 
 
 def documented():
@@ -67,6 +72,7 @@ def test_the_documentation_shows_commands():
 @pytest.mark.parametrize(("script", "arguments"), documented())
 def test_a_documented_command_is_accepted(script, arguments, only_reads, monkeypatch, tmp_path):
     for name, text in WRITTEN.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

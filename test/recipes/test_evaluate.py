@@ -17,7 +17,7 @@ import torch
 from recipes.grpo_helper import run_script
 from recipes.script import run_alone
 
-from torchrl_llm.envs.datasets.loading import load_rows
+from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError, RewardError
 from torchrl_llm.modules import FakeWrapper
 
@@ -258,7 +258,7 @@ def test_without_files_the_hub_is_asked_for_the_split_that_it_has(recipe, monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tasks=[gsm9k]"], "unknown task 'gsm9k'.*'gsm8k'"),
+        (["tasks=[gsm9k]"], "'gsm9k' is not among the tasks; did you mean 'gsm8k'"),
         (["tasks=[]"], "nothing to evaluate on"),
         (["tasks=[gsm8k,ifeval,gsm8k]"], r"tasks names \['gsm8k'\] more than once"),
         (["eval.num_prompt=3"], "unknown key 'eval.num_prompt'.*'eval.num_prompts'"),

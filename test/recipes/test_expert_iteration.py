@@ -11,8 +11,8 @@ from recipes.script import run_main
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import AdapterDisabled
-from torchrl_llm.trainers.config import dotted
-from torchrl_llm.trainers.recipe import make_policy, make_reference
+from torchrl_llm.recipes.builders import make_policy, make_reference
+from torchrl_llm.recipes.strict_config import dotted
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "expert-iteration"
 SCRIPT = FOLDER / "expert-iteration.py"

@@ -14,8 +14,8 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.objectives import GRPOLoss
 from torchrl_llm.objectives.credit import MCAdvantage
+from torchrl_llm.recipes.builders import make_policy, make_step_buffer, make_train_env
 from torchrl_llm.trainers import load_config
-from torchrl_llm.trainers.recipe import make_policy, make_step_buffer, make_train_env
 
 PROMPTS, GROUP = 4, 4
 

@@ -19,6 +19,7 @@ from recipes.grpo_helper import SCRIPT, SMALL, column, rows, run_script, weights
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
+from torchrl_llm.recipes.builders import make_envs, make_policy, minibatches, seed_everything
 from torchrl_llm.trainers import (
     BatchSource,
     GRPOConfig,
@@ -26,7 +27,6 @@ from torchrl_llm.trainers import (
     make_optimizer,
     micro_batches,
 )
-from torchrl_llm.trainers.recipe import make_envs, make_policy, minibatches, seed_everything
 
 GSM8K = [{"question": f"What is {n} plus {n}?", "answer": f"Add.\n#### {2 * n}"} for n in range(20)]
 

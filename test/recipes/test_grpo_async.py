@@ -15,8 +15,8 @@ from recipes.turns_helper import check_turns, remember_rows
 
 from torchrl_llm.data.rollouts import ends_trajectory
 from torchrl_llm.errors import ConfigError, ResourceError, RewardError, WorkerError
+from torchrl_llm.recipes.ray_collection import RayCollection, ray_collection
 from torchrl_llm.trainers import AsyncGRPOConfig, BatchSource, load_config
-from torchrl_llm.trainers.ray_collection import RayCollection, ray_collection
 
 pytest.importorskip("ray")
 
@@ -138,7 +138,7 @@ def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):
 
 
 def test_a_reward_that_fails_in_every_collector_is_shown_here(tmp_path, run, monkeypatch, warned):
-    monkeypatch.setattr("torchrl_llm.envs.failures._said", set())
+    monkeypatch.setattr("torchrl_llm.data.failures._said", set())
     file = tmp_path / "failing_reward_of_a_user.py"
     file.write_text("def fails(sample):\n    return sample.nothing\n")
     with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
-from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config, recipe
-from torchrl_llm.trainers.collection import CollectionConfig
-from torchrl_llm.trainers.grpo_config import AdvantageConfig, LossConfig
-from torchrl_llm.trainers.recipe import reference_device
+from torchrl_llm.recipes import AdvantageConfig, LossConfig, builders
+from torchrl_llm.recipes.builders import reference_device
+from torchrl_llm.recipes.collector_builders import CollectionConfig
+from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
 SCHEMAS = {"grpo": GRPOConfig, "grpo-async": AsyncGRPOConfig}
@@ -184,11 +184,11 @@ def test_collectors_have_neither_the_trainers_gpu_nor_its_adapters():
 def test_the_gpus_of_policy_and_reference_are_hidden_from_the_collectors(
     overrides, left, monkeypatch
 ):
-    from torchrl_llm.trainers.ray_collection import _visible_gpus
+    from torchrl_llm.recipes.ray_collection import _visible_gpus
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = lambda name, key: torch.device("cuda" if name == "auto" else name)  # noqa: E731
-    monkeypatch.setattr(recipe, "present_device", there)
+    monkeypatch.setattr(builders, "present_device", there)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     values = OmegaConf.from_dotlist([*overrides, "ray.gpus_per_collector=0.5"])
     with _visible_gpus(load_config(values, AsyncGRPOConfig)):

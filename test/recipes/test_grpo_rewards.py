@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
-from torchrl_llm.envs.reward import Scorer
 from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.recipes.collector_builders import CollectionConfig, make_collecting_env
+from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
-from torchrl_llm.trainers.collection import CollectionConfig, make_collecting_env
 
 CONFIG = SCRIPT.parent / "config"
 FATES = ("trained", "filtered", "truncated", "invalid", "surplus", "pending", "stale")

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from recipes.grpo_helper import SCRIPT, column, run_script
 
-from torchrl_llm.envs.tasks import TASKS, check_task, task_class, task_options
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.recipes.tasks import TASKS, check_task, task_class, task_options
 from torchrl_llm.trainers import check_arguments, load_config
 
 CONFIG = SCRIPT.parent / "config"
@@ -101,9 +101,9 @@ def test_settings_that_a_task_does_not_have_are_refused():
 
 
 def test_a_task_that_there_is_not_is_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"env.dataset: unknown task 'gsm8'.*mean 'gsm8k'"):
+    with pytest.raises(ConfigError, match=r"env.dataset: 'gsm8' is not among.*mean 'gsm8k'"):
         load_config({"env": {"dataset": "gsm8"}})
-    with pytest.raises(ConfigError, match="there are"):
+    with pytest.raises(ConfigError, match="There are arithmetic,"):
         check_task("nothing like any of them")
 
 
@@ -136,7 +136,7 @@ def test_every_task_trains_for_two_steps(task, tmp_path, run):
 
 
 def test_options_change_the_problems(tmp_path, run):
-    from torchrl_llm.trainers.recipe import make_eval_env, make_train_env
+    from torchrl_llm.recipes.builders import make_eval_env, make_train_env
 
     config = load_config(composed("env=countdown", "env.options.num_count=3"))
     for env in (make_train_env(config, None, seed=0), make_eval_env(config, None)):

@@ -9,8 +9,8 @@ from recipes.grpo_helper import column, run_script
 from recipes.turns_helper import check_turns, remember_rows
 
 from torchrl_llm.errors import MissingExtraError
+from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.trainers import load_config
-from torchrl_llm.trainers.sampler import engine_arguments, sync_type
 
 VLLM = ["inference_model.backend=vllm", "inference_model.max_model_len=64"]
 

@@ -10,8 +10,8 @@ import pytest
 from recipes.grpo_helper import column, run_script
 
 from torchrl_llm.envs.datasets import ArithmeticEnv
-from torchrl_llm.envs.tasks import check_task, task_class, task_options
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.tasks import check_task, task_class, task_options
 from torchrl_llm.trainers import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "source" / "howto" / "train_your_own_tool.rst"
@@ -59,9 +59,9 @@ def test_a_class_is_named_by_its_module():
     ("name", "message"),
     [
         ("no_such_module:Env", "No module named 'no_such_module'.*PYTHONPATH"),
-        ("torchrl_llm.envs:NoSuchEnv", "has no attribute 'NoSuchEnv'.*module:class"),
-        (":Env", "write 'module:class'"),
-        ("torchrl_llm.envs:", "write 'module:class'"),
+        ("torchrl_llm.envs:NoSuchEnv", "there is no 'NoSuchEnv' in torchrl_llm.envs"),
+        (":Env", "write 'module:name'"),
+        ("torchrl_llm.envs:", "write 'module:name'"),
         ("torchrl_llm.envs:ChatEnv", "must be a subclass of TaskEnv, got .*ChatEnv"),
         ("math:pi", "must be a subclass of TaskEnv, got 3.14"),
     ],
@@ -75,5 +75,5 @@ def test_a_task_that_cannot_be_is_refused_when_it_is_named(name, message):
 
 
 def test_an_unknown_name_says_how_a_task_of_ones_own_is_given():
-    with pytest.raises(ConfigError, match=r"unknown task 'clock'.*'module:class'"):
+    with pytest.raises(ConfigError, match=r"'clock' is not among the tasks.*'module:name'"):
         check_task("clock")

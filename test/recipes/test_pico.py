@@ -16,7 +16,7 @@ from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.functional import group_advantages
 from torchrl_llm.modules import load_model, load_tokenizer
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss
 
 PATH = Path(__file__).parents[2] / "sota-implementations" / "pico" / "train.py"

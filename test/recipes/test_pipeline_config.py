@@ -11,7 +11,7 @@ from recipes.pipeline_helper import FOLDER
 
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.trainers.config import dotted
+from torchrl_llm.recipes.strict_config import dotted
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from redis_server import RedisServer
 
 from torchrl_llm._redis import PASSWORD_VARIABLE
 from torchrl_llm.collectors.staleness import sampled_versions
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.rollouts import ends_trajectory, row_list
-from torchrl_llm.trainers.recipe import make_policy
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.recipes.builders import make_policy
+from torchrl_llm.weights import engine_weights
+from torchrl_llm.weights.fingerprint import weights_digest
 
 pytestmark = [
     pytest.mark.redis,

@@ -11,11 +11,11 @@ from recipes.test_evaluate import SCRIPT as EVALUATE
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.envs.datasets import CalculatorEnv
 from torchrl_llm.envs.games import TicTacToeEnv
-from torchrl_llm.envs.tasks import task_class
 from torchrl_llm.envs.transforms import PythonInterpreter
-from torchrl_llm.envs.transforms.tools import ToolTransform
+from torchrl_llm.recipes.builders import make_policy
+from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.tools import ToolTransform
 from torchrl_llm.trainers import load_config
-from torchrl_llm.trainers.recipe import make_policy
 
 NAMED = {"name": str(embedded_model_path())}
 

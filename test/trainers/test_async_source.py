@@ -12,17 +12,17 @@ from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 from torchrl.envs import Transform
 
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport import LocalChannel
-from torchrl_llm.collectors.worker import CollectorWorker
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, FakeWrapper, load_tokenizer
-from torchrl_llm.modules.backends.weights import TensorSource
 from torchrl_llm.objectives import MCAdvantage
 from torchrl_llm.trainers import BatchSource
-from torchrl_llm.weight_update import engine_weights
+from torchrl_llm.weights import engine_weights
+from torchrl_llm.weights.weight_source import TensorSource
 
 ROWS, GROUP = 8, 4
 FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")

@@ -210,7 +210,7 @@ def test_the_state_carries_what_waits():
 
 
 def test_failures_of_rewards_elsewhere_are_shown_here(warned, monkeypatch):
-    monkeypatch.setattr("torchrl_llm.envs.failures._said", set())
+    monkeypatch.setattr("torchrl_llm.data.failures._said", set())
     batch = [row(1.0), row(float("nan")), row(float("nan"), 1), row(0.5, 1)]
     told = {"type": "KeyError", "message": "'x'", "place": "/a/reward.py:7, in score"}
     for one, error in zip(batch, ({}, told, told, {}), strict=True):

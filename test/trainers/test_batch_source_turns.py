@@ -12,7 +12,7 @@ from torchrl_llm.data import Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.envs.transforms.context import SlidingWindow
+from torchrl_llm.envs.transforms.context_strategy import SlidingWindow
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import MCAdvantage
 from torchrl_llm.trainers import BatchSource, rollout_metrics

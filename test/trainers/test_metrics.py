@@ -9,7 +9,8 @@ from objectives.rows_helper import actor, two_rows
 
 from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss
-from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
+from torchrl_llm.trainers.loggers import make_loggers
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
 
 
 def rows(path):
@@ -80,7 +81,7 @@ def test_numbers_reach_torchrls_tensorboard_logger(tmp_path):
 
 
 def test_unknown_backends_and_settings_without_effect_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="choose from csv, tensorboard, wandb"):
+    with pytest.raises(ConfigError, match=r"did you mean 'tensorboard'.*csv, tensorboard, wandb"):
         make_loggers(["tensorbord"], run_dir=tmp_path, experiment_name="x")
     with pytest.raises(ConfigError, match="no effect without wandb"):
         make_loggers(["csv"], run_dir=tmp_path, experiment_name="x", project="p")

@@ -1,4 +1,4 @@
-"""An algorithm is a rule of credit and a loss, and what either of them reads."""
+"""An algorithm: a loss and an advantage estimator, and what either of them reads."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ B = TypeVar("B", bound=ReplayBuffer)
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """A named pair of credit and loss.
+    """A named pair of loss and advantage estimator.
 
-    Any rule of credit goes with any loss; a preset such as
+    Any loss goes with any advantage estimator; a preset such as
     :func:`~torchrl_llm.algorithms.make_grpo` is only a pair that a paper uses.
 
     Attributes:
         name: what it is called.
         loss: the loss over the rows of the buffer.
-        credit: writes their advantages; ``None`` where the loss needs none.
-        transforms: see the rows before credit does, in this order: what changes the reward, values.
+        credit: the advantage estimator; ``None`` where the loss needs none.
+        transforms: see the rows before it does, in this order: what changes the reward, values.
         scorers: see the rows last, joined and filtered, in this order: log-probs that only the
             loss reads.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> from torchrl_llm.objectives import GRPOLoss, MCAdvantage
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Unpack
-
-from torch import nn
+from dataclasses import replace
+from typing import Any, Literal, Unpack
 
 from torchrl_llm.algorithms.algorithm import Algorithm
-from torchrl_llm.algorithms.styles import policy_settings
+from torchrl_llm.algorithms.presets import PRESETS, Actor
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import RetrieveTeacherLogProb
-from torchrl_llm.objectives import OnPolicyDistillationLoss, PolicyLossSettings
-from torchrl_llm.objectives.credit import ConstantCredit, CreditAssigner, MCAdvantage
+from torchrl_llm.objectives import MCAdvantage, PolicyLossSettings
 
 __all__ = ["make_mopd", "make_opd"]
 
-Actor = nn.Module | TokenScorer
 Estimator = Literal["advantage", "k2", "full_vocabulary"]
 
 
@@ -30,9 +27,9 @@ def make_opd(
 ) -> Algorithm:
     """On-policy distillation: the reverse divergence from a teacher where the student goes.
 
-    Rewards are not read. By default the advantage of a token is how much likelier the teacher finds
-    it (Thinking Machines, *On-Policy Distillation*, 2025). Ludic's preset differentiates that
-    difference instead, whose expected gradient does not see the teacher; it is not offered.
+    Thinking Machines, *On-Policy Distillation*, 2025. Rewards are not read. By default the
+    advantage of a token is how much likelier the teacher finds it. Ludic's preset differentiates
+    that difference instead, whose expected gradient does not see the teacher; it is not offered.
 
     Args:
         actor: the student.
@@ -44,16 +41,14 @@ def make_opd(
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> student, teacher = (CausalScorer(Qwen2ForCausalLM(config)) for _ in range(2))
         >>> [type(scorer).__name__ for scorer in make_opd(student, teacher).scorers]
         ['RetrieveTeacherLogProb']
     """
-    return _distillation(
-        "opd", actor, teacher, ConstantCredit(), estimator, coeff=coeff, **settings
-    )
+    return _distilled("opd", actor, teacher, estimator=estimator, coeff=coeff, **settings)
 
 
 def make_mopd(
@@ -81,42 +76,26 @@ def make_mopd(
         outcome_coeff: weight of the advantage that the reward gives; 0 does not read the reward.
         **settings: further arguments of the loss.
     """
-    credit = MCAdvantage(group_size) if outcome_coeff else ConstantCredit()
-    return _distillation(
+    algorithm = _distilled(
         "mopd",
         actor,
         teachers,
-        credit,
-        estimator,
+        estimator=estimator,
         coeff=coeff,
         outcome_coeff=outcome_coeff,
         **settings,
     )
+    return replace(algorithm, credit=MCAdvantage(group_size)) if outcome_coeff else algorithm
 
 
-def _distillation(
+def _distilled(
     name: str,
     actor: Actor,
     teachers: TokenScorer | Mapping[str, TokenScorer],
-    credit: CreditAssigner,
-    estimator: Estimator,
-    *,
-    coeff: float,
-    outcome_coeff: float = 0.0,
-    **settings: Unpack[PolicyLossSettings],
+    **settings: Any,
 ) -> Algorithm:
     # The full vocabulary needs the teachers themselves, the others what they say of the rows.
-    whole = estimator == "full_vocabulary"
-    return Algorithm(
-        name=name,
-        credit=credit,
-        loss=OnPolicyDistillationLoss(
-            actor,
-            estimator=estimator,
-            teachers=teachers if whole else None,
-            coeff=coeff,
-            outcome_coeff=outcome_coeff,
-            **policy_settings(settings),
-        ),
-        scorers=() if whole else (RetrieveTeacherLogProb(teachers, student=actor),),
-    )
+    if settings["estimator"] == "full_vocabulary":
+        return PRESETS[name].build(actor, teachers=teachers, **settings)
+    scorers = (RetrieveTeacherLogProb(teachers, student=actor),)
+    return replace(PRESETS[name].build(actor, **settings), scorers=scorers)

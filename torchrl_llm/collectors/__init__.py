@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torchrl_llm.collectors.base import LLMCollector
+from torchrl_llm._imports import lazy
 from torchrl_llm.collectors.channel_collector import ChannelCollector
+from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.ray_collector import RayLLMCollector
-from torchrl_llm.collectors.weight_update import vLLMUpdater, vLLMUpdaterV2
 
 __all__ = ["ChannelCollector", "LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]
+
+_LAZY = {
+    "torchrl_llm.compat.vllm_updater": "vLLMUpdater vLLMUpdaterV2",
+}
+__getattr__ = lazy(__name__, _LAZY)

@@ -9,7 +9,7 @@ from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from torchrl.envs import AsyncEnvPool
 
 from torchrl_llm.collectors.rollout import Rollout, tokens_of_call
-from torchrl_llm.collectors.trajectories import Assembly
+from torchrl_llm.collectors.whole_trajectories import Assembly
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import split_batch
 from torchrl_llm.errors import CheckpointError, ConfigError

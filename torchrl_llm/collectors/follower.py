@@ -9,9 +9,9 @@ from typing import Literal
 
 from torchrl._utils import logger
 
-from torchrl_llm.collectors.worker import CollectorWorker
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.weights import WeightSource
+from torchrl_llm.weights.weight_source import WeightSource
 
 __all__ = ["WeightFollower"]
 

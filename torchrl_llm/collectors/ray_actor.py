@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from torchrl._utils import logger
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
-from torchrl_llm.collectors.background import BackgroundLoop
+from torchrl_llm.collectors.collecting_thread import BackgroundLoop
 from torchrl_llm.collectors.ray_host import CollectorHost, InFlight, PackedBatch
-from torchrl_llm.collectors.transport.base import RowChannel
+from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 __all__ = ["CollectorActor", "actor_options"]
 

@@ -21,12 +21,12 @@ from torchrl.envs import EnvBase
 from torchrl_llm._ray import require_ray
 from torchrl_llm.collectors.ray_actor import CollectorActor, actor_options
 from torchrl_llm.collectors.ray_host import InFlight, PackedBatch
-from torchrl_llm.collectors.transport.base import RowChannel
+from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError, WorkerError
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
 from torchrl_llm.modules.remote import ObjectStoreSource
-from torchrl_llm.weight_update import WeightUpdater, engine_weights
+from torchrl_llm.weights import WeightUpdater, engine_weights
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 __all__ = ["RayLLMCollector"]
 

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
-from torchrl_llm.collectors.base import LLMCollector
-from torchrl_llm.collectors.transport.base import RowChannel
-from torchrl_llm.collectors.worker import CollectorWorker
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
+from torchrl_llm.collectors.llm_collector import LLMCollector
+from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import split_rollout
 from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.envs.ids import set_process_number
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 __all__ = ["CollectorHost", "InFlight", "PackedBatch"]
 
@@ -65,7 +65,7 @@ class CollectorHost:
         number: tells the ids of this process apart from those of others.
         channel: gets what is collected by :meth:`run`.
         name: of this worker in the channel.
-        claim_rows: see :class:`~torchrl_llm.collectors.worker.CollectorWorker`.
+        claim_rows: see :class:`~torchrl_llm.collectors.collecting_worker.CollectorWorker`.
     """
 
     def __init__(

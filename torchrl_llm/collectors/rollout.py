@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl._utils import logger
 from torchrl.envs import EnvBase, TransformedEnv
 
-from torchrl_llm.collectors.background import PauseGate
+from torchrl_llm.collectors.collecting_thread import PauseGate
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.errors import CheckpointError
 

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_llm.collectors.transport.base import WorkerCounts
+from torchrl_llm.collectors.transport.channel import WorkerCounts
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError

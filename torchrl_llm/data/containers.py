@@ -24,6 +24,7 @@ from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl_llm.data.column import Chat, Column, set_as_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
+from torchrl_llm.data.token_facts import node_dtypes
 
 __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenSupport", "TokenTrace", "Tokens"]
 
@@ -408,14 +409,11 @@ for _container in (Tokens, LogProbs, TokenTrace):
     _container.empty = _empty_rows
     _container.stack_dim = property(_stack_dim)
 
-_INT8, _INT16, _INT32 = torch.int8, torch.int16, torch.int32
-Tokens._dtypes = dict.fromkeys(("prompt", "response", "full"), torch.int64)
-LogProbs._dtypes = dict.fromkeys(("prompt", "response", "full"), torch.float32)
-Masks._dtypes = dict.fromkeys(("all_attention_mask", "all_assistant_mask"), torch.bool)
+for _container, _node in (
+    (Tokens, "tokens"),
+    (LogProbs, "log_probs"),
+    (Masks, "masks"),
+    (TokenTrace, "trace"),
+):
+    _container._dtypes = node_dtypes(_node)
 TokenSupport._dtypes = dict.fromkeys(("token_ids", "counts"), torch.int32)
-TokenTrace._dtypes = {
-    "source": _INT8,
-    "turn": _INT16,
-    "policy_version": _INT32,
-    "mask_reason": _INT8,
-}

@@ -2,15 +2,17 @@
 
 A :class:`TokenRecord` belongs to one conversation and is immutable. It rides inside the
 :class:`~torchrl_llm.data.column.Chat` whose first ``num_messages`` messages it encodes, so whatever
-carries the chat carries the record. Batches of records become the ``tokens``, ``log_probs``,
-``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.containers`).
+carries the chat carries the record. Its columns are the wired facts of
+:data:`~torchrl_llm.data.token_facts.FACTS`. Batches of records become the ``tokens``,
+``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.containers`).
 
 Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one response.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, find_fact
 
 __all__ = ["TokenRecord"]
 
@@ -42,6 +45,9 @@ class TokenRecord:
             sampled); ``None`` where nobody asked for it.
         earlier_turns: turns of the conversation before what these ids hold, where a fork gave them
             up; the next turn has at least this number.
+        facts: columns of facts that were registered with
+            :func:`~torchrl_llm.data.token_facts.register_fact`, by name; one that is missing has
+            its default at every token.
 
     Example:
         >>> record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
@@ -61,11 +67,12 @@ class TokenRecord:
     fork_cause: str | None = None
     support: Support | None = None
     earlier_turns: int = 0
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
         # As arrays: a tensor pickles the whole storage that it is a view of, and takes ten times
         # as long.
-        columns = {name: getattr(self, name).numpy() for name in _COLUMNS}
+        columns = {name: column.numpy() for name, column in self.columns().items()}
         rest = {
             "num_messages": self.num_messages,
             "finish_reason": self.finish_reason,
@@ -95,13 +102,8 @@ class TokenRecord:
             fork_cause: why an earlier record of the same conversation was given up.
             earlier_turns: how many of the model's turns that record had.
         """
-        length = token_ids.shape[0]
         return cls(
-            token_ids=token_ids,
-            source=source.to(torch.int8),
-            turn=torch.full((length,), -1, dtype=torch.int16),
-            policy_version=torch.full((length,), -1, dtype=torch.int32),
-            log_probs=torch.zeros(length),
+            **_unsampled(token_ids, source),
             num_messages=num_messages,
             fork_cause=fork_cause,
             earlier_turns=earlier_turns,
@@ -126,6 +128,23 @@ class TokenRecord:
         nothing = torch.zeros(0, dtype=torch.int64)
         return cls.from_prompt(nothing, nothing, 0, fork_cause=cause, earlier_turns=earlier_turns)
 
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor], **rest: Any) -> TokenRecord:
+        """Record of columns by the names of their facts, registered ones among them.
+
+        Args:
+            columns: all built-in columns, ``[T]`` each, and any registered ones.
+            rest: the fields that are no columns.
+        """
+        if len(columns) == len(RECORD_COLUMNS):
+            return cls(**columns, **rest)
+        facts = {name: column for name, column in columns.items() if name not in RECORD_COLUMNS}
+        return cls(*(columns[name] for name in RECORD_COLUMNS), facts=facts, **rest)
+
+    def columns(self) -> dict[str, Tensor]:
+        """All columns by the names of their facts."""
+        return {name: getattr(self, name) for name in RECORD_COLUMNS} | dict(self.facts)
+
     @property
     def num_turns(self) -> int:
         """How many turns of the model the conversation has, those among them that were given up."""
@@ -140,15 +159,13 @@ class TokenRecord:
             source: integer codes ``[N]``.
             num_messages: messages that old and new ids encode together.
         """
-        unset = torch.full((token_ids.shape[0],), -1)
+        count = token_ids.shape[0]
+        more = _unsampled(token_ids, source)
         return replace(
             self,
-            token_ids=torch.cat([self.token_ids, token_ids]),
-            source=torch.cat([self.source, source.to(torch.int8)]),
-            turn=torch.cat([self.turn, unset.to(torch.int16)]),
-            policy_version=torch.cat([self.policy_version, unset.to(torch.int32)]),
-            log_probs=torch.cat([self.log_probs, torch.zeros(unset.shape)]),
-            support=self.support and Support.join([self.support, Support.whole(len(unset))]),
+            **{name: torch.cat([getattr(self, name), column]) for name, column in more.items()},
+            facts=self.facts_with({}, count),
+            support=self.support and Support.join([self.support, Support.whole(count)]),
             num_messages=num_messages,
             finish_reason=None,
         )
@@ -160,6 +177,7 @@ class TokenRecord:
         policy_version: int,
         finish_reason: FinishReason,
         support: Support | None = None,
+        facts: Mapping[str, Tensor] | None = None,
     ) -> TokenRecord:
         """Append a sampled response, which adds one message.
 
@@ -169,6 +187,10 @@ class TokenRecord:
             policy_version: version of the weights that sampled it.
             finish_reason: how the response ended.
             support: the ids that truncated sampling kept for each token, where recorded.
+            facts: columns ``[R]`` of registered facts by name.
+
+        Raises:
+            DataError: a fact is not registered, or of another dtype or length.
         """
         count = token_ids.shape[0]
         return TokenRecord(
@@ -185,7 +207,20 @@ class TokenRecord:
             fork_cause=self.fork_cause,
             support=self.support_with(support, count),
             earlier_turns=self.earlier_turns,
+            facts=self.facts_with(facts or {}, count),
         )
+
+    def facts_with(self, more: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+        """Registered facts of these tokens and ``count`` that follow, defaults where not given."""
+        joined = {}
+        for name in {**self.facts, **more}:
+            fact = find_fact(name)
+            if name in more:
+                fact.check(more[name], count)
+            before = self.facts.get(name)
+            parts = (before, self.token_ids.shape[0]), (more.get(name), count)
+            joined[name] = torch.cat([fact.filled(n) if c is None else c for c, n in parts])
+        return joined
 
     def support_with(self, more: Support | None, count: int) -> Support | None:
         """The support of these tokens and ``count`` that follow; ``None`` where neither has one."""
@@ -202,16 +237,24 @@ class TokenRecord:
             stop: index behind the last.
             changes: fields that are not columns of tokens.
         """
-        columns = {name: getattr(self, name)[start:stop] for name in _COLUMNS}
+        columns = {name: getattr(self, name)[start:stop] for name in RECORD_COLUMNS}
+        facts = {name: column[start:stop] for name, column in self.facts.items()}
         support = self.support and self.support.span(start, stop)
-        return replace(self, **columns, support=support, **changes)
+        return replace(self, **columns, facts=facts, support=support, **changes)
 
 
-_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
+def _unsampled(token_ids: Tensor, source: Tensor) -> dict[str, Tensor]:
+    """The built-in columns of tokens that were not sampled."""
+    given = {"token_ids": token_ids, "source": source.to(torch.int8)}
+    length = token_ids.shape[0]
+    return {
+        name: given[name] if name in given else FACTS[name].filled(length)
+        for name in RECORD_COLUMNS
+    }
 
 
 def rebuild_record(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:
     """A record from its pickle."""
     if rest["support"] is not None:
         rest["support"] = Support(*(torch.from_numpy(x) for x in rest["support"]))
-    return TokenRecord(**{name: torch.from_numpy(x) for name, x in columns.items()}, **rest)
+    return TokenRecord.of({name: torch.from_numpy(x) for name, x in columns.items()}, **rest)

@@ -35,6 +35,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import rebuild_content
 from torchrl_llm.data.record import TokenRecord, rebuild_record
 from torchrl_llm.data.safe_bytes import CLAIM_BYTES, from_bytes, to_bytes
+from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, added_facts
 from torchrl_llm.data.wire import (
     PackedRows,
     _Chats,
@@ -56,7 +57,6 @@ _MAX_BATCH_DIMS = 4
 # Values of one hash are compared one by one, and whoever writes a message can choose their hashes.
 _MAX_EQUAL_HASHES = 64
 _ERROR_CHARS = 200
-_RECORD_COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
 _SUPPORT_COLUMNS = ("support_ids", "support_counts")
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
 _CLASSES: dict[str, type] = {
@@ -393,8 +393,11 @@ class _Reader:
         count = len(_naturals(num_messages, _MAX_ROWS))
         names = set(_typed(columns, dict))
         self.claim(count * len(names))
-        wanted = set(_RECORD_COLUMNS)
-        _check(names in (wanted, wanted | set(_SUPPORT_COLUMNS)), "wrong columns of records")
+        _check(names.issuperset(RECORD_COLUMNS), "wrong columns of records")
+        facts = names.difference(RECORD_COLUMNS, _SUPPORT_COLUMNS)
+        _check(len(names & set(_SUPPORT_COLUMNS)) != 1, "wrong columns of records")
+        unknown = sorted(facts.difference(fact.name for fact in added_facts()))
+        _check(not unknown, f"facts {unknown} are not registered here; see register_fact")
         lists = [_typed(part, list) for part in (finish, starts, causes, turns)]
         _check(all(len(part) == count for part in lists), "a record is missing")
         _naturals([start for start in starts if start is not None], 1 << 40)
@@ -462,8 +465,10 @@ class _Reader:
 def _check_record(record: TokenRecord) -> None:
     """The columns of a record are aligned, or whatever reads it would read past its end."""
     length = record.token_ids.shape[0]
-    columns = [getattr(record, name) for name in _RECORD_COLUMNS]
-    _check(all(c.shape == (length,) for c in columns), "columns of a record differ in length")
+    for name, column in record.columns().items():
+        fact = FACTS[name]
+        _check(column.shape == (length, *fact.shape), f"{name} of a record has another length")
+        _check(name in RECORD_COLUMNS or column.dtype == fact.dtype, f"{name} is not {fact.dtype}")
     _check(record.token_ids.dtype == torch.int64, "token ids are not int64")
     start = record.response_start
     _check(start is None or start <= length, "a response begins behind the end")

@@ -3,8 +3,8 @@
 What every data set of this package is: **a sequence of rows, each a dict**, with ``len()`` and
 integer indexing.
 
-Next: :mod:`torchrl_llm.envs.datasets.loading` hands rows to an environment,
-:mod:`torchrl_llm.data.dataset` makes tokens of them.
+Next: :mod:`torchrl_llm.data.row_files` hands rows to an environment,
+:mod:`torchrl_llm.compat.tokenized_dataset` makes tokens of them.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torchrl_llm.data.column import Chat
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.token_facts import RECORD_COLUMNS
 
 __all__ = [
     "PackedRows",
@@ -115,8 +116,13 @@ class _Records:
 
     @classmethod
     def of(cls, records: list[TokenRecord]) -> _Records:
-        names = ("token_ids", "source", "turn", "policy_version", "log_probs")
-        columns = {name: _Tensors.of(None, [getattr(r, name) for r in records]) for name in names}
+        columns = {
+            name: _Tensors.of(None, [getattr(r, name) for r in records]) for name in RECORD_COLUMNS
+        }
+        for name in dict.fromkeys(name for r in records for name in r.facts):
+            # A record that lacks the fact has no values of it, not even defaults.
+            none = next(r.facts[name] for r in records if name in r.facts)[:0]
+            columns[name] = _Tensors.of(None, [r.facts.get(name, none) for r in records])
         if any(r.support is not None for r in records):
             # A record without one has no counts, not even zeros.
             supports = [r.support or Support.whole(0) for r in records]
@@ -128,9 +134,12 @@ class _Records:
     def split(self) -> list[TokenRecord]:
         columns = {name: column.split() for name, column in self.columns.items()}
         supports = [columns.pop(name, None) for name in _SUPPORT]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if len(columns) > len(RECORD_COLUMNS):
+            rows = [_without_lacking(row) for row in rows]
         return [
-            TokenRecord(
-                **{name: column[i] for name, column in columns.items()},
+            TokenRecord.of(
+                rows[i],
                 num_messages=self.num_messages[i],
                 finish_reason=self.finish_reason[i],
                 response_start=self.response_start[i],
@@ -142,6 +151,16 @@ class _Records:
             )
             for i in range(len(self.num_messages))
         ]
+
+
+def _without_lacking(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The columns of a record without the registered facts that it lacks."""
+    length = row["token_ids"].shape[0]
+    return {
+        name: column
+        for name, column in row.items()
+        if name in RECORD_COLUMNS or column.shape[0] or not length
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +445,7 @@ def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
     """Give each row memory of its own, copying only tensors that are parts of a larger storage.
 
     A row that is a view keeps its whole batch alive and drags it into every pickle. Storages of up
-    to 4 KiB may stay shared.
+    to 4 KiB may stay shared, and a ``response`` that is the end of its ``full`` stays so.
 
     Args:
         rows: tensordicts without batch dimension; their tensors are replaced in place.
@@ -442,13 +461,31 @@ def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
 
 def _own(node: TensorDict) -> None:
     leaves = node._tensordict
+    tail = _tail(leaves)
     for name, value in leaves.items():
         # The two common kinds first, by exact type: this loop sees every tensor that is kept.
         kind = type(value)
         if kind is Tensor:
-            if value.untyped_storage().nbytes() > value.nbytes + SHARED_BYTES:
+            if value.untyped_storage().nbytes() > value.nbytes + SHARED_BYTES and not (
+                tail and name == "response"
+            ):
                 leaves[name] = value.clone()
         elif kind is TensorDict:
             _own(value)
         elif kind is not NonTensorData and type(getattr(value, "_tensordict", None)) is TensorDict:
             _own(value._tensordict)
+    if tail:
+        leaves["response"] = leaves["full"][-tail:]
+
+
+def _tail(leaves: dict[str, Any]) -> int:
+    """How many values of ``full`` the response is a view of, at its end; 0 where it is none."""
+    response = leaves.get("response")
+    if type(response) is not Tensor or not response.nbytes:
+        return 0
+    full = leaves.get("full")
+    if type(full) is not Tensor or full.dtype != response.dtype or len(full) < len(response):
+        return 0
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in (full, response)]
+    flat = full.is_contiguous() and response.is_contiguous()
+    return len(response) if flat and ends[0] == ends[1] else 0

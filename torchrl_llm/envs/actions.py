@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from torchrl_llm.envs.reward.base import extract_block
-from torchrl_llm.envs.transforms.tools.call import ToolCall
-from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser, ToolParser
-from torchrl_llm.envs.transforms.tools.tool import Tool
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
+from torchrl_llm.rewards.reward_parser import extract_block
+from torchrl_llm.tools.call_parsers import MessageCallParser, ToolParser
+from torchrl_llm.tools.tool import Tool
+from torchrl_llm.tools.tool_call import ToolCall
 
 __all__ = [
     "ActionError",

@@ -26,14 +26,14 @@ from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
+from torchrl_llm.data.failures import ERROR_KEYS, place_of, tell_failures
+from torchrl_llm.data.row_files import GeneratedRows, load_rows
+from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows, load_rows
-from torchrl_llm.envs.failures import ERROR_KEYS, place_of, tell_failures
-from torchrl_llm.envs.specs import ColumnSpec
-from torchrl_llm.envs.transforms.tools.base import ToolTransform
-from torchrl_llm.envs.transforms.tools.parsers import MessageCallParser
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.tools.call_parsers import MessageCallParser
+from torchrl_llm.tools.tool_transform import ToolTransform
 
 __all__ = ["ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
 

@@ -24,7 +24,7 @@ from torchrl_llm.functional.diagnostics import (
 )
 from torchrl_llm.functional.divergence import chunked_divergence, divergence_from_logits
 from torchrl_llm.functional.gae import GAE, gae, value_loss
-from torchrl_llm.functional.kl import k1, k2, k3, weighted_k3
+from torchrl_llm.functional.kl import KL_ESTIMATORS, k1, k2, k3, weighted_k3
 from torchrl_llm.functional.logprobs import (
     entropy_from_logits,
     selective_log_softmax,
@@ -79,6 +79,7 @@ from torchrl_llm.functional.trackers import beta_update, forgetting_factor, unce
 
 __all__ = [
     "GAE",
+    "KL_ESTIMATORS",
     "AttentionBlock",
     "HeadScores",
     "Normalizer",

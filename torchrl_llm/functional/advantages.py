@@ -27,6 +27,8 @@ __all__ = [
 
 Deviation = Literal["sample", "population", "none"]
 _DEVIATIONS = ("sample", "population", "none")
+EpsilonAs = Literal["floor", "added"]
+_EPSILON_AS = ("floor", "added")
 
 
 def group_advantages(
@@ -36,7 +38,7 @@ def group_advantages(
     valid: Tensor | None = None,
     normalize: Deviation = "sample",
     eps: float = 1e-6,
-    eps_as: Literal["floor", "added"] = "floor",
+    eps_as: EpsilonAs = "floor",
     positive_only: bool | Literal["before_std"] = False,
 ) -> Tensor:
     r"""Reward against the group's mean, :math:`A_i = (r_i - \bar r) / \max(\sigma, \epsilon)`.
@@ -72,7 +74,7 @@ def group_advantages(
         tensor([-1.0000, -0.5000,  1.0000,  0.5000])
     """
     _check_option("normalize", normalize, _DEVIATIONS)
-    _check_option("eps_as", eps_as, ("floor", "added"))
+    _check_option("eps_as", eps_as, _EPSILON_AS)
     _check_option("positive_only", positive_only, (False, True, "before_std"))
     groups = _Groups.of(rewards, group_ids, valid)
     advantages = groups.centred()
@@ -84,8 +86,7 @@ def group_advantages(
         spread = groups.minus_mean(advantages) if before else groups.centred()
         degrees = (groups.count - int(normalize == "sample")).clamp(min=1)
         deviation = (groups.sum(spread.square()) / degrees).sqrt()
-        deviation = deviation + eps if eps_as == "added" else deviation.clamp(min=eps)
-        advantages = advantages / deviation[groups.index]
+        advantages = advantages / _guarded(deviation, eps, eps_as)[groups.index]
     return groups.finish(advantages, rewards)
 
 
@@ -124,13 +125,15 @@ def hybrid_advantages(
     normalize: Deviation = "population",
     deviation_of: Literal["advantages", "returns"] = "advantages",
     eps: float = 1e-6,
+    eps_as: EpsilonAs = "floor",
 ) -> Tensor:
     r"""Reward against its group's mean, over the deviation of the whole batch.
 
     :math:`A_i = (r_i - \bar r_{group(i)}) / \max(\sigma_{batch}, \epsilon)`: ScaleRL,
-    arXiv:2510.13786, where :math:`\sigma_{batch}` is the deviation of the centred rewards. TRL's
-    ``scale_rewards="batch"`` divides by the sample deviation of the rewards themselves
-    (``normalize="sample", deviation_of="returns"``). Members of groups with fewer than two valid
+    arXiv:2510.13786, where :math:`\sigma_{batch}` is the deviation of the centred rewards. Ludic
+    adds 1e-8 to it (``eps=1e-8, eps_as="added"``). TRL's ``scale_rewards="batch"`` divides by the
+    sample deviation of the rewards themselves (``normalize="sample", deviation_of="returns"``, and
+    adds 1e-4). Members of groups with fewer than two valid
     members are not part of the batch.
 
     Args:
@@ -139,7 +142,8 @@ def hybrid_advantages(
         valid: bool, shaped like ``rewards``; all valid by default.
         normalize: as in :func:`group_advantages`.
         deviation_of: what the batch's deviation is taken of.
-        eps: floor of the deviation.
+        eps: guards the division.
+        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
 
     Returns:
         Shaped like ``rewards``.
@@ -154,6 +158,7 @@ def hybrid_advantages(
     """
     _check_option("normalize", normalize, _DEVIATIONS)
     _check_option("deviation_of", deviation_of, ("advantages", "returns"))
+    _check_option("eps_as", eps_as, _EPSILON_AS)
     groups = _Groups.of(rewards, group_ids, valid)
     advantages = groups.centred()
     if normalize != "none":
@@ -164,7 +169,7 @@ def hybrid_advantages(
         mean = (values * weights).sum() / number.clamp(min=1)
         squares = ((values - mean).square() * weights).sum()
         degrees = (number - int(normalize == "sample")).clamp(min=1)
-        advantages = advantages / (squares / degrees).sqrt().clamp(min=eps)
+        advantages = advantages / _guarded((squares / degrees).sqrt(), eps, eps_as)
     return groups.finish(advantages, rewards)
 
 
@@ -175,6 +180,7 @@ def batch_normalize(
     center: bool = True,
     normalize: Deviation = "population",
     eps: float = 1e-6,
+    eps_as: EpsilonAs = "floor",
 ) -> Tensor:
     r"""Values against the mean and deviation of the whole batch, :math:`(x - \mu) / \sigma`.
 
@@ -189,19 +195,21 @@ def batch_normalize(
         center: subtract the mean.
         normalize: the deviation: ``"sample"`` (divides by the weights' sum less 1),
             ``"population"``, or ``"none"`` for no division.
-        eps: floor of the deviation.
+        eps: guards the division.
+        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
 
     Returns:
         ``[N]``; zeros where all values are equal and ``center`` is set.
 
     Raises:
-        ValueError: for an unknown ``normalize`` or shapes that differ.
+        ValueError: for unknown options or shapes that differ.
 
     Example:
         >>> batch_normalize(torch.tensor([0.0, 4.0]), torch.tensor([3.0, 1.0]), normalize="none")
         tensor([-1.,  3.])
     """
     _check_option("normalize", normalize, _DEVIATIONS)
+    _check_option("eps_as", eps_as, _EPSILON_AS)
     values = _floating(values_N)
     weights = torch.ones_like(values) if weights_N is None else weights_N.to(values.dtype)
     if weights.shape != values.shape:
@@ -222,7 +230,7 @@ def batch_normalize(
         return values
     degrees = total - int(normalize == "sample")
     variance = (centred.square() * weights).sum() / degrees.clamp(min=1e-12)
-    return values / variance.sqrt().clamp(min=eps)
+    return values / _guarded(variance.sqrt(), eps, eps_as)
 
 
 def discounted_returns(
@@ -312,6 +320,10 @@ class _Groups(NamedTuple):
 
 def _floating(values: Tensor) -> Tensor:
     return values if values.is_floating_point() else values.float()
+
+
+def _guarded(deviation: Tensor, eps: float, eps_as: EpsilonAs) -> Tensor:
+    return deviation + eps if eps_as == "added" else deviation.clamp(min=eps)
 
 
 def _check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:

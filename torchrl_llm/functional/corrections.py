@@ -37,7 +37,8 @@ def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Le
             ``"geometric"``, the mean over it.
 
     Returns:
-        ``[N]``, nats.
+        ``[N]`` in the dtype given, nats. Sums over a sequence, those of the backward pass included,
+        are accumulated in float64.
 
     Raises:
         ValueError: for an unknown level.
@@ -50,10 +51,12 @@ def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Le
     """
     if level == "token":
         return log_ratio_N
+    # The backward pass of the indexing is a sum over the sequence, too.
+    wide_N = log_ratio_N.double()
     if level == "sequence":
-        return sequence_log_ratio(log_ratio_N, row_N, num_rows)[row_N]
+        return sequence_log_ratio(wide_N, row_N, num_rows)[row_N].to(log_ratio_N.dtype)
     if level == "geometric":
-        return geometric_log_ratio(log_ratio_N, row_N, num_rows)[row_N]
+        return geometric_log_ratio(wide_N, row_N, num_rows)[row_N].to(log_ratio_N.dtype)
     raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
 
 

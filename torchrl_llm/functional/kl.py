@@ -14,12 +14,18 @@ is zero whatever ``q`` is; that of ``k2`` is the gradient of :math:`\mathrm{KL}(
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-__all__ = ["k1", "k2", "k3", "weighted_k3"]
+__all__ = ["KL_ESTIMATORS", "KLEstimator", "LossKLEstimator", "k1", "k2", "k3", "weighted_k3"]
 
 _MAX_LOG_WEIGHT = 20.0
+
+KLEstimator = Literal["k1", "k2", "k3"]
+LossKLEstimator = Literal["k1", "k2", "k3", "weighted_k3"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -101,3 +107,7 @@ def weighted_k3(log_ratio: Tensor, log_weight: Tensor) -> Tensor:
     exponent = (log_weight + log_ratio).clamp(max=2 * _MAX_LOG_WEIGHT)
     far = exponent.exp() - weight * (1.0 + log_ratio)
     return torch.where(log_ratio > 1.0, far, near)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""The estimates of :data:`KLEstimator` by name; a new one is entered in both."""

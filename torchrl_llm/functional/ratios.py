@@ -1,6 +1,8 @@
 """Importance ratios in log space: per token, per sequence, and their truncation.
 
-Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``.
+Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``. Sums
+over a sequence are accumulated in float64, whatever the dtype of the values: float32 loses 0.1 % of
+a sum of 100,000 equal numbers.
 
 Shape legend: ``N`` tokens, ``S`` sequences.
 """
@@ -23,14 +25,14 @@ def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Ten
         num_rows: ``S``.
 
     Returns:
-        ``[S]``, 0.0 for a sequence without tokens.
+        ``[S]`` in the dtype given, summed in float64; 0.0 for a sequence without tokens.
 
     Example:
         >>> import torch
         >>> sequence_log_ratio(torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 0, 1]), 2)
         tensor([0.3000, 0.5000])
     """
-    return log_ratio_N.new_zeros(num_rows).index_add(0, row_N, log_ratio_N)
+    return _sums(log_ratio_N, row_N, num_rows).to(log_ratio_N.dtype)
 
 
 def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
@@ -44,7 +46,7 @@ def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Te
         num_rows: ``S``.
 
     Returns:
-        ``[S]``, 0.0 for a sequence without tokens.
+        ``[S]`` in the dtype given, summed in float64; 0.0 for a sequence without tokens.
 
     Example:
         >>> import torch
@@ -52,7 +54,13 @@ def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Te
         tensor([0.1500, 0.5000])
     """
     lengths = row_counts(row_N, num_rows).clamp(min=1)
-    return sequence_log_ratio(log_ratio_N, row_N, num_rows) / lengths
+    return (_sums(log_ratio_N, row_N, num_rows) / lengths).to(log_ratio_N.dtype)
+
+
+def _sums(values_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """Sums over sequences, float64 ``[S]``."""
+    wide_N = values_N.double()
+    return wide_N.new_zeros(num_rows).index_add(0, row_N, wide_N)
 
 
 def truncated_weights(log_ratio: Tensor, maximum: float, minimum: float = 0.0) -> Tensor:

@@ -17,8 +17,12 @@ mode               weight                       meaning
 =================  ===========================  ================================================
 
 The counts are those of a :class:`Normalizer`. With the counts of the *whole* batch, the results of
-its micro-batches, split in any way between rows, add up to the result of the whole batch. A
-sequence counts when at least one of its tokens does.
+its micro-batches, split in any way between rows, add up to the result of the whole batch.
+
+A sequence counts when at least one of its tokens does. Ludic and TRL divide by all rows of a batch,
+those of which no token counts included; ``count_empty=True`` does so too (and counts a prompt of
+which no token counts). Such a row adds nothing to the sum either way, so it makes the result
+smaller.
 
 Shape legend: ``N`` tokens, ``S`` rows.
 """
@@ -28,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from torchrl_llm.functional.padding import row_counts
@@ -42,19 +47,22 @@ MODES: tuple[str, ...] = get_args(Mode)
 class Normalizer(NamedTuple):
     """What a batch is divided by.
 
+    Where rows have weights, as :class:`~torchrl_llm.objectives.SFTLoss` reads them, the counts are
+    sums of weights.
+
     Attributes:
         num_tokens: tokens that count.
-        num_sequences: rows with at least one token that counts.
+        num_sequences: rows with at least one token that counts; all rows where empty ones count.
         group_tokens: tokens that count of each prompt group that has any, by its id; for
-            ``prompt_mean`` only, else ``None``.
+            ``prompt_mean`` only, else ``None``. 0 for the others where empty rows count.
 
     Example:
         >>> Normalizer(10, 2, {7: 10}).plus(Normalizer(5, 1, {7: 2, 8: 3}))
         Normalizer(num_tokens=15, num_sequences=3, group_tokens={7: 12, 8: 3})
     """
 
-    num_tokens: int
-    num_sequences: int
+    num_tokens: int | float
+    num_sequences: int | float
     group_tokens: Mapping[int, int] | None = None
 
     def plus(self, other: Normalizer) -> Normalizer:
@@ -71,20 +79,32 @@ class Normalizer(NamedTuple):
         )
 
     @classmethod
-    def of(cls, lengths: Sequence[int], group_ids: Sequence[int] | None = None) -> Normalizer:
+    def of(
+        cls,
+        lengths: Sequence[int],
+        group_ids: Sequence[int] | None = None,
+        *,
+        count_empty: bool = False,
+    ) -> Normalizer:
         """Counts of a batch.
 
         Args:
             lengths: for each row how many of its tokens count.
             group_ids: the prompt group of each row, for ``prompt_mean``.
+            count_empty: rows of which no token counts are sequences, and their groups are groups.
+
+        Example:
+            >>> Normalizer.of([3, 0]).num_sequences, Normalizer.of([3, 0], count_empty=True)[1]
+            (1, 2)
         """
         groups = None
         if group_ids is not None:
             groups = {}
             for group, length in zip(group_ids, lengths, strict=True):
-                if length:
+                if length or count_empty:
                     groups[group] = groups.get(group, 0) + length
-        return cls(sum(lengths), sum(length > 0 for length in lengths), groups)
+        sequences = len(lengths) if count_empty else sum(length > 0 for length in lengths)
+        return cls(sum(lengths), sequences, groups)
 
 
 def token_weights(
@@ -155,6 +175,7 @@ def aggregate(
     normalizer: Normalizer | None = None,
     constant_length: int | None = None,
     group_S: Tensor | None = None,
+    count_empty: bool = False,
 ) -> Tensor:
     """Reduce flat values to one number.
 
@@ -167,9 +188,11 @@ def aggregate(
             default.
         constant_length: the length that ``constant`` divides by.
         group_S: int64 ``[S]``, the prompt group of each row, for ``prompt_mean``.
+        count_empty: without a normalizer, rows without tokens are sequences of the denominator;
+            with one it is the normalizer that says so.
 
     Returns:
-        A scalar.
+        A scalar in the dtype of the values, summed in float64.
 
     Raises:
         ValueError: when no token counts, the normalizer does not count the groups that are there,
@@ -185,7 +208,7 @@ def aggregate(
         raise ValueError("prompt_mean needs the prompt group of each row")
     lengths_S = row_counts(row_N, num_rows).to(values_N.dtype)
     if normalizer is None:
-        weights = _own_weights(lengths_S, row_N, mode, constant_length, group_S)
+        weights = _own_weights(lengths_S, row_N, mode, constant_length, group_S, count_empty)
     else:
         if mode == "prompt_mean" and normalizer.group_tokens:
             tokens, groups = normalizer.group_tokens, group_S.tolist()
@@ -196,7 +219,7 @@ def aggregate(
                 )
             lengths_S = lengths_S.new_tensor([tokens.get(g, 0) for g in groups])
         weights = token_weights(lengths_S[row_N], mode, normalizer, constant_length=constant_length)
-    return (values_N * weights).sum()
+    return (values_N * weights).sum(dtype=torch.float64).to(values_N.dtype)
 
 
 def _own_weights(
@@ -205,11 +228,13 @@ def _own_weights(
     mode: str,
     constant_length: int | None,
     group_S: Tensor | None,
+    count_empty: bool,
 ) -> float | Tensor:
     """Weights of tokens that are a whole batch; counts stay tensors, so that this compiles."""
     if not row_N.shape[0]:
         raise ValueError("nothing to average over: no token counts")
-    there_S = (lengths_S > 0).to(lengths_S.dtype)
+    there_S = lengths_S.new_ones(lengths_S.shape) if count_empty else (lengths_S > 0)
+    there_S = there_S.to(lengths_S.dtype)
     num_groups = None
     if mode == "prompt_mean":
         same_SS = (group_S[:, None] == group_S).to(lengths_S.dtype)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchrl_llm._imports import lazy
 from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from torchrl_llm.data.interop import TorchRLBufferDataset
 from torchrl_llm.modules.backends import (
     Answer,
     Backend,
@@ -15,14 +15,10 @@ from torchrl_llm.modules.backends import (
     VLLMServer,
     sampling_mode,
 )
-from torchrl_llm.modules.backends.process_group import (
-    stateless_init_process_group,
-    stateless_init_process_group_async,
-)
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
-from torchrl_llm.modules.backends.vllm.worker import make_vllm_worker, vLLMWorker
-from torchrl_llm.modules.loading import context_length, load_model, load_tokenizer
+from torchrl_llm.modules.backends.vllm.worker_class import make_vllm_worker, vLLMWorker
+from torchrl_llm.modules.model_loading import context_length, load_model, load_tokenizer
 from torchrl_llm.modules.policies import (
     FakeWrapper,
     LLMWrapperBase,
@@ -35,6 +31,10 @@ from torchrl_llm.modules.reference import AdapterDisabled
 from torchrl_llm.modules.remote import EnginePool, LoadBalancer
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper
 from torchrl_llm.modules.value_head import ValueHead
+from torchrl_llm.weights.process_group import (
+    stateless_init_process_group,
+    stateless_init_process_group_async,
+)
 
 __all__ = [
     "AdapterDisabled",
@@ -74,3 +74,8 @@ __all__ = [
     "vLLMWorker",
     "vLLMWrapper",
 ]
+
+_LAZY = {
+    "torchrl_llm.compat.buffer_dataset": "TorchRLBufferDataset",
+}
+__getattr__ = lazy(__name__, _LAZY)

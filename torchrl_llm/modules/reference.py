@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchrl_llm._imports import require
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.base import Backend
-from torchrl_llm.modules.policies.base import LLMWrapperBase
+from torchrl_llm.modules.backends.backend_port import Backend
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
 __all__ = ["AdapterDisabled"]
 

@@ -1,4 +1,4 @@
-"""Losses over rows of tokens, and the credit rules that give them their advantages.
+"""Losses over rows of tokens, and the advantage estimators that go with them.
 
 A loss reads rows and asks a :class:`~torchrl_llm.data.scoring.TokenScorer` for log-probs; it never
 names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
@@ -6,9 +6,8 @@ names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
 
 from __future__ import annotations
 
-from torchrl_llm.objectives.base import PolicyGradientLoss, PolicyLossOutput
 from torchrl_llm.objectives.cispo import CISPOLoss, CISPOLossOutput
-from torchrl_llm.objectives.composite import (
+from torchrl_llm.objectives.composite_loss import (
     CompositeLoss,
     CompositeLossOutput,
     CompositeNormalizer,
@@ -30,25 +29,30 @@ from torchrl_llm.objectives.credit import (
     SPOAdvantage,
     TeacherKL,
 )
-from torchrl_llm.objectives.dapo import DAPO, DAPOLossOutput
-from torchrl_llm.objectives.distillation import (
+from torchrl_llm.objectives.distillation_loss import (
     DistillationLoss,
     DistillationLossOutput,
     k3_kl_token_estimate,
 )
-from torchrl_llm.objectives.dr_grpo import DrGRPOLoss
 from torchrl_llm.objectives.gmpo import GMPOLoss
-from torchrl_llm.objectives.grpo import GRPOLoss, GRPOLossOutput
+from torchrl_llm.objectives.grpo import (
+    DAPO,
+    DAPOLossOutput,
+    DrGRPOLoss,
+    GRPOLoss,
+    GRPOLossOutput,
+)
 from torchrl_llm.objectives.gspo import GSPOLoss, GSPOTokenLoss
 from torchrl_llm.objectives.invariance import InvarianceReport, check_invariance
+from torchrl_llm.objectives.loss_settings import PolicyLossSettings
 from torchrl_llm.objectives.on_policy_distillation import (
     OnPolicyDistillationLoss,
     OnPolicyDistillationLossOutput,
 )
+from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, PolicyLossOutput
 from torchrl_llm.objectives.ppo import PPOLoss, PPOLossOutput
 from torchrl_llm.objectives.reinforce import ReinforceLoss, ReinforcePlusPlusLoss
 from torchrl_llm.objectives.sapo import SAPOLoss
-from torchrl_llm.objectives.settings import PolicyLossSettings
 from torchrl_llm.objectives.sft import SFTLoss, SFTLossOutput, minor_sft_loss, sft_loss
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 from torchrl_llm.objectives.topr import TOPRLoss

@@ -6,16 +6,17 @@ from typing import Unpack
 
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.functional import cispo
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyLossOutput,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.settings import Bounds, PolicyLossSettings
 
 __all__ = ["CISPOLoss", "CISPOLossOutput"]
 
@@ -24,6 +25,7 @@ class CISPOLossOutput(PolicyLossOutput):
     """Output of :class:`CISPOLoss`; ``clip_fraction`` is the share of weights that are cut."""
 
 
+@register("losses", "cispo")
 class CISPOLoss(PolicyGradientLoss):
     r"""The CISPO loss, :math:`-\mathrm{sg}[\min(r, 1 + h)] A \log \pi` per token.
 
@@ -49,7 +51,7 @@ class CISPOLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> CISPOLoss(CausalScorer(Qwen2ForCausalLM(config))).clip_epsilon

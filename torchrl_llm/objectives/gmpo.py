@@ -6,19 +6,21 @@ from typing import Unpack
 
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.functional import gmpo
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.settings import Bounds, PolicyLossSettings
 
 __all__ = ["GMPOLoss"]
 
 
+@register("losses", "gmpo")
 class GMPOLoss(PolicyGradientLoss):
     r"""The GMPO loss, :math:`-A \exp(\frac{1}{n} \sum_t c_t)` per sequence.
 
@@ -49,7 +51,7 @@ class GMPOLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> GMPOLoss(CausalScorer(Qwen2ForCausalLM(config))).clip_epsilon

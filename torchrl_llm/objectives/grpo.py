@@ -1,21 +1,25 @@
-"""Group relative policy optimisation: the clipped surrogate on advantages of a group of samples.
+"""Losses of GRPO, DAPO and Dr. GRPO: one clipped surrogate, with the defaults of each paper.
 
-The loss knows nothing of groups; they are in the advantages, which
+They know nothing of groups, which are in the advantages that
 :class:`~torchrl_llm.objectives.credit.MCAdvantage` writes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import ppo_clip
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.correction import Correction
+from torchrl_llm.objectives.loss_rows import MaskingStrategy
+from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     KLEstimator,
     PolicyGradientLoss,
@@ -23,17 +27,15 @@ from torchrl_llm.objectives.base import (
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.correction import Correction
-from torchrl_llm.objectives.rows import MaskingStrategy
-from torchrl_llm.objectives.settings import Bounds
 
-__all__ = ["GRPOLoss", "GRPOLossOutput"]
+__all__ = ["DAPO", "DAPOLossOutput", "DrGRPOLoss", "GRPOLoss", "GRPOLossOutput"]
 
 
 class GRPOLossOutput(PolicyLossOutput):
     """Output of :class:`GRPOLoss`; the fields are those of ``PolicyLossOutput``."""
 
 
+@register("losses", "grpo")
 class GRPOLoss(PolicyGradientLoss):
     r"""The GRPO loss, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)` per token.
 
@@ -64,6 +66,8 @@ class GRPOLoss(PolicyGradientLoss):
             ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
             ``"constant"`` or ``"none"``.
         constant_length: tokens that ``aggregation="constant"`` divides by.
+        count_empty_rows: rows of which no token counts are sequences in the denominator, as in
+            Ludic and TRL.
         correction: what to do about a sampler that differs from the policy before the update;
             ``None`` takes ratios to the sampler.
         entropy_bonus: subtract ``entropy_coeff`` times the entropy; by default only when a
@@ -88,7 +92,7 @@ class GRPOLoss(PolicyGradientLoss):
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> from torchrl_llm.data.ragged import write_rows
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> rows = TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2])
@@ -115,6 +119,7 @@ class GRPOLoss(PolicyGradientLoss):
         kl_mask_threshold: float | None = None,
         aggregation: Aggregation = "token_mean",
         constant_length: int | None = None,
+        count_empty_rows: bool = False,
         correction: Correction | None = None,
         entropy_bonus: bool | None = None,
         entropy_coeff: float | None = None,
@@ -134,6 +139,7 @@ class GRPOLoss(PolicyGradientLoss):
             actor_network,
             aggregation="none" if reduction == "none" else aggregation,
             constant_length=constant_length,
+            count_empty_rows=count_empty_rows,
             correction=correction,
             kl_mask_threshold=kl_mask_threshold,
             entropy_bonus=entropy_bonus,
@@ -158,3 +164,109 @@ class GRPOLoss(PolicyGradientLoss):
         capped = log_ratio.clamp(max=limit)
         loss, clipped = ppo_clip(capped, tokens.advantage, *self.clip_epsilon)
         return Surrogate(loss, clipped | (log_ratio > limit))
+
+
+class DAPOLossOutput(PolicyLossOutput):
+    """Output of :class:`DAPO`; the fields are those of ``PolicyLossOutput``."""
+
+
+@register("losses", "dapo")
+class DAPO(GRPOLoss):
+    r"""The loss of DAPO: :math:`-\min(r A, \mathrm{clip}(r, 0.8, 1.28) A)`, averaged over tokens.
+
+    arXiv:2503.14476 equation 8: *clip-higher* (the upper bound is wider, so that unlikely tokens
+    can still grow) and the *token-level* loss (a long response weighs by its length). It has no
+    divergence term. The other two parts of the algorithm are not in the loss: dynamic sampling is
+    ``MCAdvantage(keep_return_bounds=...)`` on the buffer, and the soft punishment of overlong
+    responses is :class:`~torchrl_llm.envs.transforms.OverlongPenalty`.
+
+    The paper's expectation is over prompts and its token mean within the group of one prompt:
+    ``aggregation="prompt_mean"``, which needs group ids. The default is the token mean over the
+    batch, as in TRL's and the authors' code.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> loss = DAPO(CausalScorer(Qwen2ForCausalLM(config)))
+        >>> loss.clip_epsilon, loss.aggregation
+        ((0.2, 0.28), 'token_mean')
+    """
+
+    output_type = DAPOLossOutput
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        *,
+        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
+        aggregation: Aggregation = "token_mean",
+        **settings: Unpack[PolicyLossSettings],
+    ) -> None:
+        super().__init__(
+            actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **settings
+        )
+
+
+@register("losses", "dr_grpo")
+class DrGRPOLoss(GRPOLoss):
+    r"""GRPO done right: :math:`-\frac{1}{S L} \sum_i \sum_t \min(r A, \mathrm{clip}(r) A)`.
+
+    arXiv:2503.20783 section 3.2 (and the code of its appendix for :math:`L`). Dividing each
+    response by its own length favours short right and long wrong answers; Dr. GRPO divides all of
+    the ``S`` sequences by the same :math:`L`, the generation budget. Its other half is in the
+    advantages: ``MCAdvantage`` without the standard deviation.
+
+    Ludic leaves the divisor out, which is ``aggregation="sequence_sum"`` (and gradients ``L`` times
+    as long, visible to a clip of the gradient's norm). TRL's ``"dr_grpo"`` is the same as this with
+    ``constant_length=max_completion_length``.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        constant_length: ``L``, tokens; the ``max_new_tokens`` of sampling.
+        clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect; without a
+            ``constant_length``.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> loss = DrGRPOLoss(CausalScorer(Qwen2ForCausalLM(config)), constant_length=512)
+        >>> loss.aggregation, loss.constant_length
+        ('constant', 512)
+    """
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        *,
+        constant_length: int | None = None,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        aggregation: Aggregation = "constant",
+        **settings: Unpack[PolicyLossSettings],
+    ) -> None:
+        super().__init__(
+            actor_network,
+            clip_epsilon=clip_epsilon,
+            aggregation=aggregation,
+            constant_length=constant_length,
+            **settings,
+        )

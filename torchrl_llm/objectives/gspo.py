@@ -6,20 +6,22 @@ from typing import Literal, Unpack
 
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import gspo, gspo_token
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.settings import Bounds, PolicyLossSettings
 
 __all__ = ["GSPOLoss", "GSPOTokenLoss"]
 
 
+@register("losses", "gspo")
 class GSPOLoss(PolicyGradientLoss):
     r"""The GSPO loss, :math:`-\min(s A, \mathrm{clip}(s, 1 - l, 1 + h) A)` per sequence.
 
@@ -53,7 +55,7 @@ class GSPOLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> loss = GSPOLoss(CausalScorer(Qwen2ForCausalLM(config)))
@@ -92,6 +94,7 @@ class GSPOLoss(PolicyGradientLoss):
         )
 
 
+@register("losses", "gspo_token")
 class GSPOTokenLoss(GSPOLoss):
     """GSPO's token variant: the value and clip of the sequence, the gradient of each token.
 
@@ -101,7 +104,7 @@ class GSPOTokenLoss(GSPOLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> GSPOTokenLoss(CausalScorer(Qwen2ForCausalLM(config))).clip_epsilon

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.replay_buffers.trajectories import group_value
+from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
 from torchrl_llm.data.scoring import (
     HeadStates,
     ScoreExtras,
@@ -24,15 +24,15 @@ from torchrl_llm.data.scoring import (
 )
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import k2, ppo_clip, truncated_weights
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_rows import TokenRows
+from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyLossOutput,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.rows import TokenRows
-from torchrl_llm.objectives.settings import Bounds, PolicyLossSettings
 
 __all__ = ["OnPolicyDistillationLoss", "OnPolicyDistillationLossOutput"]
 
@@ -111,7 +111,7 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> from torchrl_llm.data.ragged import write_rows
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> rows = TensorDict(batch_size=[2])

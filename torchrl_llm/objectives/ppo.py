@@ -14,18 +14,19 @@ from typing import Any, Unpack
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import value_loss
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.grpo import GRPOLoss
+from torchrl_llm.objectives.loss_rows import TokenRows
+from torchrl_llm.objectives.loss_settings import PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyLossOutput,
     PolicyTokens,
 )
-from torchrl_llm.objectives.grpo import GRPOLoss
-from torchrl_llm.objectives.rows import TokenRows
-from torchrl_llm.objectives.settings import PolicyLossSettings
 
 __all__ = ["PPOLoss", "PPOLossOutput"]
 
@@ -48,6 +49,7 @@ class PPOLossOutput(PolicyLossOutput):
     value_clip_fraction: Tensor | None = None
 
 
+@register("losses", "ppo")
 class PPOLoss(GRPOLoss):
     r"""PPO: :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A) + c\, (V - R)^2 / 2` per token.
 
@@ -82,7 +84,7 @@ class PPOLoss(GRPOLoss):
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> from torchrl_llm.data.ragged import write_rows
         >>> from torchrl_llm.modules import ValueHead
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> rows = TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2])

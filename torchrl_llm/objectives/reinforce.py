@@ -6,17 +6,18 @@ from typing import Literal, Unpack
 
 from torch import Tensor, nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import reinforce, sequence_weights, truncated_weights
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.grpo import GRPOLoss
+from torchrl_llm.objectives.loss_settings import PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.grpo import GRPOLoss
-from torchrl_llm.objectives.settings import PolicyLossSettings
 
 __all__ = ["ReinforceLoss", "ReinforcePlusPlusLoss"]
 
@@ -24,6 +25,7 @@ __all__ = ["ReinforceLoss", "ReinforcePlusPlusLoss"]
 _MAX_WEIGHT = 2.0**29
 
 
+@register("losses", "reinforce")
 class ReinforceLoss(PolicyGradientLoss):
     r"""The score-function loss :math:`-\mathrm{sg}[w] A \log \pi` with an importance weight ``w``.
 
@@ -49,7 +51,7 @@ class ReinforceLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> loss = ReinforceLoss(CausalScorer(Qwen2ForCausalLM(config)), truncation=2.0)
@@ -90,6 +92,7 @@ class ReinforceLoss(PolicyGradientLoss):
         return tokens.log_ratio.new_ones(tokens.log_ratio.shape)
 
 
+@register("losses", "reinforce_plus_plus")
 class ReinforcePlusPlusLoss(GRPOLoss):
     """The loss of REINFORCE++: PPO's clipped surrogate, a mean over each response's tokens.
 
@@ -111,7 +114,7 @@ class ReinforcePlusPlusLoss(GRPOLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> ReinforcePlusPlusLoss(CausalScorer(Qwen2ForCausalLM(config))).aggregation

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.errors import DataError
-from torchrl_llm.objectives.row_columns import RowKeys, flatten, optional_column, positions
+from torchrl_llm.objectives.flat_columns import RowKeys, flatten, optional_column, positions
 
 __all__ = ["RowMasks"]
 
@@ -27,7 +27,7 @@ class RowMasks:
         keys: where their columns are.
         ids: ``B`` int64 tensors ``[T_b]``, without padding.
         stored: tokens of each row as it is stored, padding included.
-        kept: see :func:`~torchrl_llm.objectives.row_columns.kept_positions`.
+        kept: see :func:`~torchrl_llm.objectives.flat_columns.kept_positions`.
 
     Raises:
         DataError: by each method, when a column it needs is missing or misaligned.

@@ -7,20 +7,22 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import sapo
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_settings import PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.settings import PolicyLossSettings
 
 __all__ = ["SAPOLoss"]
 
 
+@register("losses", "sapo")
 class SAPOLoss(PolicyGradientLoss):
     r"""The SAPO loss, :math:`-\frac{4}{\tau} \sigma(\tau (r - 1)) A` per token.
 
@@ -45,7 +47,7 @@ class SAPOLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> SAPOLoss(CausalScorer(Qwen2ForCausalLM(config))).tau_neg

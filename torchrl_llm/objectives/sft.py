@@ -5,6 +5,7 @@ Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens of the assistant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -19,7 +20,8 @@ from torchrl_llm.data.ragged import read_rows, write_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
-from torchrl_llm.objectives.rows import (
+from torchrl_llm.objectives.flat_columns import key_name, optional_column
+from torchrl_llm.objectives.loss_rows import (
     MaskingStrategy,
     RowKeys,
     TokenRows,
@@ -112,7 +114,7 @@ class SFTLossOutput(TensorClass["nocast"], LLMLossOutput):
 
 
 class SFTLoss(TokenLoss):
-    """Supervised loss on the assistant's tokens, the token that ends each turn included.
+    r"""Supervised loss on the assistant's tokens, the token that ends each turn included.
 
     Rows that have ids and an assistant mask (``("tokens", "full")``, ``("masks",
     "all_assistant_mask")``) are used as they are; rows with a conversation alone (``("history",
@@ -121,6 +123,17 @@ class SFTLoss(TokenLoss):
     The default, as TorchRL's, is a mean over rows of each row's mean. Ludic's preset sums a row's
     tokens (``normalize_by_seq_length=False``); most other trainers average all tokens alike
     (``reduction="token_mean"``).
+
+    Rows may have a weight each, under ``"loss_weight"``: a finite number, at least 0. A row of
+    weight 0 is not trained, as if it were left out. Means are weighted means,
+
+    .. math:: \frac{\sum_b w_b \ell_b}{\sum_b w_b}
+        \quad\text{and}\quad \frac{\sum_b w_b \sum_t \ell_{bt}}{\sum_b w_b n_b}
+
+    over rows and (``"token_mean"``, the divergence) over tokens: equal weights, whatever their
+    value, are no weights, and a row of weight 2 is two rows. ``"sum"`` and ``"none"`` multiply and
+    divide by nothing. (Ludic multiplies and divides by the number of rows, so that its weights also
+    scale the loss.)
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
@@ -143,7 +156,7 @@ class SFTLoss(TokenLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> from torchrl_llm.data.ragged import write_rows
@@ -162,6 +175,7 @@ class SFTLoss(TokenLoss):
         # The assistant mask alone says what is learnt: demonstrations were not sampled.
         trace: NestedKey | None = None
         history: NestedKey = ("history", "full")
+        loss_weight: NestedKey = "loss_weight"
         ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
 
     default_keys = _AcceptedKeys
@@ -212,14 +226,21 @@ class SFTLoss(TokenLoss):
         """See :meth:`TokenLoss.select`.
 
         Raises:
-            DataError: also when a row has no token of the assistant.
+            DataError: also when a row that is trained has no token of the assistant, or a weight
+                is no number, negative or not finite.
         """
         keys = self.tensor_keys
         tokens = tensordict
         if read_rows(tensordict, keys.action, None) is None:
             tokens = self._encoded(tensordict)
-        rows = read_token_rows(tokens, keys, self.masking_strategy)
-        silent = [row for row, count in enumerate(rows.counts) if not count]
+        weights = self._weights(tensordict)
+        trained = None if weights is None else weights > 0
+        rows = read_token_rows(tokens, keys, self.masking_strategy, trained)
+        silent = [
+            row
+            for row, count in enumerate(rows.counts)
+            if not count and (trained is None or trained[row])
+        ]
         if silent:
             raise DataError(
                 f"rows {silent[:8]} have no token of the assistant to learn from; drop them"
@@ -229,6 +250,19 @@ class SFTLoss(TokenLoss):
     def check(self, tensordict: Any, rows: TokenRows) -> None:
         """See :meth:`TokenLoss.check`."""
         self._reference(tensordict, rows)
+
+    def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
+        """See :meth:`TokenLoss.count`; sums of weights where rows have them."""
+        weights = self._weights(tensordict)
+        if weights is None:
+            return rows.normalizer()
+        if not bool(weights.any()):
+            raise DataError(
+                f"all {len(rows.counts)} rows have weight 0: there is nothing to learn from; drop "
+                "such batches before the loss"
+            )
+        pairs = list(zip(weights.tolist(), rows.counts, strict=True))
+        return Normalizer(math.fsum(w * n for w, n in pairs), math.fsum(w for w, _ in pairs))
 
     def from_scores(
         self,
@@ -248,9 +282,10 @@ class SFTLoss(TokenLoss):
         reference = self._reference(tensordict, rows)
         if reference is not None:
             reference = reference.to(log_probs.device)
-        fields = {"loss_sft": self._objective(log_probs, reference, rows, normalizer)}
+        weights = self._weights(tensordict)
+        fields = {"loss_sft": self._objective(log_probs, reference, rows, normalizer, weights)}
         if self.kl_to_ref_coeff:
-            divergence = k3(reference - log_probs).sum() / normalizer.num_tokens
+            divergence = self._over_tokens(k3(reference - log_probs), rows, normalizer, weights)
             fields["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence
             fields["kl_to_ref"] = divergence.detach()
         return SFTLossOutput(**fields)
@@ -270,22 +305,59 @@ class SFTLoss(TokenLoss):
         reference: Tensor | None,
         rows: TokenRows,
         normalizer: Normalizer,
+        weights: Tensor | None,
     ) -> Tensor:
         if self.reduction == "token_mean":
-            return -log_probs.sum() / normalizer.num_tokens
-        reduction = "sum" if self.reduction == "mean" else self.reduction
+            return self._over_tokens(-log_probs, rows, normalizer, weights)
         per_row = self._per_row(log_probs, rows)
         if self.loss_function == "sft":
-            loss = sft_loss(per_row, reduction)
+            loss = sft_loss(per_row, "none")
         else:
-            loss = minor_sft_loss(per_row, self._per_row(reference, rows), self.beta, reduction)
-        return loss / normalizer.num_sequences if self.reduction == "mean" else loss
+            loss = minor_sft_loss(per_row, self._per_row(reference, rows), self.beta, "none")
+        return self._over_rows(loss, normalizer, weights)
 
     def _per_row(self, values_N: Tensor, rows: TokenRows) -> Tensor:
         sums = sequence_log_ratio(values_N, rows.row.to(values_N.device), len(rows.counts))
         if self.normalize_by_seq_length:
-            sums = sums / torch.tensor(rows.counts, device=sums.device)
+            sums = sums / torch.tensor(rows.counts, device=sums.device).clamp(min=1)
         return sums
+
+    def _over_rows(self, loss_B: Tensor, normalizer: Normalizer, weights: Tensor | None) -> Tensor:
+        """Losses of rows, weighted and reduced over rows as asked for."""
+        wide = loss_B.double()
+        if weights is not None:
+            wide = wide * weights.to(wide.device)
+        if self.reduction != "none":
+            wide = wide.sum()
+        if self.reduction == "mean":
+            wide = wide / normalizer.num_sequences
+        return wide.to(loss_B.dtype)
+
+    def _over_tokens(
+        self, values_N: Tensor, rows: TokenRows, normalizer: Normalizer, weights: Tensor | None
+    ) -> Tensor:
+        """The (weighted) mean of values over tokens."""
+        wide = values_N.double()
+        if weights is not None:
+            wide = wide * weights[rows.row].to(wide.device)
+        return (wide.sum() / normalizer.num_tokens).to(values_N.dtype)
+
+    def _weights(self, tensordict: Any) -> Tensor | None:
+        """Weight of each row, float64 ``[B]``; ``None`` where rows have none."""
+        key = self.tensor_keys.loss_weight
+        values = optional_column(tensordict, key)
+        if not values:
+            return None
+        if any(value.numel() != 1 for value in values):
+            raise DataError(f"{key_name(key)} must be one number a row")
+        weights = torch.stack([value.reshape(()).double() for value in values])
+        bad = ~(weights.isfinite() & (weights >= 0))
+        if bool(bad.any()):
+            raise DataError(
+                f"{key_name(key)} must be finite and at least 0, got {weights[bad][0].item()} in "
+                f"rows {bad.nonzero()[:8, 0].tolist()}"
+            )
+        return weights
 
     def _encoded(self, tensordict: Any) -> TensorDict:
         """Ids and assistant masks of rows that have conversations alone."""

@@ -3,7 +3,7 @@
 The three steps are methods of their own, so that several losses can share one forward
 (:class:`~torchrl_llm.objectives.CompositeLoss`): ``read`` refuses bad rows before anything is
 computed, ``score`` asks the actor, ``from_scores`` makes the terms. Next:
-:mod:`torchrl_llm.objectives.base` is the base of the policy-gradient losses.
+:mod:`torchrl_llm.objectives.policy_loss` is the base of the policy-gradient losses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrl.objectives import LossModule
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
-from torchrl_llm.objectives.rows import TokenRows
+from torchrl_llm.objectives.loss_rows import TokenRows
 
 __all__ = ["LLMLossOutput", "TokenLoss", "check_scores"]
 

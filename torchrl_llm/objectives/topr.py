@@ -6,20 +6,22 @@ from typing import Unpack
 
 from torch import nn
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import topr
-from torchrl_llm.objectives.base import (
+from torchrl_llm.objectives.loss_settings import PolicyLossSettings
+from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyTokens,
     Surrogate,
 )
-from torchrl_llm.objectives.settings import PolicyLossSettings
 
 __all__ = ["TOPRLoss"]
 
 
+@register("losses", "topr")
 class TOPRLoss(PolicyGradientLoss):
     r"""The TOPR loss, :math:`-\mathrm{sg}[\rho]_a^b A \log \pi`, summed over a sequence.
 
@@ -45,7 +47,7 @@ class TOPRLoss(PolicyGradientLoss):
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> from torchrl_llm.modules.backends.scorer import CausalScorer
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
         >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
         >>> TOPRLoss(CausalScorer(Qwen2ForCausalLM(config))).negative_bounds

@@ -6,17 +6,12 @@ for every algorithm (see ``sota-implementations/grpo/grpo-sync.py``).
 
 from __future__ import annotations
 
+from torchrl_llm._imports import lazy
 from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics, trained_rows
 from torchrl_llm.trainers.checkpoint import CheckpointStore, save_pretrained
-from torchrl_llm.trainers.config import check_override_keys, from_mapping
-from torchrl_llm.trainers.grpo_config import (
-    AsyncGRPOConfig,
-    GRPOConfig,
-    check_arguments,
-    load_config,
-)
 from torchrl_llm.trainers.ledger import TokenLedger
-from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
+from torchrl_llm.trainers.loggers import make_loggers
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
 from torchrl_llm.trainers.microbatch import micro_batches
 from torchrl_llm.trainers.optim import clipped_step, make_optimizer, make_scheduler
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest
@@ -55,3 +50,9 @@ __all__ = [
     "sum_over_ranks",
     "trained_rows",
 ]
+
+_LAZY = {
+    "torchrl_llm.recipes": "AsyncGRPOConfig GRPOConfig check_arguments load_config",
+    "torchrl_llm.recipes.strict_config": "check_override_keys from_mapping",
+}
+__getattr__ = lazy(__name__, _LAZY)

@@ -18,11 +18,11 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
+from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
-from torchrl_llm.envs.failures import ERROR_KEYS, tell_failures
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.ledger import TokenLedger
 

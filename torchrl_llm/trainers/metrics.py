@@ -16,54 +16,14 @@ from typing import Any
 import torch
 from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
-from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-from torchrl_llm._imports import require
-from torchrl_llm.errors import ConfigError
+from torchrl_llm._imports import lazy
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 
-__all__ = ["LossMeter", "MetricsTable", "make_loggers"]
+__all__ = ["LossMeter", "MetricsTable"]
 
 STEP = "train/step"
-
-
-def make_loggers(
-    backends: Sequence[str],
-    *,
-    run_dir: str | Path,
-    experiment_name: str,
-    project: str | None = None,
-) -> list[Logger]:
-    """TorchRL's loggers by name; ``csv`` is the :class:`MetricsTable` itself and adds none.
-
-    Args:
-        backends: any of ``csv``, ``tensorboard``, ``wandb``.
-        run_dir: TensorBoard's events go to ``<run_dir>/<experiment_name>``, W&B's files too.
-        experiment_name: name of the run.
-        project: W&B's project.
-
-    Raises:
-        ConfigError: an unknown backend, or ``project`` without W&B.
-        MissingExtraError: W&B was asked for and is not installed.
-    """
-    unknown = set(backends) - {"csv", "tensorboard", "wandb"}
-    if unknown:
-        raise ConfigError(
-            f"logging.backend: {sorted(unknown)} unknown; choose from csv, tensorboard, wandb"
-        )
-    if project is not None and "wandb" not in backends:
-        raise ConfigError("logging.project has no effect without wandb in logging.backend")
-    loggers: list[Logger] = []
-    if "tensorboard" in backends:
-        loggers.append(TensorboardLogger(exp_name=experiment_name, log_dir=str(run_dir)))
-    if "wandb" in backends:
-        require("wandb", extra="wandb", feature="logging.backend=[wandb]")
-        from torchrl.record.loggers.wandb import WandbLogger
-
-        loggers.append(
-            WandbLogger(exp_name=experiment_name, save_dir=str(run_dir), project=project)
-        )
-    return loggers
+__getattr__ = lazy(__name__, {"torchrl_llm.trainers.loggers": "make_loggers"})
 
 
 class MetricsTable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,12 +71,21 @@ def make_optimizer(
     return optimizer(trained, lr=lr, **given)
 
 
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+"""Name of a schedule to its factor, given the share of the run after the warm-up, 0 to 1."""
+
+
 def schedule_factor(step: int, *, name: str, warmup_steps: int, total_steps: int) -> float:
     """Factor on the learning rate at an optimizer step.
 
     Args:
         step: optimizer steps already taken.
-        name: ``constant``, ``linear`` (to zero at ``total_steps``) or ``cosine`` (half a period).
+        name: one of :data:`SCHEDULES`: ``constant``, ``linear`` (to zero at ``total_steps``) or
+            ``cosine`` (half a period).
         warmup_steps: steps of a linear rise from ``1 / warmup_steps`` to 1.
         total_steps: steps of the whole run.
 
@@ -86,14 +95,23 @@ def schedule_factor(step: int, *, name: str, warmup_steps: int, total_steps: int
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if name == "constant":
-        return 1.0
-    if name == "linear":
-        return 1.0 - done
-    if name == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * done))
-    raise ConfigError(f"optimizer.scheduler must be constant, linear or cosine, got {name!r}")
+    check_schedule(name)
+    return SCHEDULES[name](min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+
+
+def check_schedule(name: str) -> None:
+    """Refuse the name of a schedule that there is not.
+
+    Args:
+        name: one of :data:`SCHEDULES`.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name not in SCHEDULES:
+        *most, last = SCHEDULES
+        known = f"{', '.join(most)} or {last}"
+        raise ConfigError(f"optimizer.scheduler must be {known}, got {name!r}")
 
 
 def make_scheduler(

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchrl_llm.functional import Normalizer
-from torchrl_llm.objectives.composite import CompositeNormalizer
+from torchrl_llm.objectives.composite_loss import CompositeNormalizer
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 
 Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)

@@ -11,8 +11,8 @@ from collectors.channel_helper import ResettableServer, write
 from collectors.ray_helper import start_ray
 from conformance.channels import PATIENCE_S, ChannelConformance, delivery, ids_of
 
-from torchrl_llm.collectors.transport import ray as ray_transport
-from torchrl_llm.collectors.transport.ray import RayChannel
+from torchrl_llm.collectors.transport import ray_channel as ray_transport
+from torchrl_llm.collectors.transport.ray_channel import RayChannel
 from torchrl_llm.errors import ConfigError, WorkerError
 
 ray = pytest.importorskip("ray")

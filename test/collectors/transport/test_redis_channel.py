@@ -25,8 +25,8 @@ from conformance.channels import (
 )
 from redis_server import RedisServer, free_port
 
-from torchrl_llm.collectors.accounts import TokenAccounts
-from torchrl_llm.collectors.transport.redis import (
+from torchrl_llm.collectors.token_balance import TokenAccounts
+from torchrl_llm.collectors.transport.redis_channel import (
     RedisChannel,
     delivery_from_bytes,
     delivery_to_bytes,
@@ -34,7 +34,7 @@ from torchrl_llm.collectors.transport.redis import (
 from torchrl_llm.collectors.transport.redis_scripts import KEYS
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
-from torchrl_llm.weight_update.redis import RedisWeightWriter
+from torchrl_llm.weights.redis_weights import RedisWeightWriter
 
 pytestmark = [
     pytest.mark.redis,
@@ -412,7 +412,9 @@ def test_whatever_others_write_into_the_server_the_learner_goes_on(server, writt
 @pytest.fixture
 def warned(monkeypatch):
     texts = []
-    monkeypatch.setattr("torchrl_llm.collectors.transport.redis.logger.warning", texts.append)
+    monkeypatch.setattr(
+        "torchrl_llm.collectors.transport.redis_channel.logger.warning", texts.append
+    )
     return texts
 
 

@@ -17,10 +17,10 @@ from torchrl_llm.envs.datasets.calculator import (
     calculator_problems,
 )
 from torchrl_llm.envs.transforms import StepCounter
-from torchrl_llm.envs.transforms.tools.base import ToolTransform
-from torchrl_llm.envs.transforms.tools.calculator import Calculator
-from torchrl_llm.envs.transforms.tools.call import ToolCall
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.tools.calculator import Calculator
+from torchrl_llm.tools.tool_call import ToolCall
+from torchrl_llm.tools.tool_transform import ToolTransform
 
 
 def _call(expression):

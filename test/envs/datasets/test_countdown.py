@@ -8,8 +8,8 @@ import pytest
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.envs.datasets.countdown import CountdownEnv, countdown_problem
-from torchrl_llm.envs.reward.countdown import evaluate_expression
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.countdown import evaluate_expression
 
 
 def reachable(numbers):

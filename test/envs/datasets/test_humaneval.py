@@ -10,15 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy
-from envs.reward.local_sandbox import LocalSandbox
+from rewards.local_sandbox import LocalSandbox
 
 from torchrl_llm.data.history import History
+from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.envs.datasets.humaneval import HumanEvalEnv
-from torchrl_llm.envs.datasets.loading import load_rows
-from torchrl_llm.envs.reward.code import CodeProblem, CodeRunner
-from torchrl_llm.envs.reward.humaneval import HumanEvalRewardParser
-from torchrl_llm.envs.sandbox import make_sandbox
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
+from torchrl_llm.sandbox import make_sandbox
 
 PROMPT = "from math import floor\n\ndef half(x):\n    '''Half of x, rounded down.'''\n"
 TEST = "def check(candidate):\n    assert candidate(5) == 2\n    assert candidate(-1) == -1\n"

@@ -13,8 +13,8 @@ from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data.history import History
 from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
-from torchrl_llm.envs.reward.ifeval import INSTRUCTIONS, IFEvalData, IFEvalScoreData, check
 from torchrl_llm.errors import DataError
+from torchrl_llm.rewards.ifeval import INSTRUCTIONS, IFEvalData, IFEvalScoreData, check
 
 ROW = {
     "key": 7,

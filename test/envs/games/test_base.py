@@ -15,8 +15,8 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.data.history import History
 from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToe, TicTacToeEnv, expert
-from torchrl_llm.envs.tasks import task_class
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.recipes.tasks import task_class
 
 ENVS = {"tic_tac_toe": TicTacToeEnv, "key_door": KeyDoorEnv}
 

@@ -13,9 +13,9 @@ from torchrl.envs.utils import step_mdp
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.games import KeyDoorEnv, TicTacToeEnv
-from torchrl_llm.envs.transforms.tools.base import ToolTransform
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper, TransformersWrapper
+from torchrl_llm.tools.tool_transform import ToolTransform
 
 MODES = ("history", "text", "tokens")
 

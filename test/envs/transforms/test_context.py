@@ -22,7 +22,7 @@ from torchrl_llm.envs.transforms import (
     StepCounter,
     TruncatedThinking,
 )
-from torchrl_llm.envs.transforms.context import slide_window, truncate_thoughts
+from torchrl_llm.envs.transforms.context_strategy import slide_window, truncate_thoughts
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper
 

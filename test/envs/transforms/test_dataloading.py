@@ -10,9 +10,9 @@ from tensordict import NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm.data.row_files import RowLoader
+from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs import ChatEnv, DatasetChatEnv
-from torchrl_llm.envs.datasets.loading import RowLoader
-from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.transforms import DataLoadingPrimer, as_nested_tensor, as_padded_tensor
 from torchrl_llm.errors import ConfigError, DataError
 

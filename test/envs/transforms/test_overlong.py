@@ -10,10 +10,10 @@ from tensordict import TensorDict
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.reward import RewardParser
 from torchrl_llm.envs.transforms import OverlongPenalty
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives import MCAdvantage
+from torchrl_llm.rewards import RewardParser
 
 
 def row(length, *, prompt=2, group=0, reward=1.0, done=True, traj=0):

@@ -21,7 +21,7 @@ from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms import AddThinkingPrompt, SlidingWindow, TruncatedThinking
-from torchrl_llm.envs.transforms.context import forked
+from torchrl_llm.envs.transforms.context_strategy import forked
 from torchrl_llm.modules import FakeWrapper
 
 

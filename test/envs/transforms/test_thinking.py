@@ -12,13 +12,13 @@ from torchrl_llm.data.formatter.codec import Codec
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.reward import RewardParser
-from torchrl_llm.envs.reward.base import RewardScore, extract_block
 from torchrl_llm.envs.transforms import AddThinkingPrompt, StepCounter
 from torchrl_llm.envs.transforms.thinking import _reopened, edit_turn
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends.fake import Answer
+from torchrl_llm.rewards import RewardParser
+from torchrl_llm.rewards.reward_parser import RewardScore, extract_block
 
 ROWS = [{"query": "3 * 4?", "answer": "12"}]
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.modules import ValueHead
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 IDS = [torch.tensor([3, 9, 4, 4, 17, 6]), torch.tensor([8, 2, 30])]
 SELECT = [torch.tensor([0, 1, 0, 1, 1, 1]).bool(), torch.tensor([0, 0, 1]).bool()]

@@ -9,7 +9,7 @@ from torch import nn
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import token_log_probs
 from torchrl_llm.modules.backends.head import LMHead, model_body
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 IDS = [torch.tensor([3, 9, 4, 4, 17]), torch.tensor([8, 2, 30])]
 SELECT = [torch.tensor([0, 1, 0, 1, 1]).bool(), torch.tensor([0, 0, 1]).bool()]

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mistra
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import RowCosts
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, lay_out
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 COSTS = RowCosts(token=1.0, pair=0.01, call=100.0, block=2.0)
 

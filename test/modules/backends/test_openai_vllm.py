@@ -13,8 +13,8 @@ from modules.backends.vllm_server import kill, vllm_server
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import OpenAIBackend, SamplingParams, TransformersBackend, vLLMWrapper
-from torchrl_llm.modules.backends.weights import TensorSource
-from torchrl_llm.weight_update import CanaryCheck, DeltaWeights, EngineWeights
+from torchrl_llm.weights import CanaryCheck, DeltaWeights, EngineWeights
+from torchrl_llm.weights.weight_source import TensorSource
 
 pytest.importorskip("vllm")
 

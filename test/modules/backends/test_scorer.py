@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_llm.modules.backends.scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 IDS = [torch.tensor([3, 9, 4, 4, 17, 6]), torch.tensor([8, 2, 30]), torch.tensor([5, 5])]
 SELECT = [

@@ -9,18 +9,18 @@ import pytest
 import torch
 from modules.backends.openai_server import VOCAB, ask, connect, hang_up, refuse, sleep
 
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import VLLMServer
 from torchrl_llm.modules.backends import BigramModel, FakeBackend
-from torchrl_llm.modules.backends.weights import AdapterSource, DeltaSource, TensorSource
-from torchrl_llm.weight_update import (
+from torchrl_llm.weights import (
     BroadcastWeights,
     CanaryCheck,
     DeltaWeights,
     DoubleBufferWeights,
     EngineWeights,
 )
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import AdapterSource, DeltaSource, TensorSource
 
 PLAN = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
-from torchrl_llm.modules.policies.arguments import parse_generate_kwargs
+from torchrl_llm.modules.policies.sampling_arguments import parse_generate_kwargs
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from collectors.ray_helper import start_ray
 from conformance.backends import BackendConformance
 
 from torchrl_llm.data import FinishReason
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import (
     BackendError,
@@ -30,6 +29,7 @@ from torchrl_llm.errors import (
 from torchrl_llm.modules.backends import BigramModel, SamplingParams, TensorSource
 from torchrl_llm.modules.remote import ActorOptions, EnginePool
 from torchrl_llm.modules.remote.store import ObjectStoreSource
+from torchrl_llm.weights.fingerprint import weights_digest
 
 from . import engines
 from .engines import greedy

@@ -37,6 +37,18 @@ def test_hybrid_by_the_deviation_of_the_returns():
     assert advantages(write(credit, _four(dtype=F64))) == pytest.approx(expected, abs=1e-8)
 
 
+def test_epsilon_may_be_added_to_the_deviation():
+    # Differences -1 1 -2 2 over sqrt(10 / 4) + 1/2.
+    credit = HybridNormalizedReturn(2, eps=0.5, eps_as="added")
+    expected = [x / (2.5**0.5 + 0.5) for x in (-1.0, 1.0, -2.0, 2.0)]
+    assert advantages(write(credit, _four(dtype=F64))) == pytest.approx(expected, abs=1e-12)
+    # 0 three times and 4 once: mean 1, deviation sqrt 3.
+    rows = [row(0.0, tokens=3, dtype=F64), row(4.0, tokens=1, dtype=F64)]
+    credit = BatchNormalizedReturn(eps=0.5, eps_as="added")
+    expected = [x / (3**0.5 + 0.5) for x in (-1.0, 3.0)]
+    assert advantages(write(credit, rows)) == pytest.approx(expected, abs=1e-12)
+
+
 def test_filtered_groups_are_no_part_of_the_batch():
     credit = HybridNormalizedReturn(2, keep_zero_variance=False)
     rows = [*_four(dtype=F64), row(7.0, group=2), row(7.0, group=2)]

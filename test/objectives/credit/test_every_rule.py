@@ -119,7 +119,7 @@ def test_no_rule_is_missing_here():
         and name not in bases
     }
     # Rules that need a critic or a teacher have tests of their own.
-    elsewhere = {value for value in rules if value.__module__.endswith((".gae", ".teacher"))}
+    elsewhere = {value for value in rules if value.__module__.endswith((".gae_credit", ".teacher"))}
     assert rules - elsewhere == {type(make()) for make in RULES.values()}
 
 
@@ -287,14 +287,16 @@ def test_an_unknown_argument_is_an_error(rule):
     ("rule", "others"),
     [
         (partial(MCAdvantage, 2), {"eps_as": "added"}),
-        (partial(HybridNormalizedReturn, 2), {"deviation_of": "returns"}),
-        (BatchNormalizedReturn, {}),
-        (SPOAdvantage, {}),
+        (partial(HybridNormalizedReturn, 2), {"deviation_of": "returns", "eps_as": "added"}),
+        (BatchNormalizedReturn, {"eps_as": "added"}),
+        (SPOAdvantage, {"eps_as": "added"}),
     ],
 )
 def test_what_guards_a_division_needs_one(rule, others):
     with pytest.raises(ConfigError, match="eps must not be negative, got -1"):
         rule(eps=-1.0)
+    with pytest.raises(ConfigError, match="eps_as must be floor, added; got 'max'"):
+        rule(eps_as="max")
     for changed in ({"eps": 0.1}, *({name: value} for name, value in others.items())):
         (name,) = changed
         with pytest.raises(ConfigError, match=f"{name} without effect.*divides by nothing"):

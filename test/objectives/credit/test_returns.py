@@ -154,6 +154,13 @@ def test_a_constant_for_every_row():
     assert advantages(write(ConstantCredit(0.25), [row(9.0)])) == [0.25]
 
 
+def test_a_constant_keeps_the_dtype_of_the_reward():
+    # 0.1 in float64 to its last digit, and not the float32 next to it.
+    assert advantages(write(ConstantCredit(0.1), [row(9.0, dtype=torch.float64)])) == [0.1]
+    narrow = advantages(write(ConstantCredit(0.1), [row(9.0)]))
+    assert narrow == [torch.tensor(0.1).item()] != [0.1]
+
+
 def test_invalid_trajectories_are_not_written():
     for credit in (ConstantCredit(), EpisodicReturn(), PerStepReward(), MonteCarloReturn()):
         assert len(write(credit, [*_turns(1.0, NAN), row(1.0, traj=5)])) == 1

@@ -37,6 +37,14 @@ def test_the_baseline_is_read_before_it_is_updated():
     assert spo.value("a") == pytest.approx(4.6464 / 9.3328, abs=1e-12)
 
 
+def test_epsilon_may_be_added_to_the_deviation_of_the_batch():
+    # r - v is 1/2 three times and -1/2: mean 1/4, squares 3/16 + 9/16, deviation sqrt(3/16) + 1/2.
+    rows = [_row(1.0, q) for q in "abc"] + [_row(0.0, "d")]
+    got = advantages(write(SPOAdvantage(eps=0.5, eps_as="added"), rows))
+    deviation = (3 / 16) ** 0.5 + 0.5
+    assert got == pytest.approx([x / deviation for x in (0.25, 0.25, 0.25, -0.75)], abs=1e-12)
+
+
 def test_the_baseline_does_not_contain_its_own_reward():
     for reward in (0.0, 1.0):
         got = advantages(write(_plain(), [_row(1.0)], [_row(reward)]))[1]

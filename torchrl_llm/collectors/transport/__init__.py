@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm.collectors.transport.base import (
+from torchrl_llm.collectors.transport.channel import (
     ChannelClosedError,
     ChannelState,
     Delivery,
@@ -10,8 +10,8 @@ from torchrl_llm.collectors.transport.base import (
     RowChannel,
     WorkerCounts,
 )
-from torchrl_llm.collectors.transport.ray import RayChannel
-from torchrl_llm.collectors.transport.redis import RedisChannel
+from torchrl_llm.collectors.transport.ray_channel import RayChannel
+from torchrl_llm.collectors.transport.redis_channel import RedisChannel
 
 __all__ = [
     "ChannelClosedError",

@@ -1,4 +1,4 @@
-"""What a :class:`~torchrl_llm.collectors.transport.redis.RedisChannel` does inside the server.
+"""Lua of a :class:`~torchrl_llm.collectors.transport.redis_channel.RedisChannel` in the server.
 
 Each of these scripts of Lua runs as a whole or not at all, and may be run again by a client that
 never got its answer. The state is in these keys:

@@ -1,7 +1,12 @@
-"""TorchRL's names of weight updaters; the machinery is :mod:`torchrl_llm.weight_update`."""
+"""TorchRL's names of weight updaters; the machinery is :mod:`torchrl_llm.weights`."""
 
 from __future__ import annotations
 
-from torchrl_llm.collectors.weight_update.vllm import vLLMUpdater, vLLMUpdaterV2
+from torchrl_llm._imports import lazy
 
 __all__ = ["vLLMUpdater", "vLLMUpdaterV2"]
+
+_LAZY = {
+    "torchrl_llm.compat.vllm_updater": "vLLMUpdater vLLMUpdaterV2",
+}
+__getattr__ = lazy(__name__, _LAZY)

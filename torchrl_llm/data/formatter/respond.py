@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.formatter.calls import ParsedCalls, syntax_of
+from torchrl_llm.data.formatter.call_patterns import ParsedCalls, syntax_of
 from torchrl_llm.data.formatter.codec import Codec, whole_characters
 from torchrl_llm.data.formatter.probe import Probe
 from torchrl_llm.data.formatter.shield import Shield

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from torchrl_llm.data.replay_buffers.buffer import ReplayBuffer
+from torchrl_llm.data.replay_buffers.group_sampler import PromptGroupSampler
+from torchrl_llm.data.replay_buffers.group_selectors import (
+    Selector,
+    drop_incomplete,
+    drop_truncated,
+)
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.join import JoinTurns
-from torchrl_llm.data.replay_buffers.ray import RayReplayBuffer
-from torchrl_llm.data.replay_buffers.sampler import PromptGroupSampler
-from torchrl_llm.data.replay_buffers.selection import Selector, drop_incomplete, drop_truncated
-from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory, TrajectoryQueue
+from torchrl_llm.data.replay_buffers.ray_buffer import RayReplayBuffer
+from torchrl_llm.data.replay_buffers.trajectory_queues import (
+    GroupQueue,
+    Trajectory,
+    TrajectoryQueue,
+)
 
 __all__ = [
     "GroupQueue",

@@ -17,8 +17,8 @@ from torchrl._utils import logger
 from torchrl.envs import Transform
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.selection import Selector
-from torchrl_llm.data.replay_buffers.trajectories import (
+from torchrl_llm.data.replay_buffers.group_selectors import Selector
+from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
     Trajectory,
     TrajectoryQueue,
@@ -64,7 +64,7 @@ class GroupTransform(Transform):
         rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
         done_key: where a row says that its trajectory ends with it.
         selectors: which valid trajectories of a full group take part, see
-            :mod:`torchrl_llm.data.replay_buffers.selection`; all by default.
+            :mod:`torchrl_llm.data.replay_buffers.group_selectors`; all by default.
         max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
             counted as unfilled, with one warning.
         verbose: log every call.

@@ -23,48 +23,32 @@ from tensordict import (
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectories import TrajectoryQueue, as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import TrajectoryQueue, as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.token_facts import FACTS, TokenFact
 from torchrl_llm.data.wire import cell, leaf, new_node, plain_node, set_copied, typed_node
 
 __all__ = ["JoinTurns"]
-
-# Columns along ``tokens.full`` whose values at a turn's response are those of that turn's own row.
-_OF_THE_TURN = (
-    ("log_probs", "full"),
-    ("masks", "all_assistant_mask"),
-    ("trace", "source"),
-    ("trace", "turn"),
-    ("trace", "policy_version"),
-    ("trace", "mask_reason"),
-    ("values", "full"),
-    ("value_target", "full"),
-)
-_UNSAMPLED = {
-    ("log_probs", "full"): 0.0,
-    ("masks", "all_assistant_mask"): False,
-    ("trace", "turn"): -1,
-    ("trace", "policy_version"): -1,
-    ("trace", "mask_reason"): int(MaskReason.NOT_SAMPLED),
-    ("trace", "source"): int(Source.PROMPT),
-}
 
 
 class JoinTurns(Transform):
     """Inverse transform of a replay buffer: the turns of one trajectory become one row.
 
     Rows wait until their trajectory is done (``traj_id`` tells which; see
-    :class:`~torchrl_llm.data.replay_buffers.trajectories.TrajectoryQueue`). A turn is joined to the
-    one before when its prompt begins with that turn's ids, token for token, and it was sampled at
-    the same temperature. Where it does not (a template rewrote the history), the trajectory goes on
-    in a second row, whose prompt is marked as prompt: its sampled tokens are trained in the first.
+    :class:`~torchrl_llm.data.replay_buffers.trajectory_queues.TrajectoryQueue`). A turn is joined
+    to the one before when its prompt begins with that turn's ids, token for token, and it was
+    sampled at the same temperature. Where it does not (a template rewrote the history), the
+    trajectory goes on in a second row, whose prompt is marked as prompt: its sampled tokens are
+    trained in the first.
 
     The joined row has the first turn's prompt; everything after it is the response, tool results
-    and templates included, which ``trace`` tells apart. Log-probs, masks, trace and kept ids of
-    each response are those of the turn that sampled it; the reward is the sum of the turns' rewards
+    and templates included, which ``trace`` tells apart. Log-probs, masks, trace, kept ids and the
+    other per-token facts whose ``join`` is ``"turns"``
+    (:class:`~torchrl_llm.data.token_facts.TokenFact`) are, at each response, those of the turn that
+    sampled it; the reward is the sum of the turns' rewards
     (``[1, 1]``, or ``[R, 1]`` when they are per token), and so are its parts: the floats called as
     the reward with a suffix (``reward_right``, ``reward_seconds``), and value and seconds of each
     ``("next", "rewards", name)``, which is valid where it is in all turns. An advantage that is
@@ -137,10 +121,12 @@ class JoinTurns(Transform):
         spans = [_span(turn) for turn in turns]
         start = spans[0][0]
         changed: dict[tuple[str, ...], Any] = {}
-        for key in _OF_THE_TURN:
-            column = _overlay([turn.get(key, None) for turn in turns], spans)
-            if column is not None:
-                changed[key] = column
+        facts = list(FACTS.values())
+        for fact in facts:
+            if fact.join == "turns":
+                column = _overlay([leaf(turn, fact.key) for turn in turns], spans)
+                if column is not None:
+                    changed[fact.key] = column
         support = _joined_support(turns, spans, continues=continues)
         if support is not None:
             for name, column in support._asdict().items():
@@ -148,27 +134,21 @@ class JoinTurns(Transform):
         if continues:
             _forget_prompt(changed, start)
         if len(turns) > 1:
-            changed |= self._joined_views(turns, start)
+            changed |= self._joined_views(turns)
             changed |= self._joined_reward(turns, spans)
-        if ("log_probs", "full") in changed:
-            changed["log_probs", "response"] = changed["log_probs", "full"][start:].clone()
+            changed |= _first_prompts(turns[0], facts)
+        changed |= _responses(last, changed, facts, start)
         for key, value in changed.items():
             set_copied(row, key, value)
         return row
 
     @staticmethod
-    def _joined_views(turns: list[TensorDict], start: int) -> dict[tuple[str, ...], Any]:
+    def _joined_views(turns: list[TensorDict]) -> dict[tuple[str, ...], Any]:
         first, last = turns[0], turns[-1]
-        full = last.get(("tokens", "full"))
-        changed: dict[tuple[str, ...], Any] = {
-            ("tokens", "prompt"): first.get(("tokens", "prompt")),
-            ("tokens", "response"): full[start:].clone(),
-        }
+        changed: dict[tuple[str, ...], Any] = {}
         cut = [turn.get(("tokens", "truncated_support"), None) for turn in turns]
         if all(flag is not None for flag in cut):
             changed["tokens", "truncated_support"] = torch.stack(cut).any(0)
-        if first.get(("log_probs", "prompt"), None) is not None:
-            changed["log_probs", "prompt"] = first.get(("log_probs", "prompt"))
         for kind in ("history", "text"):
             prompt, whole = first.get((kind, "prompt"), None), last.get((kind, "full"), None)
             if prompt is None or whole is None:
@@ -256,6 +236,25 @@ def _overlay(columns: Sequence[Tensor | None], spans: list[tuple[int, int]]) -> 
     return column
 
 
+def _first_prompts(first: TensorDict, facts: Sequence[TokenFact]) -> dict[tuple[str, str], Tensor]:
+    """The columns of the first turn's prompt, where it has them."""
+    keys = [(fact.key[0], "prompt") for fact in facts if fact.key[1] == "full"]
+    found = [(key, leaf(first, key)) for key in keys]
+    return {key: column for key, column in found if column is not None}
+
+
+def _responses(
+    last: TensorDict,
+    changed: dict[tuple[str, ...], Tensor],
+    facts: Sequence[TokenFact],
+    start: int,
+) -> dict[tuple[str, str], Tensor]:
+    """The responses of facts that have them, slices of the joined columns."""
+    keys = [fact.key for fact in facts if fact.parts]
+    wholes = [(key, changed[key] if key in changed else leaf(last, key)) for key in keys]
+    return {(key[0], "response"): full[start:] for key, full in wholes if full is not None}
+
+
 def _joined_support(
     turns: list[TensorDict], spans: list[tuple[int, int]], *, continues: bool
 ) -> Support | None:
@@ -285,9 +284,10 @@ def _forget_prompt(columns: dict[tuple[str, ...], Any], start: int) -> None:
     if source is None:
         return
     sampled = source[:start] == Source.SAMPLED
-    for key, value in _UNSAMPLED.items():
-        if key in columns:
-            columns[key][:start][sampled] = value
+    for fact in FACTS.values():
+        if fact.key in columns and fact.default is not None:
+            columns[fact.key][:start][sampled] = fact.default
+    source[:start][sampled] = int(Source.PROMPT)
 
 
 def _rest(prompt: Any, whole: Any) -> Any:

@@ -11,10 +11,11 @@ from functools import cache
 
 import torch
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows
-from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import GeneratedRows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.arithmetic import ArithmeticRewardParser
 
 __all__ = ["ArithmeticEnv", "addition_pairs", "addition_problem"]
 
@@ -54,6 +55,7 @@ def addition_problem(first: int, second: int) -> Mapping[str, str]:
     return {"query": f"What is {first}+{second}?", "answer": str(first + second)}
 
 
+@register("tasks", "arithmetic")
 class ArithmeticEnv(TaskEnv):
     """Additions such as ``What is 37+85?``, scored by the last number of the response.
 
@@ -61,7 +63,7 @@ class ArithmeticEnv(TaskEnv):
     held out (``split="test"``); no file and no network is needed.
 
     Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Example:
@@ -80,5 +82,5 @@ class ArithmeticEnv(TaskEnv):
         return GeneratedRows(lambda index: addition_problem(*pairs[index]), len(pairs))
 
     def make_reward(self) -> ArithmeticRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.ArithmeticRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.ArithmeticRewardParser`."""
         return ArithmeticRewardParser()

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows
-from torchrl_llm.envs.reward.arithmetic import ArithmeticRewardParser
-from torchrl_llm.envs.transforms.tools.base import ToolTransform
-from torchrl_llm.envs.transforms.tools.calculator import Calculator
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import GeneratedRows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.arithmetic import ArithmeticRewardParser
+from torchrl_llm.tools.calculator import Calculator
+from torchrl_llm.tools.tool_transform import ToolTransform
 
 __all__ = ["CalculatorEnv", "calculator_problem", "calculator_problems"]
 
@@ -74,6 +75,7 @@ def calculator_problem(number: int) -> Mapping[str, str]:
     return {"query": f"What is {expression}?", "answer": str(value), "expression": expression}
 
 
+@register("tasks", "calculator")
 class CalculatorEnv(TaskEnv):
     """Problems such as ``What is 347*28?`` and a tool that computes them.
 
@@ -110,5 +112,5 @@ class CalculatorEnv(TaskEnv):
         return [ToolTransform([Calculator()], max_auxiliary_turns=self.MAX_AUXILIARY_TURNS)]
 
     def make_reward(self) -> ArithmeticRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.ArithmeticRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.ArithmeticRewardParser`."""
         return ArithmeticRewardParser()

@@ -13,10 +13,11 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows
-from torchrl_llm.envs.reward.countdown import CountdownProblem, CountdownRewardParser
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import GeneratedRows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.countdown import CountdownProblem, CountdownRewardParser
 
 __all__ = ["CountdownEnv", "countdown_problem"]
 
@@ -93,6 +94,7 @@ def _is_held_out(problem: CountdownProblem) -> bool:
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") % _HELD_OUT == 0
 
 
+@register("tasks", "countdown")
 class CountdownEnv(TaskEnv):
     """Number puzzles, scored by whether the expression in the answer block makes the target.
 
@@ -104,7 +106,7 @@ class CountdownEnv(TaskEnv):
         num_count: how many numbers a generated puzzle has.
         max_number: the largest number in it.
         max_target: the largest target in it.
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads puzzles from JSON-lines
             files with the columns ``target`` and ``numbers`` (or ``nums``).
 
@@ -176,7 +178,7 @@ class CountdownEnv(TaskEnv):
         }
 
     def make_reward(self) -> CountdownRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.CountdownRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.CountdownRewardParser`."""
         return CountdownRewardParser()
 
 

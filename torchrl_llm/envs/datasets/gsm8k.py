@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.reward.gsm8k import GSM8KRewardParser
+from torchrl_llm._registry import register
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import DataError
+from torchrl_llm.rewards.gsm8k import GSM8KRewardParser
 
 __all__ = ["GSM8KEnv"]
 
 
+@register("tasks", "gsm8k")
 class GSM8KEnv(TaskEnv):
     r"""Grade-school mathematics, scored by the number in the answer block.
 
@@ -19,7 +21,7 @@ class GSM8KEnv(TaskEnv):
     worked text before it).
 
     Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``question`` and ``answer``; without it the hub's ``openai/gsm8k`` is
             loaded, split ``train`` or ``test``.
@@ -50,5 +52,5 @@ class GSM8KEnv(TaskEnv):
         return {"query": question, "answer": answer.strip(), "solution": solution.strip()}
 
     def make_reward(self) -> GSM8KRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.GSM8KRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.GSM8KRewardParser`."""
         return GSM8KRewardParser()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.reward.code import CodeProblem
-from torchrl_llm.envs.reward.humaneval import HumanEvalRewardParser
+from torchrl_llm._registry import register
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.code import CodeProblem, HumanEvalRewardParser
 
 __all__ = ["HumanEvalEnv"]
 
 
+@register("tasks", "humaneval")
 class HumanEvalEnv(TaskEnv):
     r"""Python functions, judged by running them against tests in a sandbox.
 
@@ -20,7 +21,7 @@ class HumanEvalEnv(TaskEnv):
     and ``prompt``, which the reward reads), ``task_id`` and ``solution`` (the canonical one).
 
     Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files, packed
             by gzip or not, with the columns ``prompt``, ``entry_point`` and ``test``; without it
             the hub's ``openai/openai_humaneval`` is loaded, which has the split ``test`` alone.
@@ -72,5 +73,5 @@ class HumanEvalEnv(TaskEnv):
         }
 
     def make_reward(self) -> HumanEvalRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.humaneval.HumanEvalRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.code.HumanEvalRewardParser`."""
         return HumanEvalRewardParser()

@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 import torch
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.reward.ifeval.data import read_row
-from torchrl_llm.envs.reward.ifeval.scorer import IfEvalScorer
+from torchrl_llm._registry import register
+from torchrl_llm.envs.datasets.task_env import TaskEnv
+from torchrl_llm.rewards.ifeval.data import read_row
+from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer
 
 __all__ = ["IFEvalEnv"]
 
 
+@register("tasks", "ifeval")
 class IFEvalEnv(TaskEnv):
     """Prompts such as *Write a poem. Do not use any commas*, scored by what a program can check.
 
@@ -24,7 +26,7 @@ class IFEvalEnv(TaskEnv):
         scored_part: ``"answer"``: the model is asked for an answer block, and what stands in it is
             scored. ``"response"``: there is no system prompt, and the whole response behind its
             reasoning is scored, as in the paper; use it to compare with published accuracies.
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``; without it the
             hub's ``google/IFEval`` is loaded.
@@ -55,10 +57,10 @@ class IFEvalEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the data set, see :func:`~torchrl_llm.envs.reward.ifeval.data.read_row`."""
+        """A row of the data set, see :func:`~torchrl_llm.rewards.ifeval.data.read_row`."""
         read = read_row(row)
         return read | {"key": torch.tensor(read["key"])}
 
     def make_reward(self) -> IfEvalScorer:
-        """See :class:`~torchrl_llm.envs.reward.ifeval.IfEvalScorer`."""
+        """See :class:`~torchrl_llm.rewards.ifeval.IfEvalScorer`."""
         return IfEvalScorer(scored_part=self.scored_part)

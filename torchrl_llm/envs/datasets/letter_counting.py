@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import GeneratedRows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.envs.datasets.words import word_list
-from torchrl_llm.envs.reward.letter_counting import LetterCountingRewardParser
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.letter_counting import LetterCountingRewardParser
 
 __all__ = ["TIERS", "LetterCountingEnv", "LetterProblem", "Tier", "letter_problem"]
 
@@ -138,6 +139,7 @@ def _problem_row(index: int, *, split: str, difficulty: int) -> Mapping[str, str
     return {"query": problem.question, "answer": json.dumps(problem.counts)}
 
 
+@register("tasks", "letter_counting")
 class LetterCountingEnv(TaskEnv):
     """Questions such as ``Count r in strawberry``, scored by the share of right counts.
 
@@ -147,7 +149,7 @@ class LetterCountingEnv(TaskEnv):
 
     Args:
         difficulty: 1 to 10, see :data:`TIERS`.
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
             and ``answer``.
 
@@ -191,5 +193,5 @@ class LetterCountingEnv(TaskEnv):
         return GeneratedRows(make, _NUM_ROWS[split])
 
     def make_reward(self) -> LetterCountingRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.letter_counting.LetterCountingRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.letter_counting.LetterCountingRewardParser`."""
         return LetterCountingRewardParser()

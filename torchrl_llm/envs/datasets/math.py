@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.reward.math import MATHRewardParser, last_boxed
+from torchrl_llm._registry import register
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import DataError
+from torchrl_llm.rewards.math import MATHRewardParser, last_boxed
 
 __all__ = ["MATHEnv"]
 
 
+@register("tasks", "math")
 class MATHEnv(TaskEnv):
     r"""Competition mathematics, scored by whether the answer block is the same mathematics.
 
@@ -19,7 +21,7 @@ class MATHEnv(TaskEnv):
     where the data has none), ``level`` and ``subject``, all strings.
 
     Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the column ``problem`` and either ``answer`` or ``solution``, whose last ``\boxed{}`` is
             then the answer (MATH, MATH-500 and what is written like them); without it the hub's
@@ -66,5 +68,5 @@ class MATHEnv(TaskEnv):
         }
 
     def make_reward(self) -> MATHRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.MATHRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.MATHRewardParser`."""
         return MATHRewardParser()

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchrl_llm.envs.datasets.base import TaskEnv
-from torchrl_llm.envs.datasets.loading import GeneratedRows
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import GeneratedRows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.envs.datasets.words import word_list
-from torchrl_llm.envs.reward.text_reversal import TextReversalRewardParser
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.text_reversal import TextReversalRewardParser
 
 __all__ = ["TextReversalEnv", "reversal_problem"]
 
@@ -42,6 +43,7 @@ def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) ->
     return {"query": query, "answer": text[::-1]}
 
 
+@register("tasks", "text_reversal")
 class TextReversalEnv(TaskEnv):
     """Texts to be written backwards, scored by how much of the answer is right.
 
@@ -51,7 +53,7 @@ class TextReversalEnv(TaskEnv):
 
     Args:
         max_words: at most so many words in a text.
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.base.TaskEnv` and
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
             and ``answer``.
 
@@ -95,5 +97,5 @@ class TextReversalEnv(TaskEnv):
         return GeneratedRows(make, _NUM_ROWS[split])
 
     def make_reward(self) -> TextReversalRewardParser:
-        """See :class:`~torchrl_llm.envs.reward.text_reversal.TextReversalRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.text_reversal.TextReversalRewardParser`."""
         return TextReversalRewardParser()

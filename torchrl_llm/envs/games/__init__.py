@@ -1,6 +1,5 @@
 """Games: rules as pure functions, and environments in which language models play them."""
 
-from torchrl_llm.envs.games.base import GameEnv
 from torchrl_llm.envs.games.game import (
     Agent,
     Game,
@@ -11,6 +10,7 @@ from torchrl_llm.envs.games.game import (
     play,
     random_agent,
 )
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
 from torchrl_llm.envs.games.steps import GameSteps
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv

@@ -4,8 +4,8 @@ A :class:`Game` says how a state begins from a seed, which actions it allows and
 leads to. The same seed and the same actions lead to the same states always, opponents included, so
 a state that was written down (:meth:`Game.dump`) goes on elsewhere as if nothing had happened.
 
-:func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.base` makes an environment
-for language models of a game, :mod:`torchrl_llm.envs.games.tic_tac_toe` is one.
+:func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.game_env` makes an
+environment for language models of a game, :mod:`torchrl_llm.envs.games.tic_tac_toe` is one.
 """
 
 from __future__ import annotations

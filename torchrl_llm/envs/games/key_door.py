@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from torchrl_llm.envs.games.base import GameEnv
+from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Game, Outcome
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["KeyDoor", "KeyDoorEnv", "KeyDoorState"]
@@ -193,6 +194,7 @@ def _distance(state: KeyDoorState) -> int | None:
     return None if to_key is None or carry is None else to_key + 1 + carry + 1
 
 
+@register("tasks", "key_door")
 class KeyDoorEnv(GameEnv):
     """The maze of key and door as an environment of conversations, one game a row.
 

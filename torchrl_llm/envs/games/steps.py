@@ -14,9 +14,9 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Column
+from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.actions import ActionError, ActionParser
 from torchrl_llm.envs.games.game import Game, IllegalAction
-from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
-from torchrl_llm.envs.games.base import GameEnv
+from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Game, Outcome
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["Opponent", "TicTacToe", "TicTacToeEnv", "TicTacToeState"]
@@ -176,6 +177,7 @@ def _drawn(board: str) -> str:
     return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
+@register("tasks", "tic_tac_toe")
 class TicTacToeEnv(GameEnv):
     """Tic-tac-toe as an environment of conversations, one game a row.
 

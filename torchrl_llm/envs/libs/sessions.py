@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
 from tensordict import TensorDictBase
 
 from torchrl_llm.data.column import Column
+from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.actions import ActionError, ActionParser, CallAction
-from torchrl_llm.envs.datasets.loading import MappedRows
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 

@@ -1,6 +1,7 @@
 """Transforms of chat environments: data, versions, turns, tokens, reference log-probs."""
 
-from torchrl_llm.envs.transforms.context import (
+from torchrl_llm._imports import lazy
+from torchrl_llm.envs.transforms.context_strategy import (
     ContextStrategy,
     FullDialog,
     SlidingWindow,
@@ -19,11 +20,9 @@ from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.envs.transforms.retrieve_teacher import RetrieveTeacherLogProb
 from torchrl_llm.envs.transforms.retrieve_values import RetrieveValues
 from torchrl_llm.envs.transforms.step_counter import StepCounter
-from torchrl_llm.envs.transforms.template import TemplateTransform
-from torchrl_llm.envs.transforms.text_tokenizer import Tokenizer
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
-from torchrl_llm.envs.transforms.tools import (
+from torchrl_llm.tools import (
     BrowserTransform,
     ExecuteToolsInOrder,
     JSONCallParser,
@@ -73,3 +72,9 @@ __all__ = [
     "as_nested_tensor",
     "as_padded_tensor",
 ]
+
+_LAZY = {
+    "torchrl_llm.compat.template_transform": "TemplateTransform",
+    "torchrl_llm.compat.text_tokenizer": "Tokenizer",
+}
+__getattr__ = lazy(__name__, _LAZY)

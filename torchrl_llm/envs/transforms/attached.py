@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchrl.envs import Transform, TransformedEnv
 
 if TYPE_CHECKING:
-    from torchrl_llm.envs.chat import ChatEnv
+    from torchrl_llm.envs.chat_env import ChatEnv
 
 __all__ = ["chat_env_of"]
 
@@ -18,7 +18,7 @@ def chat_env_of(transform: Transform) -> ChatEnv | None:
     Args:
         transform: in an environment, in a ``Compose``, or alone.
     """
-    from torchrl_llm.envs.chat import ChatEnv
+    from torchrl_llm.envs.chat_env import ChatEnv
 
     try:
         env = transform.container

@@ -23,8 +23,8 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.ragged import pad_rows
+from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
-from torchrl_llm.envs.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["DataLoadingPrimer", "as_nested_tensor", "as_padded_tensor"]
@@ -231,7 +231,7 @@ class DataLoadingPrimer(Transform):
         DataError: for a loader that is empty or gives something else than rows.
 
     ``state_dict()`` holds the position: a loader with ``state_dict`` of its own, such as
-    :class:`~torchrl_llm.envs.datasets.loading.RowLoader`, continues exactly; any other one is
+    :class:`~torchrl_llm.data.row_files.RowLoader`, continues exactly; any other one is
     started again and read up to the saved position, which is exact if its order is.
 
     Example:

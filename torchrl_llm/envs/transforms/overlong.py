@@ -8,8 +8,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
-from torchrl_llm.data.replay_buffers.trajectories import as_path
-from torchrl_llm.envs.transforms.row_columns import Path, RowTransform, RowView
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import overlong_penalty
 

@@ -9,15 +9,15 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_llm.data.replay_buffers.trajectories import as_path
-from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
-from torchrl_llm.envs.specs import RaggedSpec
-from torchrl_llm.envs.transforms.row_columns import (
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import (
     Path,
     RowTransform,
     RowView,
     pieces_under_budget,
 )
+from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
+from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["RetrieveLogProb"]

@@ -10,10 +10,10 @@ from tensordict import NonTensorData
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.scoring import TokenScorer, check_same_vocabulary
 from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
-from torchrl_llm.envs.transforms.row_columns import Path, RowTransform, RowView
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["RetrieveTeacherLogProb"]

@@ -6,15 +6,15 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import Trajectory, as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.scoring import ScoreExtras, TokenScorer
-from torchrl_llm.envs.transforms.row_columns import (
+from torchrl_llm.data.row_transform import (
     Path,
     RowTransform,
     RowView,
     pieces_under_budget,
 )
+from torchrl_llm.data.scoring import ScoreExtras, TokenScorer
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["RetrieveValues"]

@@ -16,7 +16,7 @@ from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.envs.specs import RaggedSpec
+from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError
 
 __all__ = ["IncrementalTokenizer"]

@@ -63,8 +63,10 @@ def sequence_weights(
         >>> sequence_weights(log_ratio, row, 2, 2.0)
         tensor([2.0000, 2.0000, 0.3679])
     """
-    log_weights = sequence_log_ratio(log_ratio_N.detach(), row_N, num_rows)
-    return log_weights.clamp(max=MAX_LOG_RATIO).exp().clamp(max=maximum)[row_N]
+    # The exponent stays float64: of a sum near 20, float32 leaves a ratio six digits.
+    log_weights = sequence_log_ratio(log_ratio_N.detach().double(), row_N, num_rows)
+    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp().clamp(max=maximum)
+    return weights.to(log_ratio_N.dtype)[row_N]
 
 
 def cispo(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from torchrl_llm.modules.backends.base import (
+from torchrl_llm.modules.backends.backend_port import (
     Backend,
     Completion,
     EngineStatus,
     SamplingParams,
 )
 from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
-from torchrl_llm.modules.backends.modes import sampling_mode
 from torchrl_llm.modules.backends.openai import OpenAIBackend
-from torchrl_llm.modules.backends.scorer import CausalScorer
 from torchrl_llm.modules.backends.server import VLLMServer
-from torchrl_llm.modules.backends.transformers import TransformersBackend
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
+from torchrl_llm.modules.backends.transformers import TransformersBackend, sampling_mode
+from torchrl_llm.weights.weight_source import (
     AdapterSource,
     DeltaSource,
     TensorSource,

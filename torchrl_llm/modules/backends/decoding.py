@@ -18,7 +18,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError
 from torchrl_llm.functional import kept_ids, take_support
-from torchrl_llm.modules.backends.base import Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
 
 __all__ = ["Decoder", "StopStrings", "decode"]

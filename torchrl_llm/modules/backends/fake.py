@@ -21,9 +21,9 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
-from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.weights.weight_source import (
     WeightReceipt,
     WeightSource,
     load_into,

@@ -4,7 +4,8 @@ A model's own forward goes body, head, factor, soft-cap, and gives ``[B, T, V]``
 and head are found once, the factors are read from the configuration, and the result is checked on
 three tokens against the model's own logits; a model that does something else is refused with the
 name of the option that lets it make its logits itself.
-:class:`~torchrl_llm.modules.backends.scorer.CausalScorer` runs body and head; the arithmetic is
+:class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer` runs body and head; the arithmetic
+is
 :mod:`torchrl_llm.functional.chunked_head`.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size,

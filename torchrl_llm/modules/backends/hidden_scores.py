@@ -1,7 +1,7 @@
 """Everything that a loss may ask about tokens, from the hidden states of one forward.
 
-:class:`~torchrl_llm.modules.backends.scorer.CausalScorer` runs the body; what is made of its states
-is said here, each part by a function of :mod:`torchrl_llm.functional`.
+:class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer` runs the body; what is made of its
+states is said here, each part by a function of :mod:`torchrl_llm.functional`.
 
 Shape legend: ``N`` selected tokens, ``D`` hidden size.
 """

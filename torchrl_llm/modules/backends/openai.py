@@ -27,9 +27,9 @@ from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError, WorkerError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends import openai_protocol as protocol
-from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 __all__ = ["OpenAIBackend"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
-from torchrl_llm.modules.backends.base import Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 
 __all__ = [
     "NATIVE_ARGUMENTS",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm.modules.backends.base import SamplingParams
+from torchrl_llm.modules.backends.backend_port import SamplingParams
 
 __all__ = ["draw", "penalize_repetition", "sampling_log_probs"]
 

@@ -29,7 +29,7 @@ from torchrl_llm.errors import (
     WeightUpdateError,
     WorkerError,
 )
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.weights.weight_source import (
     WeightReceipt,
     WeightSource,
     open_source,

@@ -3,7 +3,7 @@
 Sampling runs in a loop of our own (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate``
 would take unset fields from the model's generation config (its ``top_k`` of 50), and returns
 log-probs only by keeping the logits of every step. Scoring goes through
-:class:`~torchrl_llm.modules.backends.scorer.CausalScorer`, which trains.
+:class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`, which trains.
 
 Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
 ``V`` vocabulary.
@@ -13,34 +13,108 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process as lp
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.base import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.kv_cache import make_cache
-from torchrl_llm.modules.backends.modes import sampling_mode
-from torchrl_llm.modules.backends.native import NATIVE_ARGUMENTS, native_processors
-from torchrl_llm.modules.backends.scorer import CausalScorer
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
+from torchrl_llm.modules.value_head import ValueHead
+from torchrl_llm.weights.weight_source import (
     WeightReceipt,
     WeightSource,
     load_into,
     open_source,
 )
-from torchrl_llm.modules.value_head import ValueHead
 
-__all__ = ["TransformersBackend"]
+__all__ = ["NATIVE_ARGUMENTS", "TransformersBackend", "native_processors", "sampling_mode"]
 
 
+@contextmanager
+def sampling_mode(module: nn.Module) -> Iterator[None]:
+    """Dropout off, and with it gradient checkpointing, which transformers ties to training mode.
+
+    The training flag of every submodule is put back on exit, also after an exception.
+
+    Args:
+        module: the model, shared with the trainer or not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)).train()
+        >>> with sampling_mode(model):
+        ...     print(model[0].training)
+        False
+        >>> model[0].training
+        True
+    """
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+_Builder = Callable[[Any, int, tuple[int, ...]], Any]
+
+_BUILDERS: dict[str, _Builder] = {
+    "min_new_tokens": lambda value, prompt, eos: lp.MinNewTokensLengthLogitsProcessor(
+        prompt, value, list(eos)
+    ),
+    "no_repeat_ngram_size": lambda value, prompt, eos: lp.NoRepeatNGramLogitsProcessor(value),
+    "bad_words_ids": lambda value, prompt, eos: lp.NoBadWordsLogitsProcessor(value, list(eos)),
+    "sequence_bias": lambda value, prompt, eos: lp.SequenceBiasLogitsProcessor(value),
+    "suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensLogitsProcessor(value),
+    "begin_suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensAtBeginLogitsProcessor(
+        value, prompt
+    ),
+    "typical_p": lambda value, prompt, eos: lp.TypicalLogitsWarper(mass=value),
+    "epsilon_cutoff": lambda value, prompt, eos: lp.EpsilonLogitsWarper(value),
+    "eta_cutoff": lambda value, prompt, eos: lp.EtaLogitsWarper(value),
+}
+
+NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
+"""Names that the Transformers backend takes beside the common ones, spelled as in ``generate``."""
+
+
+def native_processors(
+    arguments: Mapping[str, Any], prompt_length: int, end_ids: tuple[int, ...]
+) -> LogitsProcessorList:
+    """Processors for the arguments given, in transformers' own order.
+
+    They see logits before temperature and truncation.
+
+    Args:
+        arguments: names of :data:`NATIVE_ARGUMENTS` and their values.
+        prompt_length: tokens of the longest (padded) prompt.
+        end_ids: ids that end a response.
+
+    Example:
+        >>> [type(p).__name__ for p in native_processors({"suppress_tokens": [3]}, 4, (2,))]
+        ['SuppressTokensLogitsProcessor']
+    """
+    built = [
+        build(arguments[name], prompt_length, end_ids)
+        for name, build in _BUILDERS.items()
+        if name in arguments
+    ]
+    return LogitsProcessorList([*built, *arguments.get("logits_processor", ())])
+
+
+@register("backends", "transformers")
 class TransformersBackend(Backend):
     """Samples and scores with a ``transformers`` causal language model.
 
@@ -50,7 +124,7 @@ class TransformersBackend(Backend):
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
         max_length: context of the model in tokens; by default what its config says.
         layout: how rows of different length are laid out for scoring, see
-            :class:`~torchrl_llm.modules.backends.scorer.CausalScorer`; that of the scorer by
+            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; that of the scorer by
             default. May be set later.
         scorer: computes log-probs; built for the model by default.
         chunk_size: the most logits alive at once when a scorer is built; ``None`` chooses.

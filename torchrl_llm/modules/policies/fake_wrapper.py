@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrl_llm.modules.backends.fake import FakeBackend, Rule, Script
-from torchrl_llm.modules.policies.base import LLMWrapperBase
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
 __all__ = ["FakeWrapper"]
 
@@ -21,7 +21,7 @@ class FakeWrapper(LLMWrapperBase):
         vocab_size: number of ids; by default the tokenizer's.
         eos_token_ids: ids that end a response; by default the tokenizer's.
         max_length: most tokens of prompt and response.
-        **options: those of :class:`~torchrl_llm.modules.policies.base.LLMWrapperBase`.
+        **options: those of :class:`~torchrl_llm.modules.policies.llm_wrapper.LLMWrapperBase`.
 
     Example:
         >>> import torch

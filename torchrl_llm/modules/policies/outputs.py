@@ -9,10 +9,10 @@ Shape legend: ``B`` rows, ``S`` tokens of all rows together, ``T_b`` tokens of r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
@@ -20,24 +20,19 @@ from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.modules.backends.base import Completion, SamplingParams
-from torchrl_llm.modules.policies.rows import KeyNames, continues
+from torchrl_llm.data.token_facts import (
+    RECORD_COLUMNS,
+    TokenFact,
+    added_facts,
+    by_node,
+    find_fact,
+    padding_of,
+)
+from torchrl_llm.errors import DataError
+from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
+from torchrl_llm.modules.policies.row_readers import KeyNames, continues
 
 __all__ = ["answered_columns", "pad_columns", "respond", "scored_columns", "with_tool_calls"]
-
-_PAD: dict[str, tuple[float, Literal["left", "right"]]] = {
-    "response": (0.0, "right"),
-    "full": (0.0, "right"),
-    "prompt": (0.0, "left"),
-    "all_attention_mask": (False, "right"),
-    "all_assistant_mask": (False, "right"),
-    "source": (-1, "right"),
-    "turn": (-1, "right"),
-    "policy_version": (-1, "right"),
-    "mask_reason": (int(MaskReason.NOT_SAMPLED), "right"),
-    "token_ids": (0, "right"),
-    "counts": (0, "right"),
-}
 
 
 def respond(
@@ -52,7 +47,11 @@ def respond(
             itself.
 
     Returns:
-        ``B`` records, whose tensors are views of one tensor a field.
+        ``B`` records, whose tensors are views of one tensor a field. All registered facts are among
+        them, with their defaults where neither prompt nor completion has them.
+
+    Raises:
+        DataError: a completion's fact is not registered, or of another dtype or length.
 
     Example:
         >>> prompt = TokenRecord.from_prompt(torch.tensor([5]), torch.tensor([1]), 1)
@@ -80,12 +79,20 @@ def respond(
     }
     lengths = [p.token_ids.shape[0] + size for p, size in zip(prompts, sizes, strict=True)]
     columns = {
-        name: _join([getattr(p, name) for p in prompts], new).split(lengths)
-        for name, new in fields.items()
+        name: _join([getattr(p, name) for p in prompts], fields[name]).split(lengths)
+        for name in RECORD_COLUMNS
     }
+    for fact in _given_facts(prompts, completions, sizes):
+        before = [p.facts.get(fact.name) for p in prompts]
+        new = [None if c.facts is None else c.facts.get(fact.name) for c in completions]
+        columns[fact.name] = _join(
+            [fact.filled(len(p.token_ids)) if x is None else x for p, x in _pair(prompts, before)],
+            [fact.filled(size) if x is None else x for size, x in _pair(sizes, new)],
+        ).split(lengths)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return [
-        TokenRecord(
-            **{name: column[row] for name, column in columns.items()},
+        TokenRecord.of(
+            rows[row],
             num_messages=prompt.num_messages + (not continues(prompt)),
             finish_reason=completion.finish_reason,
             response_start=_response_start(prompt),
@@ -97,6 +104,24 @@ def respond(
     ]
 
 
+def _given_facts(
+    prompts: Sequence[TokenRecord], completions: Sequence[Completion], sizes: Sequence[int]
+) -> list[TokenFact]:
+    """The registered facts, after a check of those that came with completions and prompts."""
+    for completion, size in zip(completions, sizes, strict=True):
+        for name, values in (completion.facts or {}).items():
+            fact = find_fact(name)
+            if not fact.wired or name in RECORD_COLUMNS:
+                raise DataError(
+                    f"a completion cannot carry {name!r} in its facts: only facts that were "
+                    "registered with wired=True travel with it"
+                )
+            fact.check(values, size)
+    for name in {name for prompt in prompts for name in prompt.facts}:
+        find_fact(name)
+    return added_facts()
+
+
 def _turn(prompt: TokenRecord) -> int:
     # A response that was cut goes on in the same turn; one that was only forced begins a turn.
     begun = continues(prompt) and bool((prompt.turn[prompt.response_start :] >= 0).any())
@@ -105,6 +130,10 @@ def _turn(prompt: TokenRecord) -> int:
 
 def _response_start(prompt: TokenRecord) -> int:
     return prompt.response_start if continues(prompt) else prompt.token_ids.shape[0]
+
+
+def _pair(before: Sequence[Any], after: Sequence[Any]) -> zip:
+    return zip(before, after, strict=True)
 
 
 def _join(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
@@ -135,20 +164,21 @@ def answered_columns(
         log_probs: whether to write the log-probs.
 
     Returns:
-        A dense root ``[B]`` with ragged nodes: tokens, masks, trace, log-probs, and the support
-        where it was recorded. Earlier turns whose kept ids are not known (text and token prompts
-        carry none) are marked off support.
+        A dense root ``[B]`` with ragged nodes: tokens, masks, trace, log-probs, registered facts,
+        and the support where it was recorded. A response is a slice of ``full``. Earlier turns
+        whose kept ids are not known (text and token prompts carry none) are marked off support.
     """
     lengths = [record.token_ids.shape[0] for record in records]
     sampled = torch.cat([record.source for record in records]) == Source.SAMPLED
     size = len(records)
+    starts = [prompt.token_ids.shape[0] for prompt in prompts]
     reasons = [completion.finish_reason for completion in completions]
     nodes: dict[str, Any] = {
         names.tokens: Tokens._from_tensordict(
             ragged_rows(
                 {
                     "prompt": [prompt.token_ids for prompt in prompts],
-                    "response": [completion.token_ids for completion in completions],
+                    "response": _responses([record.token_ids for record in records], starts),
                     "full": [record.token_ids for record in records],
                     "finish_reason": torch.tensor(reasons, dtype=torch.int8).unbind(0),
                     "temperature": torch.full((size,), params.scoring_temperature).unbind(0),
@@ -160,9 +190,11 @@ def answered_columns(
         names.trace: TokenTrace._from_tensordict(
             ragged_rows(
                 {
-                    "source": [record.source for record in records],
-                    "turn": [record.turn for record in records],
-                    "policy_version": [record.policy_version for record in records],
+                    **{
+                        fact.key[1]: [getattr(record, fact.name) for record in records]
+                        for fact in map(find_fact, RECORD_COLUMNS)
+                        if fact.key[0] == "trace"
+                    },
                     "mask_reason": _mask_reasons(
                         prompts,
                         completions,
@@ -184,14 +216,31 @@ def answered_columns(
         nodes[names.log_probs] = LogProbs._from_tensordict(
             ragged_rows(
                 {
-                    "response": [completion.log_probs for completion in completions],
+                    "response": _responses([record.log_probs for record in records], starts),
                     "full": [record.log_probs for record in records],
                 }
             )
         )
     if params.record_support or any(record.support is not None for record in records):
         nodes[names.support] = _support(records)
+    nodes |= _added_nodes(records, starts)
     return TensorDict._new_unsafe(nodes, batch_size=torch.Size([size]))
+
+
+def _responses(rows: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """The responses of whole rows, views of them."""
+    return [row[start:] for row, start in zip(rows, starts, strict=True)]
+
+
+def _added_nodes(records: Sequence[TokenRecord], starts: Sequence[int]) -> dict[str, Any]:
+    """The nodes of registered facts."""
+    columns: dict[tuple[str, str], Sequence[Tensor]] = {}
+    for fact in added_facts():
+        rows = [record.facts[fact.name] for record in records]
+        columns[fact.key] = rows
+        if fact.parts:
+            columns[fact.key[0], "response"] = _responses(rows, starts)
+    return {node: ragged_rows(rows) for node, rows in by_node(columns).items()}
 
 
 def _support(records: Sequence[TokenRecord]) -> TokenSupport:
@@ -281,24 +330,39 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
         names: names of the nodes.
     """
     out = flat.copy()
-    for name in (names.tokens, names.masks, names.log_probs, names.trace, names.support):
+    written = {
+        names.tokens: "tokens",
+        names.masks: "masks",
+        names.log_probs: "log_probs",
+        names.trace: "trace",
+        names.support: "support",
+    }
+    for name, node in written.items():
         view = flat.get(name, None)
-        if view is None:
-            continue
-        node = view._tensordict
-        dense = {}
-        for column in sorted(node.keys()):
-            rows = read_rows(node, column)
-            if rows[0].ndim == 0:
-                dense[column] = torch.stack(rows)
-                continue
-            value, side = _PAD[column]
-            if name == names.tokens:
-                value = pad_token_id
-            dense[column] = pad_rows(rows, value, side=side)
-        padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
-        out.set(name, type(view)._from_tensordict(padded))
+        if view is not None:
+            dense = _dense(view._tensordict, node, pad_token_id)
+            padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
+            out.set(name, type(view)._from_tensordict(padded))
+    for name in dict.fromkeys(fact.key[0] for fact in added_facts()):
+        view = flat.get(name, None)
+        if view is not None:
+            # Still a lazy stack, now of rows of one length: an environment's next prompts, which
+            # are ragged, must fit into the same node.
+            dense = _dense(view, name, pad_token_id)
+            out.set(name, ragged_rows({c: rows.unbind(0) for c, rows in dense.items()}))
     return out
+
+
+def _dense(node: TensorDictBase, name: str, pad_token_id: int) -> dict[str, Tensor]:
+    dense = {}
+    for column in sorted(node.keys()):
+        rows = read_rows(node, column)
+        if rows[0].ndim == 0:
+            dense[column] = torch.stack(rows)
+            continue
+        value, side = padding_of(name, column)
+        dense[column] = pad_rows(rows, pad_token_id if name == "tokens" else value, side=side)
+    return dense
 
 
 def with_tool_calls(

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.transformers import TransformersBackend
-from torchrl_llm.modules.loading import load_model, load_tokenizer
-from torchrl_llm.modules.policies.base import LLMWrapperBase
+from torchrl_llm.modules.model_loading import load_model, load_tokenizer
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
 __all__ = ["TransformersWrapper"]
 
@@ -25,9 +25,9 @@ class TransformersWrapper(LLMWrapperBase):
         pad_model_input: score rows padded to one length (``True``), or packed behind each other
             (``False``); by default in the way that is cheapest for the rows. More ways are named by
             ``backend.layout``, see
-            :class:`~torchrl_llm.modules.backends.scorer.CausalScorer`.
+            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
         device: move the model there.
-        **options: those of :class:`~torchrl_llm.modules.policies.base.LLMWrapperBase`.
+        **options: those of :class:`~torchrl_llm.modules.policies.llm_wrapper.LLMWrapperBase`.
 
     Attributes:
         value_head: the backend's value head, ``None`` without one; see

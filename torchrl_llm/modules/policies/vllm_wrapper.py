@@ -8,9 +8,9 @@ from typing import Any
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.base import Backend
-from torchrl_llm.modules.loading import load_tokenizer
-from torchrl_llm.modules.policies.base import LLMWrapperBase
+from torchrl_llm.modules.backends.backend_port import Backend
+from torchrl_llm.modules.model_loading import load_tokenizer
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
 __all__ = ["vLLMWrapper"]
 
@@ -19,7 +19,7 @@ class vLLMWrapper(LLMWrapperBase):
     """Samples and scores with vLLM: the modes, columns and arguments of every other policy.
 
     It has no parameters and no gradients: it samples, and scores what a reference has to say. New
-    weights come through a weight updater (:mod:`torchrl_llm.weight_update`), or
+    weights come through a weight updater (:mod:`torchrl_llm.weights`), or
     ``backend.update_weights``.
 
     Args:
@@ -31,7 +31,7 @@ class vLLMWrapper(LLMWrapperBase):
         engine_options: what the backend that is built here takes beside the model: see
             :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend` for a name or an engine, and
             :class:`~torchrl_llm.modules.backends.openai.OpenAIBackend` for a URL.
-        **options: those of :class:`~torchrl_llm.modules.policies.base.LLMWrapperBase`.
+        **options: those of :class:`~torchrl_llm.modules.policies.llm_wrapper.LLMWrapperBase`.
 
     Raises:
         MissingExtraError: vLLM is needed and not installed.

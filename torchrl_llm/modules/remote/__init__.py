@@ -6,8 +6,8 @@ from torchrl_llm._ray import ActorOptions, RemoteObject
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot
 from torchrl_llm.modules.remote.pool import EnginePool
 from torchrl_llm.modules.remote.replica import Replica
+from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor
 from torchrl_llm.modules.remote.store import ObjectStoreSource
-from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor
 
 __all__ = [
     "ActorOptions",

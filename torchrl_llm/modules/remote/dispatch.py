@@ -18,7 +18,7 @@ from torchrl_llm._ray import RemoteObject, get, require_ray
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnapshot, Strategy
 from torchrl_llm.modules.remote.replica import VersionMismatch
-from torchrl_llm.modules.remote.supervisor import PoolTable, ReplicaAddress
+from torchrl_llm.modules.remote.replica_supervisor import PoolTable, ReplicaAddress
 
 __all__ = ["Balancing", "Dispatcher", "Part"]
 

@@ -29,14 +29,19 @@ from torchrl_llm._ray import (
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import ConfigError, WorkerError
-from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
-from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.modules.backends.backend_port import (
+    Backend,
+    Completion,
+    EngineStatus,
+    SamplingParams,
+)
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
+from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
 from torchrl_llm.modules.remote.dispatch import Balancing, Dispatcher, Part
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
+from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor, free_place
 from torchrl_llm.modules.remote.store import ObjectStoreSource
-from torchrl_llm.modules.remote.supervisor import PoolSpec, Supervisor, free_place
-from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
+from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
 __all__ = ["EnginePool"]
 
@@ -78,7 +83,8 @@ class EnginePool(Backend):
         name: pools of this name in one Ray cluster share their replicas, which end with the pool
             that started them; the settings of that one hold.
         what: what the pool is; begins error messages.
-        **settings: further ones of :class:`~torchrl_llm.modules.remote.supervisor.PoolSpec`.
+        **settings: further ones of
+            :class:`~torchrl_llm.modules.remote.replica_supervisor.PoolSpec`.
 
     Raises:
         ConfigError: for a value outside its range.

@@ -16,9 +16,9 @@ import torch
 from torchrl_llm._ray import get
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.base import Backend, SamplingParams
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, open_source
-from torchrl_llm.modules.remote.wire import PackedCompletions, PackedIds
+from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
+from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
 __all__ = ["Replica", "ReplicaFacts", "ReplicaStatus", "VersionMismatch", "Versions"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrl_llm._ray import CALL_TIMEOUT_S, get, require_ray
-from torchrl_llm.data.fingerprint import weights_digest
 from torchrl_llm.errors import WeightUpdateError, WorkerError
-from torchrl_llm.modules.backends.weights import WeightSource
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import WeightSource
 
 __all__ = ["ObjectStoreSource"]
 
@@ -36,8 +36,8 @@ class ObjectStoreSource(WeightSource):
     Args:
         ref: Ray's reference to the bytes.
         places: where each weight lies in them.
-        kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
-        digest: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+        kind: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
+        digest: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         timeout_s: most seconds to wait for the bytes.
     """
 
@@ -66,7 +66,7 @@ class ObjectStoreSource(WeightSource):
 
         Args:
             weights: name to tensor, on any device.
-            kind: see :class:`~torchrl_llm.modules.backends.weights.WeightSource`.
+            kind: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
             digest: of the weights; computed by default.
             timeout_s: most seconds that a receiver waits for the bytes.
 

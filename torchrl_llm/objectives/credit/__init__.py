@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from torchrl_llm.objectives.credit.base import CreditAssigner
 from torchrl_llm.objectives.credit.batch import BatchStatistics
+from torchrl_llm.objectives.credit.candidate_selection import MCAdvantageSelector
 from torchrl_llm.objectives.credit.comparing import ComparingCredit
-from torchrl_llm.objectives.credit.gae import GAEAdvantage
-from torchrl_llm.objectives.credit.group import (
+from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
+from torchrl_llm.objectives.credit.gae_credit import GAEAdvantage
+from torchrl_llm.objectives.credit.group_credit import (
     HybridNormalizedReturn,
     LeaveOneOutAdvantage,
     MCAdvantage,
 )
 from torchrl_llm.objectives.credit.normalized import BatchNormalizedReturn
-from torchrl_llm.objectives.credit.ray import RayMCAdvantage
-from torchrl_llm.objectives.credit.returns import (
+from torchrl_llm.objectives.credit.return_credit import (
     ConstantCredit,
     EpisodicReturn,
     MonteCarloReturn,
     PerStepReward,
 )
-from torchrl_llm.objectives.credit.selection import MCAdvantageSelector
+from torchrl_llm.objectives.credit.shared_groups import RayMCAdvantage
 from torchrl_llm.objectives.credit.spo import SPOAdvantage
 from torchrl_llm.objectives.credit.teacher import TeacherKL
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory
+from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.objectives.credit.base import CreditAssigner
+from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
 
 __all__ = ["BatchStatistics"]
 

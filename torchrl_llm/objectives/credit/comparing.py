@@ -15,12 +15,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import GroupQueue, Trajectory
+from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.padding import row_index
-from torchrl_llm.objectives.credit.base import CreditAssigner
-from torchrl_llm.objectives.credit.selection import MCAdvantageSelector
+from torchrl_llm.objectives.credit.candidate_selection import MCAdvantageSelector
+from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
 
 __all__ = [
     "RETURNS",
@@ -56,18 +56,21 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
         raise ConfigError(f"{name} must be {', '.join(map(str, allowed))}; got {value!r}")
 
 
-def check_deviation(normalize: str, eps: float, **others: bool) -> None:
+def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others: bool) -> None:
     """Raise a :class:`~torchrl_llm.errors.ConfigError` for a division that cannot be as said.
 
     Args:
         normalize: ``"population"``, ``"sample"`` or ``"none"``.
         eps: guards the division, at least 0; 1e-6 where nobody changed it.
+        eps_as: ``"floor"`` or ``"added"``; the former where nobody changed it.
         **others: names of further arguments of the division, and whether they were changed.
     """
     check_choice("normalize", normalize, ("population", "sample", "none"))
+    check_choice("eps_as", eps_as, ("floor", "added"))
     if not eps >= 0:
         raise ConfigError(f"eps must not be negative, got {eps}")
-    changed = [name for name, value in {"eps": eps != 1e-6, **others}.items() if value]
+    others = {"eps": eps != 1e-6, "eps_as": eps_as != "floor", **others}
+    changed = [name for name, value in others.items() if value]
     if normalize == "none" and changed:
         raise ConfigError(
             f"{' and '.join(changed)} without effect: normalize='none' divides by nothing"

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import Trajectory
+from torchrl_llm._registry import register
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.advantages import batch_normalize, group_advantages, leave_one_out
 from torchrl_llm.objectives.credit.batch import BatchStatistics
@@ -19,11 +20,12 @@ from torchrl_llm.objectives.credit.comparing import (
     check_deviation,
     check_group,
 )
-from torchrl_llm.objectives.credit.returns import returns_to_go
+from torchrl_llm.objectives.credit.return_credit import returns_to_go
 
 __all__ = ["BatchNormalizedReturn"]
 
 
+@register("advantages", "batch")
 class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
     r"""REINFORCE++: returns against the mean and deviation of all tokens of the batch.
 
@@ -41,7 +43,8 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         over: what the statistics are taken over: every sampled token of the batch once (the paper
             and its code), or every row once (``"samples"``; Ludic's REINFORCE with baseline).
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
-        eps: floor of the deviation.
+        eps: guards the division.
+        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
         **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`,
             :class:`~torchrl_llm.objectives.credit.ComparingCredit` and
             :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
@@ -68,11 +71,12 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         over: Literal["tokens", "samples"] = "tokens",
         normalize: Literal["population", "sample", "none"] = "population",
         eps: float = 1e-6,
+        eps_as: Literal["floor", "added"] = "floor",
         **options: Any,
     ) -> None:
         check_choice("baseline", baseline, ("none", "group", "leave_one_out"))
         check_choice("over", over, ("tokens", "samples"))
-        check_deviation(normalize, eps)
+        check_deviation(normalize, eps, eps_as)
         if baseline != "none":
             check_group(group_size)
         super().__init__(group_size, **options)
@@ -83,7 +87,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         if baseline == "none" and self.trajectory_return != "sum" and not self.judges_groups:
             raise ConfigError("trajectory_return has no effect without a baseline")
         self.baseline, self.gamma, self.over = baseline, gamma, over
-        self.normalize, self.eps = normalize, eps
+        self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
         """Advantages of a batch; see the class."""
@@ -100,6 +104,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
             torch.cat(weights),
             normalize=self.normalize,
             eps=self.eps,
+            eps_as=self.eps_as,
         )
         parts = iter(normalised.split([len(w) for w in weights]))
         return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]

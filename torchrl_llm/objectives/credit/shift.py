@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import Trajectory
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError

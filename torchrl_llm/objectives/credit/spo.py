@@ -9,7 +9,8 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectories import Trajectory, as_path, group_value
+from torchrl_llm._registry import register
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path, group_value
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ from torchrl_llm.objectives.credit.shift import PolicyShift
 __all__ = ["SPOAdvantage"]
 
 
+@register("advantages", "spo")
 class SPOAdvantage(BatchStatistics):
     r"""SPO: the reward against what is known of its prompt, normalised over the batch.
 
@@ -56,7 +58,8 @@ class SPOAdvantage(BatchStatistics):
         trajectory_return: the reward from those of the turns: sum, max, mean or last; in [0, 1].
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
             :math:`r - v` itself, not centred either.
-        eps: floor of the deviation.
+        eps: guards the division.
+        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
         **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`, without group size.
 
     Raises:
@@ -85,11 +88,12 @@ class SPOAdvantage(BatchStatistics):
         trajectory_return: TrajectoryReturn = "sum",
         normalize: Literal["population", "sample", "none"] = "population",
         eps: float = 1e-6,
+        eps_as: Literal["floor", "added"] = "floor",
         **options: Any,
     ) -> None:
         super().__init__(1, prompt_key=prompt_key, **options)
         check_choice("trajectory_return", trajectory_return, RETURNS)
-        check_deviation(normalize, eps)
+        check_deviation(normalize, eps, eps_as)
         low, high = rho_bounds
         if not 0 <= low <= high <= 1 or (low == 1 and initial_count is None):
             raise ConfigError(f"rho_bounds must rise within [0, 1], got {rho_bounds}")
@@ -102,7 +106,7 @@ class SPOAdvantage(BatchStatistics):
             raise ConfigError(f"initial_count must be positive, got {initial_count}")
         self.half_life, self.rho_bounds, self.initial_value = half_life, rho_bounds, initial_value
         self.kl_key, self.trajectory_return = kl_key, trajectory_return
-        self.normalize, self.eps = normalize, eps
+        self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
         # Of each prompt alpha, beta, and where the policy was at its last visit.
         self._known: dict[Hashable, tuple[float, float, float]] = {}
         self._moved = 0.0
@@ -216,7 +220,9 @@ class SPOAdvantage(BatchStatistics):
         for name, members in visits.items():
             self._visit(name, rewards[members], [flat[i] for i in members])
         if self.normalize != "none":
-            advantages = batch_normalize(advantages, normalize=self.normalize, eps=self.eps)
+            advantages = batch_normalize(
+                advantages, normalize=self.normalize, eps=self.eps, eps_as=self.eps_as
+            )
         own = iter(torch.unbind_copy(advantages[:, None, None]))
         return [[[next(own)] * len(t.rows) for t in group] for group in groups]
 

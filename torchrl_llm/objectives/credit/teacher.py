@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectories import as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError

@@ -10,11 +10,11 @@ from envs.transforms.kl.kl_helper import Scorer, divergences, make_row, rewards
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.reward import RewardParser
 from torchrl_llm.envs.transforms import KLRewardTransform, RetrieveKL
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import AdapterDisabled, TransformersBackend, load_model
 from torchrl_llm.objectives import GRPOLoss
+from torchrl_llm.rewards import RewardParser
 
 
 def test_against_what_was_recorded():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from collectors.ray_helper import start_ray
 from tensordict import TensorDict
-from weight_update.learner import assert_same_model
+from weights.learner import assert_same_model
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.collectors.weight_update import vLLMUpdater
@@ -30,7 +30,7 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules.backends.vllm import async_engine
 from torchrl_llm.modules.backends.vllm.async_engine import ServedEngine
-from torchrl_llm.weight_update import EngineWeights
+from torchrl_llm.weights import EngineWeights
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -60,7 +60,7 @@ def engine(cluster):
         compile=False,
         interval_s=0.5,
         env_vars={"OMP_NUM_THREADS": "1"},
-        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker.vLLMWorker",
+        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker_class.vLLMWorker",
         **ENGINE,
     ) as engine:
         yield engine

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
-from torchrl_llm.modules.backends.vllm.engine import EngineLoop, EngineRequest
+from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop, EngineRequest
 from torchrl_llm.modules.backends.vllm.sleep import SleepState
 
 

@@ -18,7 +18,7 @@ from torchrl_llm.modules import (
     make_vllm_worker,
     stateless_init_process_group,
 )
-from torchrl_llm.modules.backends.process_group import free_port
+from torchrl_llm.weights.process_group import free_port
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -30,7 +30,7 @@ def test_single_weights_arrive_through_a_group():
     llm = make_vllm_worker(
         model_name=embedded_model_path(),
         make_ray_worker=False,
-        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker.vLLMWorker",
+        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker_class.vLLMWorker",
         **SETTINGS,
     )
     with pytest.raises(ConfigError, match="call init_weight_update_group"):

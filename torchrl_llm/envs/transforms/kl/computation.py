@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.kl_controllers import KLController
-from torchrl_llm.data.replay_buffers.trajectories import as_path
-from torchrl_llm.envs.transforms.kl.base import KLReduction, KLTransform, Sources
-from torchrl_llm.envs.transforms.row_columns import Path, RowView
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import Path, RowView
+from torchrl_llm.envs.transforms.kl.kl_transform import KLReduction, KLTransform, Sources
+from torchrl_llm.functional.kl import KLEstimator
 
 __all__ = ["KLComputation"]
 
@@ -26,8 +25,8 @@ class KLComputation(KLTransform):
             sampled; looked for in the row, then under its ``"next"``.
         ref_log_probs_full_key: log-probs under the reference; looked for under ``"next"``, then in
             the row.
-        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.base.KLTransform`, as for all others.
-        add_to_reward: see there.
+        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.kl_transform.KLTransform`, as for all
+        others. add_to_reward: see there.
         coeff: see there.
         reduction: see there.
         estimator: see there.
@@ -64,7 +63,7 @@ class KLComputation(KLTransform):
         add_to_reward: bool = True,
         coeff: float | KLController = 1.0,
         reduction: KLReduction = "sum",
-        estimator: Literal["k1", "k2", "k3"] = "k1",
+        estimator: KLEstimator = "k1",
         reward_key: NestedKey = ("next", "reward"),
     ) -> None:
         super().__init__(

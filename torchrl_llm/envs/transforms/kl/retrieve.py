@@ -11,11 +11,12 @@ from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_llm.data.kl_controllers import KLController
+from torchrl_llm.data.row_transform import Path, RowView
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.envs.transforms.kl.base import KLReduction, KLTransform, Sources
+from torchrl_llm.envs.transforms.kl.kl_transform import KLReduction, KLTransform, Sources
 from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
-from torchrl_llm.envs.transforms.row_columns import Path, RowView
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional.kl import KLEstimator
 
 __all__ = ["RetrieveKL"]
 
@@ -43,8 +44,8 @@ class RetrieveKL(KLTransform):
             by default ``("log_probs", "full")`` in the row, or ``("gen_log_probs", "full")`` under
             ``"next"``.
         ref_log_probs_full_key: where those of the reference go.
-        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.base.KLTransform`, as for all others.
-        add_to_reward: see there.
+        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.kl_transform.KLTransform`, as for all
+        others. add_to_reward: see there.
         coeff: see there.
         reduction: see there.
         estimator: see there.
@@ -86,7 +87,7 @@ class RetrieveKL(KLTransform):
         add_to_reward: bool = True,
         coeff: float | KLController = 1.0,
         reduction: KLReduction = "sum",
-        estimator: Literal["k1", "k2", "k3"] = "k1",
+        estimator: KLEstimator = "k1",
         reward_key: NestedKey = ("next", "reward"),
     ) -> None:
         super().__init__(

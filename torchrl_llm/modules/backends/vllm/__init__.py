@@ -5,11 +5,11 @@ Nothing here imports vLLM before an engine is built.
 
 from __future__ import annotations
 
-from torchrl_llm.modules.backends.vllm.adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
 from torchrl_llm.modules.backends.vllm.build import build_engine, engine_arguments
-from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model, load_weights
+from torchrl_llm.modules.backends.vllm.lora_adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.sharing import SharedStorage
+from torchrl_llm.modules.backends.vllm.weight_loading import load_into_vllm_model, load_weights
 
 __all__ = [
     "SharedStorage",

@@ -24,15 +24,15 @@ from torchrl_llm._imports import require
 from torchrl_llm._ray import ActorOptions, require_ray
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.base import SamplingParams
-from torchrl_llm.modules.backends.process_group import open_store
+from torchrl_llm.modules.backends.backend_port import SamplingParams
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
-from torchrl_llm.modules.backends.vllm.engine import IN_FLIGHT, EngineRequest, InFlight
-from torchrl_llm.modules.backends.weights import TensorSource, WeightReceipt, WeightSource
-from torchrl_llm.modules.loading import load_tokenizer
+from torchrl_llm.modules.backends.vllm.engine_loop import IN_FLIGHT, EngineRequest, InFlight
+from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.modules.remote.dispatch import Part
 from torchrl_llm.modules.remote.pool import EnginePool
-from torchrl_llm.modules.remote.supervisor import PoolSpec
+from torchrl_llm.modules.remote.replica_supervisor import PoolSpec
+from torchrl_llm.weights.process_group import open_store
+from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
 __all__ = ["AsyncVLLM", "ServedEngine", "make_async_vllm_engine"]
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,14 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
-from torchrl_llm.modules.backends.base import Backend, Completion, EngineStatus, SamplingParams
+from torchrl_llm.modules.backends.backend_port import (
+    Backend,
+    Completion,
+    EngineStatus,
+    SamplingParams,
+)
 from torchrl_llm.modules.backends.vllm.build import build_engine
-from torchrl_llm.modules.backends.vllm.engine import EngineRequest, InFlight
+from torchrl_llm.modules.backends.vllm.engine_loop import EngineRequest, InFlight
 from torchrl_llm.modules.backends.vllm.local import LocalEngine
-from torchrl_llm.modules.backends.vllm.registry import share_within_process
 from torchrl_llm.modules.backends.vllm.requests import (
     NATIVE_ARGUMENTS,
     completion_of,
@@ -34,20 +41,45 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
-from torchrl_llm.modules.backends.weights import WeightReceipt, WeightSource, open_source
-from torchrl_llm.modules.loading import load_tokenizer
+from torchrl_llm.modules.model_loading import load_tokenizer
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
-__all__ = ["VLLMBackend"]
+__all__ = ["VLLMBackend", "share_within_process"]
+
+_HERE: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def share_within_process(thing: Any, *_: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """For use as ``__reduce__``: the unpickled thing is the same object.
+
+    Args:
+        thing: to be pickled; it must take weak references.
+    """
+    key = thing.__dict__.setdefault("_shared_key", secrets.token_hex(8))
+    _HERE[key] = thing
+    return _find, (key, os.getpid(), type(thing).__name__)
+
+
+def _find(key: str, process: int, kind: str) -> Any:
+    thing = _HERE.get(key)
+    if thing is None or os.getpid() != process:
+        raise ConfigError(
+            f"a {kind} lives in the process that built it (pid {process}) and cannot be sent to "
+            "another; share engines between processes with AsyncVLLM"
+        )
+    return thing
+
 
 _SCORING_TRIES = 5
 
 
+@register("backends", "vllm")
 class VLLMBackend(Backend):
     """Samples and scores with a ``vllm.LLM``.
 
     Any number of threads may call it at once; their requests are batched by the engine, step by
-    step (:class:`~torchrl_llm.modules.backends.vllm.engine.EngineLoop`). Copies and pickles of a
-    backend share its engine, and only within the process.
+    step (:class:`~torchrl_llm.modules.backends.vllm.engine_loop.EngineLoop`). Copies and pickles of
+    a backend share its engine, and only within the process.
 
     Args:
         engine: a ``vllm.LLM``, or the name or folder of a model to build one for; ``None`` for the
@@ -372,13 +404,13 @@ class VLLMBackend(Backend):
 
     def check_updates(self) -> None:
         """See :meth:`Backend.check_updates`."""
-        from torchrl_llm.modules.backends.vllm.loading import check_engine
+        from torchrl_llm.modules.backends.vllm.weight_loading import check_engine
 
         check_engine(self.engine)
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; between two steps of the engine."""
-        from torchrl_llm.modules.backends.vllm.loading import load_weights
+        from torchrl_llm.modules.backends.vllm.weight_loading import load_weights
 
         # It goes on sampling until they are here.
         incoming = open_source(source, version=version)

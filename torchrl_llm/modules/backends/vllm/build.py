@@ -13,7 +13,11 @@ import torch
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
 from torchrl_llm.modules.backends.server import EXTENSION
-from torchrl_llm.modules.backends.vllm.settings import prepare_vllm, runs_on_cpu, undisturbed
+from torchrl_llm.modules.backends.vllm.engine_environment import (
+    prepare_vllm,
+    runs_on_cpu,
+    undisturbed,
+)
 
 __all__ = ["build_engine", "engine_arguments"]
 

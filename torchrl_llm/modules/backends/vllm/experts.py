@@ -4,7 +4,8 @@ vLLM turns the experts of a mixture into its kernel's layout once, after the fir
 its loaders write there later lies in the wrong places, and nothing raises. So new experts are
 loaded beside those that the kernel has, turned as the first ones were, and copied over them.
 
-Next: :mod:`torchrl_llm.modules.backends.vllm.loading`, which does this in the middle of a load.
+Next: :mod:`torchrl_llm.modules.backends.vllm.weight_loading`, which does this in the middle of a
+load.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
-from torchrl_llm.modules.backends.vllm.loading import load_into_vllm_model
-from torchrl_llm.modules.backends.vllm.settings import keep_weights_unpacked
+from torchrl_llm.modules.backends.vllm.engine_environment import keep_weights_unpacked
+from torchrl_llm.modules.backends.vllm.weight_loading import load_into_vllm_model
 from torchrl_llm.modules.backends.vllm.workers import agree
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.weights.weight_source import (
     UNHASHED,
     DeltaSource,
     TensorSource,
@@ -71,7 +71,7 @@ class WeightReceiver:
         """Load weights that are here, all or none of them.
 
         Args:
-            order: JSON of :attr:`~torchrl_llm.modules.backends.weights.Incoming.order`, and
+            order: JSON of :attr:`~torchrl_llm.weights.weight_source.Incoming.order`, and
                 ``path`` or ``transfer``.
 
         Returns:

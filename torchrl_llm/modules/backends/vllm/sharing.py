@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
-from torchrl_llm.modules.backends.vllm.loading import engine_model
 from torchrl_llm.modules.backends.vllm.slots import weight_slots
+from torchrl_llm.modules.backends.vllm.weight_loading import engine_model
 
 __all__ = ["SharedStorage"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrl_llm.errors import BackendError, ConfigError
-from torchrl_llm.modules.backends.vllm.engine import EngineLoop
+from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop
 
 __all__ = ["SleepState"]
 

@@ -106,7 +106,7 @@ def _check(name: str, module: nn.Module, parameter: Tensor) -> None:
         raise ConfigError(
             f"vLLM packed {name} into a form of its own when it started, which nothing can be "
             "loaded into; let torchrl_llm build the engine (it turns packing off), or call "
-            "torchrl_llm.modules.backends.vllm.settings before"
+            "torchrl_llm.modules.backends.vllm.engine_environment before"
         )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise ConfigError(

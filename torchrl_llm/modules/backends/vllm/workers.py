@@ -21,7 +21,7 @@ from torchrl_llm._imports import require
 from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm.slots import is_spread
-from torchrl_llm.modules.backends.weights import (
+from torchrl_llm.weights.weight_source import (
     WeightReceipt,
     WeightSource,
     open_source,

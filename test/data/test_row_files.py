@@ -1,0 +1,235 @@
+"""Rows from files, objects and generators; loaders with a position."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+import torch
+
+from torchrl_llm.data.row_files import (
+    GeneratedRows,
+    MappedRows,
+    RowLoader,
+    load_rows,
+    read_jsonl,
+)
+from torchrl_llm.errors import DataError, MissingExtraError
+
+ROWS = [{"query": letter} for letter in "abcde"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n', encoding="utf-8")
+    return path
+
+
+def letters(loader):
+    return [row["query"] for row in loader]
+
+
+def test_a_file_is_read_line_by_line_and_empty_lines_are_skipped(file):
+    assert read_jsonl(file, columns=["a"]) == [{"a": 1}, {"a": 2}]
+    assert load_rows(file) == load_rows(str(file)) == [{"a": 1}, {"a": 2}]
+    assert load_rows([file, str(file)]) == [{"a": 1}, {"a": 2}] * 2
+
+
+def test_line_separators_inside_strings_do_not_break_a_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(json.dumps({"a": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_jsonl(path) == [{"a": text}]
+
+
+def test_a_missing_file_is_named_with_the_working_directory(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl.*working directory"):
+        load_rows(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        load_rows("nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"a": ', "line 3 is not JSON"),
+        ("[1, 2]", "line 3 must be a JSON object, got list"),
+        ("[" * 200_000, "line 3 is not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "line 3 is not JSON"),
+        ('{"b": 1}', r"line 3 lacks the column 'a'; it has \['b'\]"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        read_jsonl(path, columns=["a"])
+
+
+def test_an_empty_or_binary_file_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        read_jsonl(path)
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_jsonl(path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert read_jsonl(path) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_objects_is_read_too(tmp_path, indent):
+    path = tmp_path / "rows.json"
+    rows = [{"a": 1, "b": "[x]\n"}, {"a": 2}]
+    path.write_text("\n" + json.dumps(rows, indent=indent))
+    assert load_rows(str(path), columns=["a"]) == rows
+    with pytest.raises(DataError, match="element 2 lacks the column 'b'"):
+        load_rows(path, columns=["b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "element 1 must be a JSON object, got int"),
+        ("[]", "has no rows"),
+        ('[{"a": 1}', "the array in .* is not JSON"),
+        ('[{"a": 1}]\n{"a": 2}', "the array in .* is not JSON"),
+        ("[" * 200_000, "the array in .* is not JSON"),
+    ],
+)
+def test_an_array_of_something_else_is_refused(tmp_path, text, message):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_jsonl(path)
+
+
+def test_a_gzip_file_is_unpacked_whatever_its_name(tmp_path):
+    for name in ("rows.jsonl.gz", "rows.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(b'{"query": "a"}\n{"query": "\xc3\xa4"}\n'))
+        assert load_rows(str(path)) == [{"query": "a"}, {"query": "\u00e4"}]
+    with pytest.raises(DataError, match=r"cannot read the data file missing\.jsonl\.gz"):
+        load_rows("missing.jsonl.gz")
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d[:2], lambda d: d[:20] + b"x" * 9])
+def test_a_damaged_gzip_file_is_refused(tmp_path, damage):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b'{"query": "abcdefghijklmnopqrstuvwxyz"}\n')))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is a damaged gzip file"):
+        load_rows(path)
+
+
+def test_sequences_are_taken_as_they_are_and_checked():
+    assert load_rows(ROWS, columns=["query"]) is ROWS
+    with pytest.raises(DataError, match="lacks the column 'answer'"):
+        load_rows(ROWS, columns=["answer"])
+    with pytest.raises(DataError, match="no rows"):
+        load_rows([])
+    with pytest.raises(DataError, match=r"row 0 .* must be a dict"):
+        load_rows([1, 2])
+    with pytest.raises(DataError, match=r"row 2 .* must be a dict, got int"):
+        load_rows([{"a": 1}, {"a": 2}, 3])
+    with pytest.raises(DataError, match=r"row 1 .* lacks the column 'a'"):
+        load_rows([{"a": 1}, {"b": 2}], columns=["a"])
+    with pytest.raises(DataError, match="from_dataloader"):
+        load_rows(iter(ROWS))
+
+
+def test_the_hub_needs_the_datasets_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"torchrl_llm\[data\]"):
+        load_rows("openai/gsm8k")
+
+
+def test_a_hub_that_cannot_be_reached_points_to_local_files(monkeypatch):
+    class Hub:
+        @staticmethod
+        def load_dataset(source, name):
+            raise ConnectionError("offline")
+
+    monkeypatch.setitem(sys.modules, "datasets", Hub)
+    with pytest.raises(DataError, match=r"offline.*data_files"):
+        load_rows("openai/gsm8k", name="main")
+
+
+def test_the_hub_gives_the_train_split_unless_another_is_named(monkeypatch):
+    class Hub:
+        @staticmethod
+        def load_dataset(source, name):
+            assert (source, name) == ("x/y", None)
+            return {"train": [{"a": 1}], "test": [{"a": 2}]}
+
+    monkeypatch.setitem(sys.modules, "datasets", Hub)
+    assert load_rows("x/y") == [{"a": 1}]
+    assert load_rows("x/y", split="test") == [{"a": 2}]
+
+
+def test_generated_rows_are_a_sequence_by_index():
+    rows = GeneratedRows(lambda i: {"query": i}, 3, offset=10)
+    assert [row["query"] for row in rows] == [10, 11, 12]
+    assert rows[-1]["query"] == 12
+    assert rows[1:] == [{"query": 11}, {"query": 12}]
+    with pytest.raises(IndexError):
+        rows[3]
+    with pytest.raises(DataError):
+        GeneratedRows(lambda i: {}, 0)
+
+
+def test_mapped_rows_are_mapped_when_read():
+    rows = MappedRows(ROWS, lambda row: {"query": row["query"] * 2})
+    assert rows[0] == {"query": "aa"}
+    assert rows[3:] == [{"query": "dd"}, {"query": "ee"}]
+    assert len(rows) == 5
+
+
+def test_each_epoch_is_a_permutation_of_its_own_and_a_function_of_the_seed():
+    loader, same, other = (RowLoader(ROWS * 4, seed=seed) for seed in (0, 0, 1))
+    first, second = letters(loader), letters(loader)
+    assert sorted(first) == sorted(second) == sorted("abcde" * 4)
+    assert first != second
+    assert letters(same) == first
+    assert letters(other) != first
+    loader.reset()
+    assert letters(loader) == first
+    loader.reset(seed=1)
+    assert letters(loader) != first
+
+
+def test_without_a_seed_torchs_seed_decides():
+    torch.manual_seed(3)
+    first = RowLoader(ROWS).seed
+    torch.manual_seed(3)
+    assert RowLoader(ROWS).seed == first
+
+
+def test_a_loader_continues_from_a_saved_position():
+    loader = RowLoader(ROWS, seed=0)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    rest = letters(iterator) + letters(loader)
+    other = RowLoader(ROWS, seed=5)
+    other.load_state_dict(state)
+    assert letters(other) + letters(other) == rest
+    assert other.epoch == 2
+
+
+def test_a_collate_function_sees_batches():
+    def collate(rows):
+        return {"query": [row["query"].upper() for row in rows]}
+
+    loader = RowLoader(ROWS, shuffle=False, batch_size=2, collate_fn=collate)
+    assert [batch["query"] for batch in loader] == [["A", "B"], ["C", "D"], ["E"]]
+    assert len(loader) == 3
+    with pytest.raises(DataError):
+        RowLoader(ROWS, batch_size=0)

@@ -1,0 +1,248 @@
+"""MATH answers: equal as text, equal as mathematics, and those that never finish."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from torchrl_llm.errors import ConfigError, MissingExtraError, RewardError, RewardTimeoutError
+from torchrl_llm.rewards import math as math_reward
+from torchrl_llm.rewards.math import MATHRewardParser, last_boxed
+
+pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"first \boxed{1}, then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{ \{1, 2\} }", r"\{1, 2\}"),
+        (r"\boxed{\text{a } b}", r"\text{a } b"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed 5", "5"),
+        (r"\boxed  {5}", "5"),
+        (r"\boxed{1} and \boxed{2", "1"),  # the last one never closes
+        (r"\boxed{}", ""),
+        (r"\boxed{\boxed{3}}", "3"),
+        ("no box", None),
+        (r"\boxed", None),
+        (r"\boxed{{{", None),
+        (r"\boxedx{5}", None),
+        ("\\boxed{" * 30_000, None),  # half a megabyte, in linear time
+    ],
+)
+def test_the_last_complete_box_is_found(text, boxed):
+    assert last_boxed(text) == boxed
+    assert MATHRewardParser.extract_boxed(text) == (text.strip() if boxed is None else boxed)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"\dfrac12", r"\frac{1}{2}"),
+        (r"\boxed{\tfrac{1}{2}}", r"\frac12"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"10{,}080".replace("{,}", ","), r"10,\!080"),
+        ("$90^\\circ$", "90"),
+        (r"90^{\circ}", r"90^\circ"),
+        (r"50\%", "50"),
+        (r"\$18.90", "18.90"),
+        ("x = 5", "5"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        ("5.", "5"),
+        (r"2\quad", "2"),
+        ("007", "7"),
+        ("1,000", "1000"),
+        ("30°", r"30^\circ"),
+        ("50 percent", r"50\%"),
+        ("5 dollars", r"\$5"),
+        ("**5**", "5"),
+        ("`5`", "5"),
+        ("The answer is $5$.", "5"),
+        ("Final answer: 5", "5"),
+        ("√2", r"\sqrt{2}"),
+        ("2√(3)", r"2\sqrt{3}"),
+        ("pi", r"\pi"),
+        ("2π", r"2\pi"),
+        ("x² + 1", "x^2+1"),
+        (r"2516_{8}", "2516_8"),
+        ("(−∞, 3] ∪ [5, ∞)", r"(-\infty,3] \cup [5,\infty)"),
+    ],
+)
+def test_spellings_are_equal_without_a_process(monkeypatch, answer, truth):
+    monkeypatch.setattr(math_reward, "_same_mathematics", None)
+    assert MATHRewardParser.answers_match(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("6", "5"), ("-5", "5"), ("", "5"), ("9" * 3000, "5"), ("5000", "5")]
+    + [("2516_7", "2516_8"), (r"1011_{2}", r"1011_{10}")],
+)
+def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
+    monkeypatch.setattr(math_reward, "_same_mathematics", None)
+    assert not MATHRewardParser.answers_match(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("1/2", r"\frac{1}{2}"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\sqrt{117}", r"3\sqrt{13}"),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+        (r"2\frac{1}{2}", r"\frac{5}{2}"),
+        ("(x-2)(x+3)", "x^2+x-6"),
+        ("2,1", "1,2"),
+        (r"1 \text{ and } 2", "1,2"),
+        (r"\{2, 1\}", r"\{1, 2\}"),
+        ("[-2,7]", r"x \in [-2,7]"),
+        (r"(-\infty,3)", "x<3"),
+        ("6 - 5i", "-5i+6"),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        ("C", r"\text{(C)}"),
+        ("Evelyn", r"\text{Evelyn}"),
+        (r"5 \text{ cm}", "5"),
+        ("3n + 2n", "5n"),
+        ("√(12)", r"2\sqrt{3}"),
+        ("pi/2", r"\frac{\pi}{2}"),
+    ],
+)
+def test_equal_mathematics_is_equal(answer, truth):
+    assert MATHRewardParser.answers_match(answer, truth, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("0.3", r"\frac{1}{3}"),
+        ("(2,1)", "(1,2)"),
+        ("(1,2)", "[1,2]"),
+        (r"\text{odd}", r"\text{even}"),
+        ("1 2", "12"),
+        ("31/2", r"3 \frac{1}{2}"),
+        ("3 1/2", r"\frac{31}{2}"),
+        ("x^2", "x^3"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", "5"),
+        ("1,2,3", "1,2"),
+        (r"5 \text{ or } 6", "5"),
+        (r"wrong} \boxed{5", "6"),
+        ("(((((", "5"),
+        ("__import__('os').getpid()", "5"),
+        ("\x00", "5"),
+        ("\ud800", "5"),
+        ("}", "5"),
+        ("\\", "5"),
+    ],
+)
+def test_other_mathematics_and_nonsense_are_wrong(answer, truth):
+    assert not MATHRewardParser.answers_match(answer, truth, timeout=60)
+
+
+def test_a_comparison_without_end_is_stopped_from_any_thread_and_the_next_one_works():
+    assert MATHRewardParser.answers_match("2/4", "1/2", timeout=60)  # the process is up
+    caught = []
+
+    def compare():
+        try:
+            MATHRewardParser.answers_match("9^{9^{9^9}}", "5", timeout=1.0)
+        except RewardTimeoutError as error:
+            caught.append(error)
+
+    start = time.monotonic()
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert time.monotonic() - start < 3
+    assert len(caught) == 1
+    assert MATHRewardParser.answers_match("3/6", "1/2", timeout=60)
+
+
+def test_a_hostile_answer_makes_an_invalid_reward_and_no_zero(answer):
+    from torchrl_llm.envs.datasets.math import MATHEnv
+
+    rows = [{"problem": "Half?", "answer": r"\frac{1}{2}"}] * 3
+    env = MATHEnv(dataset=rows, num_envs=3, compute_reward=False)
+    env = env.append_transform(MATHRewardParser(timeout=1.0))
+    texts = ["<answer>0.5</answer>", "<answer>10^{10^{10}}</answer>", "<answer>0.6</answer>"]
+    td = env.step(answer(env.reset(), *texts))["next"]
+    reward = td["reward"].flatten()
+    assert reward[[0, 2]].tolist() == pytest.approx([1.0, 0.1])
+    assert reward[1].isnan()
+    assert td["reward_valid"].tolist() == [True, False, True]
+    assert list(td["error", "type"]) == ["", "RewardTimeoutError", ""]
+
+
+def test_the_reward_is_one_for_right_a_tenth_for_a_block_zero_for_none():
+    parser = MATHRewardParser()
+    right = parser.score(r"<think>t</think><answer>$\dfrac12$</answer>", r"\frac{1}{2}")
+    assert right == (1.0, True, True, True)
+    assert parser.score("<answer>3</answer>", "5") == (0.1, False, True, False)
+    assert parser.score("<answer></answer>", "5") == (0.1, False, True, False)
+    assert parser.score(r"\boxed{5}", "5") == (0.0, False, False, False)
+    assert parser.score("<think><answer>5</answer></think>", "5").reward == 0.0
+
+
+def test_boxed_answers_count_if_asked_for():
+    parser = MATHRewardParser(boxed=True)
+    assert parser.score(r"<think>\boxed{1}</think> It is \boxed{5}.", "5") == (1, True, True, True)
+    assert parser.score(r"<think>\boxed{5}</think> It is 5.", "5").reward == 0.0
+    assert parser.score(r"<answer>4</answer> or \boxed{5}", "5").reward == 0.1
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", 5])
+def test_a_row_whose_own_answer_is_no_text_is_an_error(answer):
+    with pytest.raises(RewardError, match="must be a text"):
+        MATHRewardParser().score("<answer>5</answer>", answer)
+
+
+def test_equal_answers_of_a_group_are_compared_once(monkeypatch):
+    calls = []
+
+    class Pool:
+        def call(self, *arguments, timeout):
+            calls.append(arguments)
+            return True
+
+    monkeypatch.setattr(math_reward, "_pool", lambda num_workers: Pool())
+    for _ in range(4):
+        assert MATHRewardParser.answers_match("7/14x", r"\frac{1}{2}x")
+    assert len(calls) == 1
+    math_reward._same_mathematics.cache_clear()
+
+
+def test_a_parser_can_be_pickled_and_impossible_settings_are_refused():
+    assert pickle.loads(pickle.dumps(MATHRewardParser(boxed=True))).boxed
+    with pytest.raises(ConfigError, match="positive"):
+        MATHRewardParser(timeout=0)
+    with pytest.raises(ConfigError, match="positive"):
+        MATHRewardParser(num_workers=0)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    real = builtins.__import__
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert builtins.__import__ is real
+    with pytest.raises(MissingExtraError, match=r"torchrl_llm\[math\]"):
+        MATHRewardParser()
+
+
+def test_the_processes_load_neither_torch_nor_this_package():
+    script = math_reward._CHECK[0]
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('check', {str(script)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "assert module.same_mathematics('1/2', '0.5')\n"
+        "assert not {'torch', 'torchrl', 'torchrl_llm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

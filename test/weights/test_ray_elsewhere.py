@@ -1,0 +1,65 @@
+"""Broadcast and double buffer to replicas on Ray, also when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from collectors.ray_helper import start_ray
+from modules.remote import engines
+from modules.remote.engines import fake, greedy
+
+from torchrl_llm.modules.remote import ActorOptions, EnginePool
+from torchrl_llm.weights import BroadcastWeights, DoubleBufferWeights
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+OPTIONS = ActorOptions(num_cpus=0.1, timeout_s=30.0, start_timeout_s=180.0)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    start_ray(ray, num_cpus=2)
+    # By value: workers then need not find the modules of tests.
+    ray.cloudpickle.register_pickle_by_value(engines)
+    try:
+        with EnginePool(fake, 2, options=OPTIONS, interval_s=0.2, timeout_s=60.0) as pool:
+            yield pool
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("path", ["broadcast", "double_buffer"])
+def test_all_replicas_take_every_version(pool, tmp_path, path):
+    if path == "broadcast":
+        updater = BroadcastWeights(pool, device="cpu", timeout_s=30)
+    else:
+        updater = DoubleBufferWeights(tmp_path, pool)
+    updater.version = pool.version
+    for seed in (1, 2, 3):
+        updater.push_weights(fake(seed=seed).module)
+        assert [receipt.version for receipt in updater.receipts] == [updater.version] * 2
+        # Enough requests for both replicas.
+        assert all(greedy(pool) == greedy(fake(seed=seed)) for _ in range(4))
+
+
+def test_a_replica_killed_between_two_broadcasts_costs_no_update(pool):
+    updater = BroadcastWeights(pool, device="cpu", timeout_s=30)
+    updater.version = pool.version
+    updater.push_weights(fake(seed=4).module)
+    os.kill(pool.replica_pids()[0], signal.SIGKILL)
+    started = time.monotonic()
+    updater.push_weights(fake(seed=5).module)
+    assert greedy(pool) == greedy(fake(seed=5))
+    # Built again it waits for the next update, for what was broadcast cannot be had later.
+    while pool.num_copies < 2:
+        assert time.monotonic() - started < 240, "the replica was not built again"
+        assert greedy(pool) == greedy(fake(seed=5))
+        time.sleep(0.2)
+    updater.push_weights(fake(seed=6).module)
+    assert len(updater.receipts) == 2
+    assert all(greedy(pool) == greedy(fake(seed=6)) for _ in range(4))

@@ -1,0 +1,292 @@
+"""Registry: everything that a recipe can choose by name, kind by kind.
+
+A class (or a function that makes an instance) enters it in its own file::
+
+    @register("losses", "my_loss")
+    class MyLoss(PolicyGradientLoss): ...
+
+What another package installs is found by an entry point of the group ``torchrl_llm.<kind>``. What
+nobody registered is found by its path: ``"module:name"``, or ``"path/to/file.py:name"``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from torchrl_llm.errors import ConfigError
+
+__all__ = [
+    "KINDS",
+    "constructor_arguments",
+    "find",
+    "import_named",
+    "is_file",
+    "names",
+    "register",
+    "summaries",
+]
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "losses": ("torchrl_llm.objectives",),
+    "advantages": ("torchrl_llm.objectives.credit",),
+    "tasks": ("torchrl_llm.envs.datasets", "torchrl_llm.envs.games"),
+    "rewards": ("torchrl_llm.rewards",),
+    "tools": ("torchrl_llm.tools",),
+    "loggers": ("torchrl_llm.trainers",),
+    "weights": ("torchrl_llm.weights",),
+    "backends": ("torchrl_llm.modules.backends",),
+}
+"""Each kind, and the rooms whose files register it."""
+
+T = TypeVar("T")
+_entries: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+
+
+def register(kind: str, name: str) -> Callable[[T], T]:
+    """Enter a class or function under a name.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        name: what a recipe calls it.
+
+    Returns:
+        A decorator that gives back what it is given.
+
+    Raises:
+        ConfigError: an unknown kind, or a name that something else has.
+
+    Example:
+        >>> @register("losses", "nothing_example")
+        ... class Nothing:
+        ...     '''A loss that is always zero.'''
+        >>> find("losses", "nothing_example").__name__
+        'Nothing'
+        >>> del _entries["losses"]["nothing_example"]
+    """
+    _check_kind(kind)
+
+    def enter(target: T) -> T:
+        known = _entries[kind].setdefault(name, target)
+        same = known is target or (
+            getattr(known, "__qualname__", known) == getattr(target, "__qualname__", target)
+            and getattr(known, "__module__", None) == getattr(target, "__module__", None)
+        )
+        if not same:
+            raise ConfigError(f"there is {name!r} among the {kind} already: {known!r}")
+        _entries[kind][name] = target  # the newer one, where a module was loaded again
+        return target
+
+    return enter
+
+
+def names(kind: str) -> list[str]:
+    """Every name of a kind, sorted, those of other packages included.
+
+    Args:
+        kind: one of :data:`KINDS`.
+
+    Raises:
+        ConfigError: an unknown kind.
+
+    Example:
+        >>> "grpo" in names("losses")
+        True
+    """
+    _load(kind)
+    return sorted({*_entries[kind], *_installed(kind)})
+
+
+def find(kind: str, name: str) -> Any:
+    """What a name stands for.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        name: a registered name, or a path as of :func:`import_named`.
+
+    Raises:
+        ConfigError: nothing has that name, or it cannot be imported.
+
+    Example:
+        >>> find("advantages", "group").__name__
+        'MCAdvantage'
+        >>> find("losses", "grop")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: 'grop' is not among the losses; did you mean 'grpo'? There \
+are cispo, dapo, dr_grpo, gmpo, grpo, gspo, gspo_token, ppo, reinforce, reinforce_plus_plus, sapo, \
+topr, or give 'module:name' of your own
+    """
+    _check_kind(kind)
+    if not isinstance(name, str):
+        raise ConfigError(f"a name among the {kind} is a text, got {name!r}")
+    if ":" in name:
+        return import_named(name)
+    if name not in _entries[kind]:
+        _load(kind)
+    if name in _entries[kind]:
+        return _entries[kind][name]
+    if (entry := _installed(kind).get(name)) is not None:
+        try:
+            return _entries[kind].setdefault(name, entry.load())
+        except Exception as error:  # another package may raise anything
+            raise ConfigError(
+                f"{name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+    near = difflib.get_close_matches(name, names(kind), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ConfigError(
+        f"{name!r} is not among the {kind}{hint} There are {', '.join(names(kind))}, or give "
+        "'module:name' of your own"
+    )
+
+
+def summaries(kind: str) -> dict[str, str]:
+    """The first line of what each name of a kind says of itself.
+
+    Args:
+        kind: one of :data:`KINDS`.
+
+    Example:
+        >>> summaries("tools")["calculator"]
+        'Computes an expression of whole numbers, + - * / and parentheses.'
+    """
+    found = {}
+    for name in names(kind):
+        try:
+            text = inspect.getdoc(find(kind, name)) or ""
+        except ConfigError as error:
+            text = str(error)
+        found[name] = _plain(text.partition("\n")[0])
+    return found
+
+
+def _plain(line: str) -> str:
+    """A line of reStructuredText as a terminal shows it."""
+    line = re.sub(r":math:`([^`]*)`", lambda found: _plain_formula(found[1]), line)
+    line = re.sub(r":\w+:`~?(?:[\w.]*\.)?([^`]*)`", r"\1", line)
+    return line.replace("``", "")
+
+
+def _plain_formula(formula: str) -> str:
+    formula = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/(\2)", formula)
+    return re.sub(r"\\mathrm|\\,|[\\{}]", "", formula)
+
+
+def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Named arguments of a constructor, with their type hints resolved.
+
+    Where a class hands ``**kwargs`` on to the class that it extends, the arguments of that one are
+    taken in too.
+
+    Args:
+        target: a class, or a function that makes an instance.
+
+    Returns:
+        Name to parameter, without ``self``; ``annotation`` is a type and no text.
+    """
+    layers = target.__mro__ if inspect.isclass(target) else (target,)
+    found: dict[str, inspect.Parameter] = {}
+    for layer in layers:
+        function = vars(layer).get("__init__") if inspect.isclass(layer) else layer
+        if function is None:
+            continue
+        hints = get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters.values())
+        for parameter in parameters[1:] if inspect.isclass(layer) else parameters:
+            hint = hints.get(parameter.name, Any)
+            found.setdefault(parameter.name, parameter.replace(annotation=hint))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    kinds = inspect.Parameter
+    nameless = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL, kinds.POSITIONAL_ONLY)
+    return {name: p for name, p in found.items() if p.kind not in nameless}
+
+
+def import_named(path: str) -> Any:
+    """What a path of the user's stands for.
+
+    Args:
+        path: ``"package.module:name"``, ``"package.module.name"``, or ``"path/to/file.py:name"``. A
+            file is imported as a module that other processes can import by name too.
+
+    Raises:
+        ConfigError: no text, no such file, module or name, or a module that raises.
+
+    Example:
+        >>> import_named("fractions:Fraction").__name__
+        'Fraction'
+    """
+    if not isinstance(path, str) or not path.strip(":. "):
+        raise ConfigError(f"{path!r} names nothing to import; write 'module:name'")
+    where, separator, name = path.rpartition(":" if ":" in path else ".")
+    if not separator or not where or not name:
+        raise ConfigError(f"{path!r} names no module: write 'module:name' or 'file.py:name'")
+    try:
+        module = _module_of(Path(where)) if is_file(path) else import_module(where)
+    except ConfigError:
+        raise
+    except Exception as error:  # a module of the user's may raise anything
+        raise ConfigError(
+            f"{path!r} cannot be imported: {type(error).__name__}: {error}; a module is found in "
+            "the working folder and in the folders of PYTHONPATH"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{path!r}: there is no {name!r} in {module.__name__}")
+    return getattr(module, name)
+
+
+def is_file(path: str) -> bool:
+    """Whether a path of :func:`import_named` names a file.
+
+    Args:
+        path: as there.
+
+    Example:
+        >>> is_file("rewards.py:short"), is_file("rewards:short")
+        (True, False)
+    """
+    where, separator, _ = path.rpartition(":")
+    return bool(separator) and (where.endswith(".py") or "/" in where)
+
+
+def _module_of(file: Path) -> Any:
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}")
+    file = file.resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = import_module(file.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != file:
+        raise ConfigError(f"another module is called {file.stem!r} ({found}); rename {file.name}")
+    return module
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
+
+
+@cache
+def _load(kind: str) -> None:
+    """Import the files of the kind's rooms, which register what they hold."""
+    _check_kind(kind)
+    for room in KINDS[kind]:
+        package = import_module(room)
+        for found in pkgutil.iter_modules(package.__path__):
+            import_module(f"{room}.{found.name}")
+
+
+@cache
+def _installed(kind: str) -> dict[str, Any]:
+    return {entry.name: entry for entry in entry_points(group=f"torchrl_llm.{kind}")}

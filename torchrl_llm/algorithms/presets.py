@@ -1,0 +1,553 @@
+"""Table of the algorithms that papers use: each is a loss and an advantage estimator, by name.
+
+Each entry of the table is a function ``make_*``, with a record above it: what is not written in the
+record is a default of the two classes. The function's signature, its checks and the list of its
+arguments in the docstring come from the record, and tests compare the pages of the docs and the
+files of ``sota-implementations/grpo/config`` with it. Distillation needs teachers, and is in
+:mod:`torchrl_llm.algorithms.distillation`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import nn
+from torchrl.envs import Transform
+
+from torchrl_llm._registry import constructor_arguments, find
+from torchrl_llm.algorithms.algorithm import Algorithm
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.envs.transforms import OverlongPenalty, RetrieveValues
+from torchrl_llm.errors import ConfigError
+
+Actor = nn.Module | TokenScorer
+Style = Literal["paper", "ludic"]
+_DOCSTRING = """{text}
+
+Args:
+{arguments}
+
+Raises:
+    ConfigError: an argument is impossible, missing, or fixed by the style.
+    TypeError: an argument does not exist, or is fixed by the preset.
+{example}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A pair of loss and advantage estimator that a paper uses.
+
+    Attributes:
+        name: the function is called ``make_<name>``.
+        paper: where it was published; empty for what has no paper.
+        loss: name among the registered ``"losses"``, or ``"module:name"``.
+        advantage: name among the registered ``"advantages"``; ``None`` where none is needed.
+        loss_arguments: arguments in which the paper differs from the loss's defaults.
+        advantage_arguments: the same of the advantage estimator.
+        ludic_loss: arguments of the loss with ``style="ludic"``, where Ludic's code differs.
+        ludic_advantage: the same of the advantage estimator.
+        group_size: responses to a prompt, by default; ``None`` where there are no groups.
+        grouped: arguments of the advantage estimator if the user makes groups nevertheless.
+        arguments: names of the preset's own arguments, as the signature lists them: ``style``,
+            ``group_size``, and those of the loss, the advantage estimator or ``transforms``.
+        fixed: arguments of the loss that are the algorithm itself, so that they cannot be given.
+        transforms: makes what sees the rows before advantages are written, of the actor and of
+            arguments of its own.
+        recipe: overrides of ``grpo-sync.py`` beside loss and advantage estimator, or the folder of
+            ``sota-implementations`` that has the algorithm.
+
+    Example:
+        >>> mine = Preset(name="mine", loss="gspo", advantage="leave_one_out", group_size=4,
+        ...     loss_arguments={"level": "sequence"}, arguments=("group_size", "level"))
+        >>> make_mine = mine.maker("Mine: GSPO with another baseline.")
+        >>> signature = inspect.signature(make_mine).parameters
+        >>> {name: signature[name].default for name in mine.arguments}
+        {'group_size': 4, 'level': 'sequence'}
+    """
+
+    name: str
+    paper: str = ""
+    loss: str
+    advantage: str | None
+    loss_arguments: Mapping[str, Any] = field(default_factory=dict)
+    advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
+    ludic_loss: Mapping[str, Any] = field(default_factory=dict)
+    ludic_advantage: Mapping[str, Any] = field(default_factory=dict)
+    group_size: int | None = None
+    grouped: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    transforms: Callable[..., tuple[Transform, ...]] | None = None
+    recipe: str = ""
+
+    def pair_arguments(self, style: Style = "paper") -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments of the loss and of the advantage estimator that differ from their defaults.
+
+        Args:
+            style: ``"paper"`` or ``"ludic"``.
+
+        Raises:
+            ConfigError: for any other style.
+        """
+        ludic = (self.ludic_loss, self.ludic_advantage) if is_ludic(style) else ({}, {})
+        return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
+
+    def build(self, actor: Actor, **given: Any) -> Algorithm:
+        """The algorithm; :meth:`maker` gives this the signature of the preset.
+
+        Args:
+            actor: the policy, or anything else that scores tokens.
+            **given: arguments of the preset and of its loss, which come before the preset's.
+                ``None`` is the style's where the styles differ in an argument of the preset.
+
+        Raises:
+            ConfigError: an argument is impossible, missing, or fixed by the style.
+            TypeError: an argument does not exist, or is fixed by the preset.
+        """
+        for name in given.keys() - self._known.keys():
+            near = difflib.get_close_matches(name, self._known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near and name not in self.fixed else ""
+            raise TypeError(f"make_{self.name}() takes no argument {name!r}{hint}")
+        given = {k: v for k, v in given.items() if v is not None or k not in self._of_style}
+        style, size = given.pop("style", "paper"), given.pop("group_size", None)
+        loss, advantage = self.pair_arguments(style)
+        if style == "ludic" and (both := given.keys() & self.ludic_advantage.keys()):
+            raise ConfigError(f"{min(both)} has no effect with style='ludic', which fixes it")
+        if size is not None and self.group_size is None:
+            advantage.update(self.grouped)
+        if "masking_strategy" in self._known:
+            loss = policy_settings(loss)
+        parts = {"loss": loss, "advantage": advantage, "transforms": {}}
+        for name, value in given.items():
+            parts[self._known[name][0]][name] = value
+        sizes = [n for n in (size, self.group_size) if n is not None][:1]
+        made = self._targets
+        return Algorithm(
+            name=self.name,
+            credit=made["advantage"](*sizes, **advantage) if self.advantage else None,
+            loss=made["loss"](actor, **loss),
+            transforms=made["transforms"](actor, **parts["transforms"]) if self.transforms else (),
+        )
+
+    def maker(self, text: str) -> Callable[..., Algorithm]:
+        """A function that builds the algorithm, with the preset's signature and help.
+
+        Args:
+            text: its docstring, without its arguments: ``"Title: what it is."`` in the first line.
+        """
+
+        def make(actor: Actor, **settings: Any) -> Algorithm:
+            return self.build(actor, **settings)
+
+        kind = inspect.Parameter
+        parameters = [
+            kind("actor", kind.POSITIONAL_OR_KEYWORD, annotation=Actor),
+            *(self._known[name][1] for name in self.arguments),
+            kind("settings", kind.VAR_KEYWORD, annotation=Any),
+        ]
+        make.__name__ = make.__qualname__ = f"make_{self.name}"
+        make.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": Algorithm}
+        make.__signature__ = inspect.Signature(parameters, return_annotation=Algorithm)
+        text, _, example = inspect.cleandoc(text).partition("\n\nExample:")
+        entries = _argument_help(*self._targets.values())
+        entries["**settings"] = f"further arguments of {self._targets['loss'].__name__}."
+        names = ("actor", *self.arguments, "**settings")
+        make.__doc__ = _DOCSTRING.format(
+            text=text.replace(":", f" ({self.paper}):", 1) if self.paper else text,
+            arguments="\n".join(f"    {name}: {entries[name]}" for name in names),
+            example=example and f"\nExample:{example}\n",
+        )
+        return make
+
+    @property
+    def _of_style(self) -> set[str]:
+        """Arguments of the preset in which the styles differ."""
+        return set(self.arguments) & {*self.ludic_loss, *self.ludic_advantage}
+
+    @cached_property
+    def _targets(self) -> dict[str, Callable[..., Any]]:
+        """What takes arguments."""
+        found = {"preset": _own_arguments, "transforms": self.transforms}
+        found["advantage"] = self.advantage and find("advantages", self.advantage)
+        found["loss"] = find("losses", self.loss)
+        return {part: target for part, target in found.items() if target is not None}
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[str, inspect.Parameter]]:
+        """Every argument that can be given: which target takes it, and its parameter."""
+        found = {}
+        loss, advantage = self.pair_arguments()
+        written = {"preset": {"group_size": self.group_size}, "advantage": advantage, "loss": loss}
+        for part, target in self._targets.items():
+            for name, p in constructor_arguments(target).items():
+                default, hint = written.get(part, {}).get(name, p.default), p.annotation
+                if name in self._of_style:
+                    default, hint = None, hint | None
+                if name in self.arguments or part == "loss":
+                    p = p.replace(kind=p.KEYWORD_ONLY, default=default, annotation=hint)
+                    found[name] = part, p
+        return {k: v for k, v in found.items() if k not in ("actor_network", *self.fixed)}
+
+
+PRESETS: dict[str, Preset] = {}
+"""Every preset by its name."""
+
+
+def is_ludic(style: Style) -> bool:
+    """Whether a preset follows Ludic's code where that differs from the paper.
+
+    Args:
+        style: ``"paper"`` or ``"ludic"``.
+
+    Raises:
+        ConfigError: for any other style.
+    """
+    if style not in ("paper", "ludic"):
+        raise ConfigError(f"style must be paper or ludic, got {style!r}")
+    return style == "ludic"
+
+
+def policy_settings(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Arguments of a loss: those given, and that the tokens of the assistant count.
+
+    Args:
+        settings: what comes before everything else.
+        **defaults: what holds where ``settings`` do not say otherwise.
+    """
+    return {"masking_strategy": "rlhf", **defaults, **settings}
+
+
+def _argument_help(*targets: Callable[..., Any]) -> dict[str, str]:
+    """What the docstrings of functions, and of classes and their bases, say of each argument."""
+    found: dict[str, str] = {}
+    for layer in [layer for t in targets for layer in reversed(getattr(t, "__mro__", (t,)))]:
+        text = inspect.cleandoc(layer.__doc__ or "")
+        entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
+        found.update((name, re.sub(r"\s+", " ", entry)) for name, entry in entries)
+    return found
+
+
+def _own_arguments(actor: Actor, style: Style = "paper", group_size: int | None = None) -> None:
+    """Arguments that neither the loss nor the advantage estimator has by this name.
+
+    Args:
+        actor: the policy, or anything else that scores tokens.
+        style: ``"paper"``, or ``"ludic"`` for Ludic's code where that differs.
+        group_size: responses to a prompt.
+    """
+
+
+def _overlong(actor: Actor, overlong: tuple[int, int] | None = None) -> tuple[Transform, ...]:
+    """What sees the rows of DAPO first.
+
+    Args:
+        actor: not read.
+        overlong: ``(max_length, cache)`` of the soft punishment of long responses, see
+            :class:`~torchrl_llm.envs.transforms.OverlongPenalty`; ``None`` for none.
+    """
+    return () if overlong is None else (OverlongPenalty(*overlong),)
+
+
+def _preset(**record: Any) -> Callable[[Callable[[], None]], Callable[..., Algorithm]]:
+    """Enter a record into the table, under the name of the function that describes it."""
+
+    def enter(described: Callable[[], None]) -> Callable[..., Algorithm]:
+        preset = Preset(name=described.__name__.removeprefix("make_"), **record)
+        PRESETS[preset.name] = preset
+        return preset.maker(described.__doc__)
+
+    return enter
+
+
+_LUDIC_EPS = {"eps": 1e-8, "eps_as": "added"}
+_LUDIC_GROUP = {**_LUDIC_EPS, "normalize": "population"}
+_GROUP = ("group_size", "style", "clip_epsilon")
+
+
+@_preset(
+    paper="arXiv:2402.03300",
+    loss="grpo",
+    advantage="group",
+    loss_arguments={"aggregation": "sequence_mean"},
+    ludic_loss={"aggregation": "sequence_sum"},
+    ludic_advantage=_LUDIC_GROUP,
+    group_size=8,
+    arguments=("group_size", "style", "normalize", "clip_epsilon"),
+)
+def make_grpo() -> None:
+    """GRPO: normalised in the group, a clipped ratio per token, a mean over each response.
+
+    The recipe's own default is the same with a mean over all tokens, as TorchRL has it.
+
+    The paper leaves open which standard deviation it divides by; ``"sample"`` is the default.
+    Ludic: the population's plus 1e-8, which is fixed, and the sum over a response's tokens.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> policy = CausalScorer(Qwen2ForCausalLM(config))
+        >>> algorithm = make_grpo(policy, group_size=16, kl_to_ref_coeff=0.04)
+        >>> algorithm.loss.aggregation, algorithm.credit.group_size
+        ('sequence_mean', 16)
+    """
+
+
+@_preset(
+    paper="arXiv:2503.20783",
+    loss="dr_grpo",
+    advantage="group",
+    advantage_arguments={"normalize": "none"},
+    ludic_loss={"aggregation": "sequence_sum"},
+    group_size=8,
+    arguments=("group_size", "style", "constant_length", "clip_epsilon"),
+    fixed=("aggregation",),
+)
+def make_dr_grpo() -> None:
+    """Dr. GRPO: no division by a deviation, nor by each response's length.
+
+    It divides by a constant (``constant_length``): no reward for length, no weight on questions
+    that are nearly always solved or never.
+
+    The constant has to be given. Ludic leaves out the division by it, too, and refuses it.
+    """
+
+
+@_preset(
+    paper="arXiv:2503.14476",
+    loss="dapo",
+    advantage="group",
+    advantage_arguments={"keep_zero_variance": False},
+    group_size=16,
+    arguments=("group_size", "clip_epsilon", "overlong"),
+    transforms=_overlong,
+    recipe="filter.zero_variance=resample",
+)
+def make_dapo() -> None:
+    """DAPO: a wider upper bound, the mean over all tokens, dynamic sampling.
+
+    Further prompts take the place of groups without signal, and long responses are softly punished
+    (``reward.overlong_cache=...``).
+
+    Groups whose rewards are all equal are not written; a loop that has to fill its batch collects
+    further prompts (``BatchSource(max_resamples=...)``). Ludic has no preset of it.
+    """
+
+
+@_preset(
+    paper="arXiv:2507.18071",
+    loss="gspo",
+    advantage="group",
+    ludic_advantage=_LUDIC_GROUP,
+    group_size=8,
+    arguments=_GROUP,
+)
+def make_gspo() -> None:
+    """GSPO: one ratio and one clip for a whole response.
+
+    It is steadier with mixtures of experts.
+
+    Ludic: its deviation of the group.
+    """
+
+
+@_preset(
+    paper="arXiv:2507.20673",
+    loss="gmpo",
+    advantage="group",
+    ludic_advantage=_LUDIC_GROUP,
+    group_size=8,
+    arguments=_GROUP,
+)
+def make_gmpo() -> None:
+    """GMPO: the geometric mean of clipped ratios.
+
+    Bounds are those of the log-ratio of a token.
+
+    Ludic: its deviation of the group. Its formula has no lower bound, whatever its setting says;
+    the loss here is the paper's in both styles.
+    """
+
+
+@_preset(
+    paper="arXiv:2506.13585",
+    loss="cispo",
+    advantage="group",
+    ludic_loss={"aggregation": "sequence_mean"},
+    ludic_advantage=_LUDIC_GROUP,
+    group_size=8,
+    arguments=_GROUP,
+)
+def make_cispo() -> None:
+    """CISPO: the clipped ratio as a weight, so that every token has a gradient.
+
+    The bounds are those of the weight.
+
+    Ludic: its deviation of the group, and the mean over each response's tokens first.
+    """
+
+
+@_preset(
+    paper="arXiv:2511.20347",
+    loss="sapo",
+    advantage="group",
+    ludic_loss={"aggregation": "sequence_sum"},
+    ludic_advantage=_LUDIC_GROUP,
+    group_size=8,
+    arguments=("group_size", "style", "tau_pos", "tau_neg"),
+)
+def make_sapo() -> None:
+    """SAPO: a soft gate on the ratio instead of a clip.
+
+    The gate is narrower for negative advantages.
+
+    Ludic: its deviation of the group, and the sum over a response's tokens.
+    """
+
+
+@_preset(
+    paper="Williams, 1992",
+    loss="reinforce",
+    advantage="monte_carlo",
+    ludic_loss={"level": "sequence"},
+    arguments=("style", "gamma", "truncation"),
+    fixed=("level",),
+)
+def make_reinforce() -> None:
+    """REINFORCE: the score function times the return, without a baseline.
+
+    It needs no group.
+
+    On rows of an older policy each token is weighted by its ratio. Ludic weights by the product of
+    a whole response's ratios, which long responses need a ``truncation`` for.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> policy = CausalScorer(Qwen2ForCausalLM(config))
+        >>> make_reinforce(policy).loss.level, make_reinforce(policy, style="ludic").loss.level
+        ('token', 'sequence')
+    """
+
+
+@_preset(
+    paper="arXiv:2501.03262",
+    loss="reinforce_plus_plus",
+    advantage="batch",
+    grouped={"baseline": "group"},
+    arguments=("group_size", "clip_epsilon"),
+)
+def make_reinforce_plus_plus() -> None:
+    """REINFORCE++: returns normalised over the batch, and PPO's clip.
+
+    With ``advantage.baseline=group`` (here a ``group_size``) the group's mean is taken off first.
+
+    The paper takes the divergence from a reference off the reward
+    (:class:`~torchrl_llm.envs.transforms.KLRewardTransform`), or in its variant with a baseline
+    puts it into the loss: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
+    """
+
+
+@_preset(
+    paper="arXiv:2402.14740",
+    loss="reinforce",
+    advantage="leave_one_out",
+    group_size=8,
+    arguments=("group_size",),
+)
+def make_rloo() -> None:
+    """RLOO: REINFORCE against the mean of the other responses to the prompt.
+
+    The paper is on-policy; on older rows each token is weighted by its ratio.
+
+    Ludic has no preset of it.
+    """
+
+
+@_preset(
+    paper="arXiv:1707.06347",
+    loss="ppo",
+    advantage="gae",
+    arguments=("gamma", "lmbda", "clip_epsilon", "value_coeff", "value_clip"),
+    transforms=lambda actor: (RetrieveValues(actor),),
+)
+def make_ppo() -> None:
+    """PPO: a value head and an advantage for each token.
+
+    Responses to a prompt are not compared.
+
+    Every sampled token is a step. Values are read off the rows before advantages are written; the
+    actor needs a :class:`~torchrl_llm.modules.ValueHead`. Ludic has no preset of it; the defaults
+    are picoRL's.
+    """
+
+
+@_preset(
+    paper="arXiv:2510.13786",
+    loss="cispo",
+    advantage="hybrid",
+    loss_arguments={"aggregation": "prompt_mean", "clip_epsilon": (None, 3.0)},
+    advantage_arguments={"keep_zero_variance": False},
+    ludic_loss={"aggregation": "sequence_mean", "clip_epsilon": (0.2, 0.28)},
+    ludic_advantage={**_LUDIC_EPS, "keep_zero_variance": True, "keep_zero_advantage": False},
+    group_size=16,
+    arguments=_GROUP,
+    recipe="filter.zero_variance=drop",
+)
+def make_scalerl() -> None:
+    """ScaleRL: CISPO, centred in the group, divided by the deviation of the batch.
+
+    Averaged within each prompt's responses and then over prompts, which needs ``group_id``.
+
+    Groups of equal rewards are not written. By default a weight is at most 4, among whose values of
+    this bound the paper's results hardly differ. The rest of the recipe is no matter of loss and
+    advantages: log-probs from float32 logits (always so here), a pipeline of samplers, and giving
+    up prompts that are nearly always solved.
+
+    Ludic: 1e-8 added to the deviation, weights between 0.8 and 1.28, averaged over each response,
+    and no trajectory without advantage. (Ludic also leaves out advantages of at most 1e-4; here
+    they have to be 0.)
+    """
+
+
+@_preset(
+    loss="torchrl_llm.objectives:SFTLoss",
+    advantage=None,
+    ludic_loss={"normalize_by_seq_length": False},
+    arguments=("style", "loss_function"),
+    recipe="sft",
+)
+def make_sft() -> None:
+    """Supervised fine-tuning: cross-entropy of the assistant's tokens, a mean over each row first.
+
+    Also MinorSFT (arXiv:2408.10642). Rows may have a weight, ``"loss_weight"``.
+
+    Ludic's preset sums over a row's tokens instead.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> make_sft(CausalScorer(Qwen2ForCausalLM(config))).credit is None
+        True
+    """
+
+
+for _name, _paper in (("opd", "Thinking Machines, 2025"), ("mopd", "arXiv:2601.02780")):
+    PRESETS[_name] = Preset(
+        name=_name,
+        paper=_paper,
+        loss="torchrl_llm.objectives:OnPolicyDistillationLoss",
+        advantage="constant",
+        recipe="distillation",
+    )

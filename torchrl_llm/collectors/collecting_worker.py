@@ -1,0 +1,245 @@
+"""The loop of a process that collects rows for a learner elsewhere, whatever carries them.
+
+:class:`CollectorWorker` joins an :class:`~torchrl_llm.collectors.LLMCollector` to the workers' end
+of a :class:`~torchrl_llm.collectors.transport.RowChannel`. It knows no Ray and no Redis: the actor
+of :class:`~torchrl_llm.collectors.RayLLMCollector` runs it, and so may a thread or a process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torchrl._utils import logger
+
+from torchrl_llm.collectors.llm_collector import LLMCollector
+from torchrl_llm.collectors.transport.channel import ChannelClosedError, Delivery, RowChannel
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.data.wire import leaf, pack_rows
+from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
+from torchrl_llm.weights import CanaryJudge, engine_weights
+from torchrl_llm.weights.fingerprint import weights_digest
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
+
+__all__ = ["CollectorWorker"]
+
+_WAIT_S = 1.0
+"""Longest single wait, so that a stop is noticed and waiting is a sign of life."""
+
+
+class CollectorWorker:
+    """Claims rows, collects them, reports what it samples, and puts them into a channel.
+
+    Every policy call is reported, so that the learner knows how many tokens are lost should this
+    worker die, and that it lives. What of its sampled tokens was dropped here (conversations that
+    were cut short by ``in_flight="abort"``) shows as a gap between the deliveries, and is lost too.
+
+    Args:
+        collector: collects; has neither buffer nor queue of its own.
+        channel: the workers' end of it.
+        name: of this worker, unique over restarts.
+        claim_rows: rows to claim before each batch; a batch's turns by default.
+        give_up_s: how long to try to hand a batch over to a channel that stays full.
+
+    Attributes:
+        digests: version to digest, of the weights that this worker got.
+        before_batch: called when a batch was claimed and is about to be collected.
+
+    Raises:
+        ConfigError: for a collector that writes its batches elsewhere, or a claim of nothing.
+
+    Example:
+        >>> import torch
+        >>> from torchrl.envs import StepCounter
+        >>> from torchrl_llm.collectors.transport import LocalChannel
+        >>> from torchrl_llm.data import History
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> env = DatasetChatEnv(dataset=[{"query": "Hi"}], num_envs=2)
+        >>> env = env.append_transform(StepCounter(max_steps=1))
+        >>> def policy(td):
+        ...     answer = [{"role": "assistant", "content": "Hello"}]
+        ...     chats = td["history"].prompt.chats
+        ...     td["history"].full = History.of([chat + answer for chat in chats])
+        ...     return td
+        >>> collector = LLMCollector(
+        ...     env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2
+        ... )
+        >>> channel = LocalChannel()
+        >>> channel.grant(2)
+        >>> CollectorWorker(collector, channel, name="a").run()
+        'it has collected all its turns'
+        >>> channel.get(timeout_s=0).rows.num_rows
+        2
+    """
+
+    def __init__(
+        self,
+        collector: LLMCollector,
+        channel: RowChannel,
+        *,
+        name: str,
+        claim_rows: int | None = None,
+        give_up_s: float = 600.0,
+    ) -> None:
+        if collector.replay_buffer is not None or collector.queue is not None:
+            raise ConfigError("the collector of a worker must have no replay_buffer and no queue")
+        claim_rows = collector.dialog_turns_per_batch if claim_rows is None else claim_rows
+        if claim_rows < 1:
+            raise ConfigError(f"claim_rows must be at least 1, got {claim_rows}")
+        self.collector, self.channel, self.name = collector, channel, name
+        self.claim_rows, self.give_up_s = claim_rows, give_up_s
+        self.digests: dict[int, str] = {}
+        self.before_batch: Callable[[], object] | None = None
+        self._sequence = 0
+        self._stopping = threading.Event()
+        self._changing = threading.Lock()
+        self._proving = threading.Lock()
+        self._judge = CanaryJudge()
+        self._unproven: WeightUpdateError | None = None
+        collector.after_call = self._report
+        self._name_first_weights()
+
+    def _name_first_weights(self) -> None:
+        version = self.collector.policy_version
+        try:
+            weights = engine_weights(self.collector.policy_module)
+        except ConfigError:
+            return  # an engine elsewhere, or no model at all: there is nothing to hash
+        if isinstance(version, int):
+            self.digests[version] = weights_digest(weights)
+
+    def _report(self) -> None:
+        self.channel.report(self.name, generated=self.collector.sampled_tokens)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Collect until :meth:`stop`, the end of the collector's budget, or that of the channel.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            WorkerError: the channel is gone, full for too long, or took this worker for dead.
+            WeightUpdateError: the policy does not compute with the weights that it was given;
+                nothing that it sampled with them is delivered.
+            Exception: what policy or environment raised.
+        """
+        try:
+            while not self._stopping.is_set():
+                if self.collector.exhausted:
+                    return "it has collected all its turns"
+                if self.channel.claim(self.name, self.claim_rows, timeout_s=_WAIT_S):
+                    if self.before_batch is not None:
+                        self.before_batch()
+                    self._check_proven()
+                    self._put(self.collector.rollout())
+        except ChannelClosedError:
+            return "the channel was closed"
+        return "it was stopped"
+
+    def _check_proven(self) -> None:
+        # Waits for a check under way: what waits here may be sampled by what is being checked.
+        with self._proving:
+            if self._unproven is not None:
+                raise self._unproven
+
+    def _put(self, batch: TensorDictBase) -> None:
+        self._check_proven()
+        rows = split_rollout(batch)
+        collector = self.collector
+        delivery = Delivery(
+            pack_rows(rows),
+            self.name,
+            self._sequence,
+            claimed=self.claim_rows,
+            generated=collector.sampled_tokens,
+            sent=collector.sampled_tokens - collector.tokens_in_flight,
+            digests=self._digests_of(rows),
+        )
+        deadline = time.monotonic() + self.give_up_s
+        while not self._stopping.is_set():
+            try:
+                self.channel.put(delivery, timeout_s=_WAIT_S)
+            except queue.Full:
+                if time.monotonic() > deadline:
+                    raise WorkerError(
+                        f"the channel has been full for {self.give_up_s:g} s: nobody takes what "
+                        f"{self.name!r} collects"
+                    ) from None
+                continue
+            self._sequence += 1
+            return
+        logger.warning(f"{self.name}: stopped with {len(rows.tensordicts)} rows not handed over")
+
+    def _digests_of(self, rows: Any) -> dict[int, str]:
+        """Digests of the versions that sampled these rows; none if one of them is unknown."""
+        versions: set[int] = set()
+        for row in rows.tensordicts:
+            traced = leaf(row, ("trace", "policy_version"))
+            if traced is not None:
+                versions.update(traced.unique().tolist())
+        versions.discard(-1)
+        with self._changing:
+            known = {v: self.digests[v] for v in versions if v in self.digests}
+        return known if len(known) == len(versions) else {}
+
+    def stop(self) -> None:
+        """End :meth:`run` after the batch under way."""
+        self._stopping.set()
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def load_weights(
+        self,
+        source: WeightSource,
+        version: int,
+        in_flight: Literal["wait", "keep", "abort"] = "wait",
+    ) -> list[WeightReceipt]:
+        """Take new weights, and prove them where their sender says what they compute.
+
+        See :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
+
+        Raises:
+            WeightUpdateError: they did not arrive, and the old ones stay; or the policy does not
+                compute with them, and :meth:`run` ends unless others come before the next batch.
+        """
+        with self._proving:
+            receipts = self._load(source, version, in_flight)
+            self._prove(source, version)
+        return receipts
+
+    def _prove(self, source: WeightSource, version: int) -> None:
+        scorer = getattr(self.collector.policy, "backend", None)
+        if source.canary is None or not isinstance(scorer, TokenScorer):
+            self._unproven = None
+            return
+        try:
+            self._judge.check(scorer, source.canary, version=version)
+        except WeightUpdateError as error:
+            self._unproven = error
+            raise
+        self._unproven = None
+
+    def _load(
+        self, source: WeightSource, version: int, in_flight: Literal["wait", "keep", "abort"]
+    ) -> list[WeightReceipt]:
+        with self._changing:
+            # Named before they act: a row that they sampled may be delivered at once.
+            if source.kind == "full" and source.digest is not None:
+                self.digests[version] = source.digest
+        try:
+            receipts = self.collector.load_weights(source, version=version, in_flight=in_flight)
+        except BaseException:
+            with self._changing:
+                self.digests.pop(version, None)
+            raise
+        if source.kind == "full":
+            with self._changing:
+                self.digests[version] = receipts[0].digest
+        return receipts

@@ -1,0 +1,495 @@
+"""The collector: an environment and a policy, turned into batches or into rows of a buffer.
+
+How it rolls out is in :mod:`torchrl_llm.collectors.rollout`; here are its options, its budget,
+collection beside training, versions and weights of the policy, and exact resume.
+"""
+
+from __future__ import annotations
+
+import queue as queues
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.collectors import BaseCollector
+from torchrl.envs import AsyncEnvPool, EnvBase
+
+from torchrl_llm.collectors.async_trajectories import AsyncTrajectoryRollout
+from torchrl_llm.collectors.background_collection import BesideTraining
+from torchrl_llm.collectors.collecting_thread import BackgroundLoop, PauseGate
+from torchrl_llm.collectors.policy_versions import VersionedPolicy
+from torchrl_llm.collectors.rollout import Rollout, StepRollout
+from torchrl_llm.collectors.whole_trajectories import TrajectoryRollout, WaveRollout
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.envs.transforms.policy_version import PolicyVersion
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.weights import InProcessWeights, WeightUpdater
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
+
+__all__ = ["LLMCollector", "put_batch"]
+
+_POLL_S = 0.05
+
+
+def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | None = None) -> None:
+    """Put a batch into a queue, waiting while it is full.
+
+    Args:
+        queue: has ``put(item, timeout=...)``. A queue of the standard library's :mod:`queue` gets
+            the batch, any other one its wire form: tensor by tensor, a batch would take hundreds of
+            file descriptors to another process.
+        batch: the batch.
+        stopping: gives the batch up when it is set, for a full queue that nobody empties must not
+            keep a thread from ending.
+    """
+    in_process = isinstance(queue, (queues.Queue, queues.SimpleQueue))
+    item = batch if in_process else pack_rows(split_rollout(batch))
+    while stopping is None or not stopping.is_set():
+        try:
+            queue.put(item, timeout=_POLL_S)
+            return
+        except queues.Full:
+            continue
+
+
+class LLMCollector(BesideTraining, BaseCollector):
+    """Rolls out a policy in an environment of conversations.
+
+    Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
+    step by step, or :meth:`start` it to fill it beside training.
+
+    A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
+    (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows, one
+    trajectory after the other, in the order in which they end.
+
+    Args:
+        env: an environment, or a callable that builds one.
+        policy: tensordict to tensordict; ragged output is welcome.
+        policy_factory: builds the policy; exactly one of the two.
+        dialog_turns_per_batch: turns of a batch, reached or exceeded; 1 for completed trajectories
+            if not given.
+        yield_only_last_steps: only the last row of each trajectory, which holds the whole
+            conversation. Implies completed trajectories.
+        yield_completed_trajectories: only trajectories that are done. The environment must end its
+            episodes, or nothing is ever yielded.
+        postproc: batch to batch, before it is yielded or written.
+        total_dialog_turns: turns after which the collector ends, those dropped by
+            ``yield_only_last_steps`` included; -1 for no end.
+        async_envs: the environment is an ``AsyncEnvPool`` of environments of one row each, which
+            step on their own; completed trajectories only. Found out if not given.
+        replay_buffer: gets the batches by ``extend``.
+        reset_at_each_iter: begin each batch with new conversations. A batch of completed
+            trajectories is then one of each row of the environment: those that have ended wait for
+            the others, and ``dialog_turns_per_batch`` is left out.
+        flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
+        weight_updater: brings weights to the policy, or a callable that makes it.
+            :class:`~torchrl_llm.weights.InProcessWeights` by default: weights that are shared
+            stay shared, others are copied in place.
+        queue: gets the batches by ``put``: tensordicts where it is a queue of this process, else
+            :class:`~torchrl_llm.data.wire.PackedRows`, to be unpacked by the receiver.
+        track_policy_version: stamp ``"policy_version"`` into every row, by a
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` of the collector or the given one.
+        verbose: log progress.
+
+    Raises:
+        ConfigError: for arguments that contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl_llm.data import Chat, History
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> from torchrl.envs import StepCounter
+        >>> rows = [{"query": "Hi"}, {"query": "Bye"}]
+        >>> env = DatasetChatEnv(dataset=rows, shuffle=False, num_envs=2)
+        >>> env = env.append_transform(StepCounter(max_steps=1))
+        >>> def policy(td):
+        ...     chats = td["history"].prompt.chats
+        ...     answer = [{"role": "assistant", "content": "Hello"}]
+        ...     td["history"].full = History.of([chat + answer for chat in chats])
+        ...     return td
+        >>> options = {"dialog_turns_per_batch": 2, "total_dialog_turns": 4, "flatten_data": True}
+        >>> collector = LLMCollector(env, policy=policy, **options)
+        >>> [batch["history", "full"].content for batch in collector]
+        [[['Hi', 'Hello'], ['Bye', 'Hello']], [['Hi', 'Hello'], ['Bye', 'Hello']]]
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        *,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: Any = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
+        queue: Any = None,
+        track_policy_version: bool | PolicyVersion = False,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__()
+        if (policy is None) == (policy_factory is None):
+            raise ConfigError("pass exactly one of policy and policy_factory")
+        if queue is not None and replay_buffer is not None:
+            raise ConfigError("pass a replay_buffer or a queue, not both")
+        last_only = bool(yield_only_last_steps)
+        completed = (
+            last_only if yield_completed_trajectories is None else (yield_completed_trajectories)
+        )
+        self._check_options(
+            completed,
+            last_only,
+            yield_completed_trajectories,
+            flatten_data,
+            reset_at_each_iter,
+            dialog_turns_per_batch,
+        )
+        if dialog_turns_per_batch is None:
+            if not completed:
+                raise ConfigError(
+                    "dialog_turns_per_batch is needed: how many turns make a batch (a multiple of "
+                    "the environment's batch size)"
+                )
+            dialog_turns_per_batch = 1
+        if dialog_turns_per_batch < 1:
+            raise ConfigError(
+                f"dialog_turns_per_batch must be at least 1, got {dialog_turns_per_batch}"
+            )
+        self.env = env if isinstance(env, EnvBase) else env()
+        self.policy = policy if policy_factory is None else policy_factory()
+        self.replay_buffer, self.queue = replay_buffer, queue
+        self.postproc = postproc
+        self.reset_at_each_iter = reset_at_each_iter
+        self.flatten_data = (
+            replay_buffer is not None or queue is not None if flatten_data is None else flatten_data
+        )
+        self.yield_completed_trajectories, self.yield_only_last_steps = completed, last_only
+        self.total_frames = total_dialog_turns
+        self.requested_frames_per_batch = dialog_turns_per_batch
+        self.verbose = verbose
+        self.async_envs = isinstance(self.env, AsyncEnvPool)
+        if async_envs is not None and async_envs != self.async_envs:
+            raise ConfigError(
+                f"async_envs={async_envs}, but the environment is a {type(self.env).__name__}; "
+                "asynchronous environments are an AsyncEnvPool"
+            )
+        self._policy = VersionedPolicy(self.policy, track_policy_version)
+        self._iter = -1
+        self._background: BackgroundLoop | None = None
+        self._closed = False
+        self._calls, self._batches = PauseGate(), PauseGate()
+        self._rollout = self._make_rollout()
+        self.weight_updater = InProcessWeights() if weight_updater is None else weight_updater
+
+    @staticmethod
+    def _check_options(
+        completed: bool,
+        last_only: bool,
+        asked: bool | None,
+        flatten: bool | None,
+        reset_at_each_iter: bool,
+        turns_per_batch: int | None,
+    ) -> None:
+        if last_only and asked is False:
+            raise ConfigError(
+                "yield_only_last_steps=True needs yield_completed_trajectories=True (or None)"
+            )
+        if completed and reset_at_each_iter and turns_per_batch is not None:
+            raise ConfigError(
+                "dialog_turns_per_batch has no effect where each batch of completed trajectories "
+                "begins anew (reset_at_each_iter=True): it is one of each row of the environment"
+            )
+        if completed and flatten is False:
+            raise ConfigError(
+                "completed trajectories differ in length and are yielded as rows; "
+                "flatten_data=False has no effect with them"
+            )
+
+    def _make_rollout(self) -> Rollout:
+        common: dict[str, Any] = {
+            "turns_per_batch": self.requested_frames_per_batch,
+            "calls": self._calls,
+            "verbose": self.verbose,
+        }
+        positional = (self.env, self.policy, self._policy.stamp)
+        if self.async_envs:
+            if self.reset_at_each_iter:
+                raise ConfigError(
+                    "the environments of an AsyncEnvPool never begin together: leave "
+                    "reset_at_each_iter out"
+                )
+            if not self.yield_completed_trajectories:
+                raise ConfigError(
+                    "the environments of an AsyncEnvPool are never at the same step: pass "
+                    "yield_completed_trajectories=True"
+                )
+            return AsyncTrajectoryRollout(
+                *positional, last_only=self.yield_only_last_steps, **common
+            )
+        if self.yield_completed_trajectories:
+            whole = WaveRollout if self.reset_at_each_iter else TrajectoryRollout
+            return whole(*positional, last_only=self.yield_only_last_steps, **common)
+        return StepRollout(
+            *positional, reset_first=self.reset_at_each_iter, flatten=self.flatten_data, **common
+        )
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    @property
+    def total_dialog_turns(self) -> int:
+        """Turns after which the collector ends; -1 for no end."""
+        return self.total_frames
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns of a batch."""
+        return self.requested_frames_per_batch
+
+    @property
+    def dialog_turns(self) -> int:
+        """Turns collected so far."""
+        return self._rollout.turns
+
+    @property
+    def _frames(self) -> int:
+        # TorchRL's ``stats`` reads this name.
+        return self._rollout.turns
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether its budget of turns is used up."""
+        return 0 <= self.total_frames <= self._rollout.turns
+
+    @property
+    def after_call(self) -> Callable[[], None] | None:
+        """Called after each policy call, in the thread that collects."""
+        return self._rollout.after_call
+
+    @after_call.setter
+    def after_call(self, function: Callable[[], None] | None) -> None:
+        self._rollout.after_call = function
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch, without writing it anywhere."""
+        self._check_usable()
+        if self._pre_collect_hook is not None:
+            self._pre_collect_hook()
+        with self._batches.work():
+            batch = self._rollout.collect()
+            self._iter += 1
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self._post_collect_hook is not None:
+            self._post_collect_hook(batch)
+        return batch
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until the budget is used up; ``None`` for each that went to buffer or queue."""
+        if self._background is not None:
+            raise ConfigError("this collector was started and fills its buffer by itself")
+        while not self.exhausted:
+            batch = self.rollout()
+            if self.replay_buffer is None and self.queue is None:
+                yield batch
+            else:
+                self._deliver(batch)
+                yield None
+
+    def _deliver(self, batch: TensorDictBase) -> None:
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+            return
+        stopping = None if self._background is None else self._background.stopping
+        put_batch(self.queue, batch, stopping)
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the post-processing of batches.
+
+        Args:
+            postproc: batch to batch.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if self.postproc is not None:
+            raise ConfigError("this collector has a postproc already")
+        self.postproc = postproc
+
+    # -- weights and versions ---------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        policy: nn.Module | None = None,
+        state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Bring weights to the policy and count a new version; waits for the policy call under way.
+
+        Args:
+            policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
+                Without any, the weights are taken to be shared and only the version counts up.
+            weights: the same by another name of TorchRL's.
+            policy: the same.
+            state_dict: the same.
+
+        Raises:
+            ConfigError: more than one source, or weights that are not the policy's.
+        """
+        self._raise_failure()
+        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
+        if len(given) > 1:
+            raise ConfigError("pass the weights once")
+        with self._calls.pause():
+            self.weight_updater.push_weights(given[0] if given else None)
+            self.increment_version()
+
+    def load_weights(
+        self,
+        source: WeightSource,
+        *,
+        version: int,
+        in_flight: Literal["wait", "keep", "abort"] = "wait",
+    ) -> list[WeightReceipt]:
+        """Take weights that somebody else numbers; what a collector elsewhere is told.
+
+        Args:
+            source: where they are.
+            version: their number, which later tokens carry.
+            in_flight: what becomes of conversations that have begun. ``"wait"``: the policy call
+                under way ends first, and their next turns are sampled by the new weights.
+                ``"keep"``: so are the next tokens of that very call. ``"abort"``: that call is cut
+                short where the backend can (vLLM's, and pools of it), they are dropped, even if
+                the weights then do not arrive, and others begin.
+
+        Returns:
+            One receipt for each copy of the weights.
+
+        Raises:
+            ConfigError: the policy has no weights here, or cannot do what ``in_flight`` says.
+            WeightUpdateError: they did not arrive; the old ones and their version stay.
+        """
+        if in_flight not in ("wait", "keep", "abort"):
+            raise ConfigError(f"in_flight must be one of wait, keep, abort, got {in_flight!r}")
+        if in_flight == "abort":
+            self._rollout.check_drop()
+        if in_flight == "keep" and self._policy.counts_versions:
+            return self._policy.load(source, version)
+        # An engine that was never told a version counts from this one on, so that a call under way
+        # has to end first.
+        if in_flight == "keep" and not self._policy.begins_to_count:
+            raise ConfigError(
+                "in_flight='keep' changes weights within a policy call, which needs a backend "
+                "that counts the version of each token, such as vLLM's; use 'wait'"
+            )
+        with self._calls.pause(self._cut_short if in_flight == "abort" else None):
+            return self._policy.load(source, version)
+
+    def _cut_short(self) -> None:
+        self._rollout.drop()
+        self._policy.abort()
+
+    def set_policy_version(self, version: int) -> None:
+        """Name the version of weights that were changed by somebody else.
+
+        Args:
+            version: its number.
+        """
+        self._policy.set_version(version)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy has sampled in this process, whatever became of them."""
+        return self._rollout.sampled
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """How many of them belong to conversations that are in no batch yet."""
+        return self._rollout.tokens_in_flight
+
+    def increment_version(self) -> None:
+        """Count a new version of the policy, in the rows' stamp and in the tokens' trace."""
+        self._policy.increment_version()
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """The version: the tracker's, else the policy's own, ``None`` where neither has one."""
+        return self._policy.version
+
+    def get_policy_version(self) -> int | str | None:
+        """The same as :attr:`policy_version`, for callers that can only call methods."""
+        return self._policy.version
+
+    @property
+    def policy_version_tracker(self) -> PolicyVersion | None:
+        """What stamps the version into rows, where that was asked for."""
+        return self._policy.tracker
+
+    @property
+    def policy_module(self) -> nn.Module:
+        """The module that holds the policy's weights.
+
+        Raises:
+            ConfigError: it is not in this process.
+        """
+        return self._policy.module
+
+    def get_policy_model(self) -> nn.Module:
+        """The model inside the policy.
+
+        Raises:
+            ConfigError: it is not in this process.
+        """
+        return self._policy.model
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment; returns the next seed."""
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """What the next batch depends on: trajectories in flight, environment, counts, version.
+
+        Not the policy's weights, nor the random generators, which belong to the process. Waits for
+        the batch under way.
+
+        Raises:
+            CheckpointError: for an ``AsyncEnvPool``.
+        """
+        self._raise_failure()
+        with self._batches.pause():
+            return OrderedDict(
+                rollout=self._rollout.state_dict(),
+                iterations=self._iter,
+                versions=self._policy.state_dict(),
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, bit for bit.
+
+        Args:
+            state_dict: of a collector that was built alike.
+        """
+        with self._batches.pause():
+            self._rollout.load_state_dict(state_dict["rollout"])
+            self._iter = state_dict["iterations"]
+            self._policy.load_state_dict(state_dict["versions"])
+
+    def __repr__(self) -> str:
+        return (
+            f"LLMCollector({type(self.env).__name__}, {type(self.policy).__name__}, "
+            f"dialog_turns={self.dialog_turns}/{self.total_dialog_turns})"
+        )

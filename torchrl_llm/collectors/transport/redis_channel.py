@@ -1,0 +1,454 @@
+"""Rows through a Redis, between processes that share nothing else.
+
+What travels is bytes that run no code (:mod:`torchrl_llm.data.safe_wire`), so whoever can reach the
+Redis can at worst send rows that are wrong or none. The scripts that run inside the server are in
+:mod:`torchrl_llm.collectors.transport.redis_scripts`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torchrl._utils import logger
+
+from torchrl_llm._redis import RECONNECT_S, RedisLink
+from torchrl_llm.collectors.transport.channel import (
+    ChannelClosedError,
+    Delivery,
+    RowChannel,
+    WorkerCounts,
+)
+from torchrl_llm.collectors.transport.redis_scripts import FORGET, KEYS, LEAD, WORK
+from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
+from torchrl_llm.errors import ConfigError, DataError, WorkerError
+
+__all__ = ["RedisChannel", "delivery_from_bytes", "delivery_to_bytes"]
+
+_MOST_BYTES = 500 << 20
+# What the scripts take for a number of rows, and for any number.
+_MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
+_PAUSE_S = (0.005, 0.1)
+_KEPT_S = 3600
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Own:
+    """What a worker's handle knows of itself: rows it holds claims for, deliveries it has put."""
+
+    claims: int = 0
+    deliveries: int = 0
+
+
+@dataclass
+class _Lead:
+    """What the learner's end knows, whatever the server forgets.
+
+    ``out`` are rows that were granted and have not come: free, claimed, or waiting here.
+    """
+
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    version: int = 0
+    out: int = 0
+    got: str = ""
+    closed: bool = False
+    begun: bool = False
+    next: dict[str, int] = field(default_factory=dict)
+    forgotten: dict[str, bytes] = field(default_factory=dict)
+
+
+def delivery_to_bytes(delivery: Delivery) -> bytes:
+    """Write a delivery.
+
+    Args:
+        delivery: its rows hold what :func:`~torchrl_llm.data.safe_wire.rows_to_bytes` can write.
+
+    Raises:
+        DataError: a value without a safe form, or more than a Redis takes at once.
+    """
+    about = {
+        "worker": delivery.worker,
+        "sequence": delivery.sequence,
+        "claimed": delivery.claimed,
+        "generated": delivery.generated,
+        "sent": delivery.sent,
+        "digests": dict(delivery.digests),
+    }
+    data = rows_to_bytes(delivery.rows, about)
+    if len(data) > _MOST_BYTES:
+        raise DataError(
+            f"a delivery of {len(data) >> 20} MiB is more than a Redis takes at once; let workers "
+            "collect fewer rows at a time"
+        )
+    return data
+
+
+def delivery_from_bytes(data: bytes) -> Delivery:
+    """Read what :func:`delivery_to_bytes` wrote.
+
+    Args:
+        data: from anyone.
+
+    Raises:
+        DataError: the bytes are no delivery.
+    """
+    rows, about = rows_from_bytes(data)
+    numbers = [about.get(name) for name in ("sequence", "claimed", "generated")]
+    if about.get("sent") is not None:
+        numbers.append(about["sent"])
+    digests = about.get("digests")
+    holds = (
+        type(about.get("worker")) is str
+        and all(type(number) is int and 0 <= number < 1 << 60 for number in numbers)
+        and type(digests) is dict
+        and all(type(v) is int and type(digest) is str for v, digest in digests.items())
+        and about["claimed"] <= _MOST_CLAIMS
+        and set(about) == {"worker", "sequence", "claimed", "generated", "sent", "digests"}
+    )
+    if not holds:
+        raise DataError("a message holds rows, and does not say who collected them")
+    return Delivery(rows, **about)
+
+
+class RedisChannel(RowChannel):
+    """A channel between processes that share a Redis.
+
+    It outlives restarts of the server: calls wait for it up to ``reconnect_s`` beyond their own
+    limit. If the server comes back without its data, deliveries that waited are lost (the learner
+    finds the gap), what was granted for them is granted anew, and workers and learner go on.
+
+    A worker claims and puts through one handle. The learner's end is a single one; one that was
+    killed is replaced by a handle with ``begin=True``.
+
+    Args:
+        url: of the Redis, ``redis://host:port/db``.
+        name: of the channel; several may share a Redis.
+        max_size: deliveries that may wait; the learner's handle decides.
+        begin: the learner's end of a new run: whatever waits is dropped, claims and counts begin
+            anew. Workers that live go on.
+        reconnect_s: seconds for which the server may stay away.
+        on_return: called at the learner's end after the server was away, to bring back what else
+            it may have lost.
+
+    Attributes:
+        place: the URL without user and password.
+
+    Raises:
+        MissingExtraError: redis-py is not installed.
+        ConfigError: a size below 1, or a URL that is none.
+        WorkerError: the server does not answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        max_size: int = 8,
+        *,
+        begin: bool = False,
+        reconnect_s: float = RECONNECT_S,
+        on_return: Callable[[], None] | None = None,
+    ) -> None:
+        if max_size < 1:
+            raise ConfigError(f"max_size must be at least 1, got {max_size}")
+        self.name, self.max_size, self.on_return = name, max_size, on_return
+        self._link = RedisLink(url, feature="RedisChannel", reconnect_s=reconnect_s)
+        # The braces keep all keys of a channel on one node of a cluster.
+        self._keys = [f"{{{name}}}:{key}" for key in KEYS]
+        self.place = self._link.place
+        self._own: dict[str, _Own] = {}
+        self._lead: _Lead | None = None
+        self._prepare()
+        if begin:
+            self._call(lambda again: self._link.client.delete(*self._keys))
+            self._lead = _Lead()
+            self._leading()
+
+    def _prepare(self) -> None:
+        self._work = self._link.client.register_script(WORK)
+        self._leads = self._link.client.register_script(LEAD)
+        self._forgets = self._link.client.register_script(FORGET)
+        self._mutex = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        without = ("_work", "_leads", "_forgets", "_mutex", "on_return")
+        return {key: value for key, value in self.__dict__.items() if key not in without}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, on_return=None)
+        self._prepare()
+
+    def _call(self, command: Callable[[bool], _T]) -> _T:
+        return self._link.call(command)
+
+    @staticmethod
+    def _until(attempt: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S[0]
+        while True:
+            done = attempt()
+            left_s = deadline - time.monotonic()
+            if done is not None or left_s <= 0:
+                return done
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, _PAUSE_S[1])
+
+    # -- the workers' end -------------------------------------------------------------------------
+
+    def _act(self, worker: str, own: _Own, action: str, *arguments: Any) -> str:
+        arguments = (worker, own.claims, action, *arguments)
+        answer = self._call(lambda again: self._work(keys=self._keys, args=arguments)).decode()
+        if answer == "closed":
+            raise ChannelClosedError("the channel was closed; no further rows are wanted")
+        if answer == "forgotten":
+            raise WorkerError(
+                f"worker {worker!r} was taken for dead and forgotten; its claims went to others. "
+                "Start it anew under another name"
+            )
+        return answer
+
+    def put(self, delivery: Delivery, *, timeout_s: float) -> None:
+        """See :meth:`RowChannel.put`.
+
+        Raises:
+            DataError: rows with a value that has no safe form.
+        """
+        worker = delivery.worker
+        data = delivery_to_bytes(delivery)
+        sent = "" if delivery.sent is None else delivery.sent
+        place = (delivery.sequence, self.max_size, delivery.claimed)
+
+        def attempt() -> bool | None:
+            with self._mutex:
+                own = self._own.setdefault(worker, _Own())
+                if delivery.sequence < own.deliveries:
+                    return True
+                # Asked first whether there is room: rows are not sent to be refused.
+                answer = self._act(worker, own, "room", *place)
+                if answer == "done":
+                    rest = (delivery.generated, sent, data)
+                    answer = self._act(worker, own, "put", *place, *rest)
+                if answer == "wait":
+                    return None
+                own.claims -= delivery.claimed
+                own.deliveries = delivery.sequence + 1
+                return True
+
+        if not self._until(attempt, timeout_s):
+            raise queue.Full
+
+    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
+        """See :meth:`RowChannel.claim`."""
+
+        def attempt() -> bool | None:
+            with self._mutex:
+                own = self._own.setdefault(worker, _Own())
+                if self._act(worker, own, "claim", num_rows) == "wait":
+                    return None
+                own.claims += num_rows
+                return True
+
+        return self._until(attempt, timeout_s) is not None
+
+    def report(self, worker: str, *, generated: int) -> None:
+        """See :meth:`RowChannel.report`."""
+        with self._mutex:
+            self._act(worker, self._own.setdefault(worker, _Own()), "report", generated)
+
+    def version(self) -> int:
+        """See :meth:`RowChannel.version`."""
+        (version,) = self._link.read(lambda pipe: pipe.hget(self._keys[0], "version"))
+        return _whole(version)
+
+    def learner_silence_s(self) -> float | None:
+        """Seconds since the learner called last; ``None`` where the server knows of none."""
+        time_, led = self._link.read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
+        led_s = _seconds(led)
+        return max(time_[0] + time_[1] / 1e6 - led_s, 0.0) if led_s else None
+
+    # -- the learner's end ------------------------------------------------------------------------
+
+    def _leading(self, delta: int = 0, *, wants: bool = False) -> tuple[int, str, bytes]:
+        """One call of the learner: rows granted, number and bytes of the next delivery."""
+        was_away = False
+        with self._mutex:
+            lead = self._lead = self._lead or self._join()
+
+            def run(again: bool) -> list[Any]:
+                nonlocal was_away
+                was_away |= again
+                closed, wanted = int(lead.closed), int(wants)
+                arguments = [lead.run, lead.version, self.max_size, closed]
+                arguments += [lead.out, delta, lead.got, wanted]
+                return self._leads(keys=self._keys, args=arguments)
+
+            lost, granted, foreign, number, data = self._call(run)
+            lead.out += granted
+            if foreign:
+                key = foreign.decode(errors="replace")
+                logger.warning(
+                    f"{key!r} in the Redis at {self.place} held what neither the learner nor a "
+                    "worker writes; it was dropped, and the run goes on"
+                )
+            if lost and lead.begun:
+                logger.warning(f"the Redis of channel {self.name!r} lost its data; what waited too")
+                if lead.forgotten:
+                    self._call(
+                        lambda again: self._link.client.hset(self._keys[-1], mapping=lead.forgotten)
+                    )
+            returned = lead.begun and (lost or was_away)
+            lead.begun = True
+        if returned and self.on_return is not None:
+            self.on_return()
+        return granted, number.decode(), data
+
+    def _join(self) -> _Lead:
+        """The learner's end of a channel that exists already."""
+        state, claimed, queued, taken = self._link.read(
+            lambda pipe: (
+                pipe.hgetall(self._keys[0]),
+                pipe.hvals(self._keys[4]),
+                pipe.lrange(self._keys[2], 0, -1),
+                pipe.hget(self._keys[3], "claims"),
+            )
+        )
+        state = state or {}
+        held = sum(min(_whole(n), _MOST_CLAIMS) for n in (*(claimed or ()), *(queued or ()), taken))
+        out = held + _whole(state.get(b"granted"))
+        run = state.get(b"run", b"").decode(errors="replace") or uuid.uuid4().hex
+        return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
+
+    def get(self, *, timeout_s: float) -> Delivery:
+        """See :meth:`RowChannel.get`.
+
+        Bytes that are no delivery are logged and passed over.
+        """
+
+        def attempt() -> Delivery | None:
+            with self._mutex:
+                if self._lead is not None and self._lead.begun and not self._waits():
+                    return None
+                _, number, data = self._leading(wants=True)
+                if not number:
+                    return None
+                lead = self._lead
+                lead.got = number
+                try:
+                    delivery = delivery_from_bytes(data)
+                except DataError as error:
+                    logger.warning(f"channel {self.name!r} held something else: {error}")
+                    return None
+                if delivery.sequence < lead.next.get(delivery.worker, 0):
+                    return None  # a server that came back with old data gives it twice
+                lead.next[delivery.worker] = delivery.sequence + 1
+                lead.out -= delivery.claimed
+                return delivery
+
+        delivery = self._until(attempt, timeout_s)
+        if delivery is None:
+            raise queue.Empty
+        return delivery
+
+    def _waits(self) -> bool:
+        """Whether a full call is worth it: something waits, or the server lost this run."""
+        size, handed, run = self._link.read(
+            lambda pipe: (
+                pipe.llen(self._keys[1]),
+                pipe.hget(self._keys[3], "number"),
+                pipe.hget(self._keys[0], "run"),
+            )
+        )
+        unseen = handed is not None and handed != self._lead.got.encode()
+        return bool(size) or unseen or run != self._lead.run.encode()
+
+    def grant(self, num_rows: int) -> None:
+        """See :meth:`RowChannel.grant`."""
+        self._leading(num_rows)
+
+    def set_version(self, version: int) -> None:
+        """See :meth:`RowChannel.set_version`."""
+        with self._mutex:
+            self._lead = self._lead or self._join()
+            self._lead.version = version
+        self._leading()
+
+    def workers(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.workers`."""
+        if self._lead is not None:
+            self._leading()  # what a restart has swallowed is noticed here at the latest
+        time_, *columns = self._link.read(
+            lambda pipe: (pipe.time(), *(pipe.hgetall(key) for key in self._keys[4:9]))
+        )
+        now_s = time_[0] + time_[1] / 1e6
+        columns = [column or {} for column in columns]
+        counts = {}
+        for name in columns[4]:
+            *numbers, seen = (column.get(name) for column in columns)
+            seen_s = _seconds(seen)
+            # Who claims to be of the future would never be missed.
+            silence_s = now_s - (seen_s if seen_s < now_s + _KEPT_S else 0.0)
+            known = WorkerCounts(*map(_whole, numbers), time.time() - silence_s)
+            counts[name.decode(errors="replace")] = known
+        return counts
+
+    def forget(self, worker: str) -> WorkerCounts:
+        """See :meth:`RowChannel.forget`."""
+        with self._mutex:
+            self._lead = self._lead or self._join()
+            arguments = [worker]
+            data = self._call(lambda again: self._forgets(keys=self._keys, args=arguments))
+            self._lead.forgotten[worker] = data
+        return _counts(data)
+
+    def forgotten(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.forgotten`."""
+        (found,) = self._link.read(lambda pipe: pipe.hgetall(self._keys[-1]))
+        return {
+            name.decode(errors="replace"): _counts(data) for name, data in (found or {}).items()
+        }
+
+    def __len__(self) -> int:
+        return self._link.read(lambda pipe: pipe.llen(self._keys[1]))[0] or 0
+
+    def close(self) -> None:
+        """See :meth:`RowChannel.close`; an hour later the server forgets the channel."""
+        with self._mutex:
+            self._lead = self._lead or self._join()
+            self._lead.closed = True
+        self._leading()
+        self._link.read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
+
+
+# What the server holds may be of others; a number that none of ours writes counts as nothing.
+
+
+def _whole(text: Any) -> int:
+    try:
+        number = int(text)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= _MOST else 0
+
+
+def _seconds(text: Any) -> float:
+    try:
+        seconds = float(text)
+    except (TypeError, ValueError):
+        return 0.0
+    return seconds if 0 <= seconds <= _MOST else 0.0
+
+
+def _counts(data: bytes) -> WorkerCounts:
+    try:
+        known = json.loads(data)
+    except (ValueError, RecursionError):
+        known = None
+    known = known if isinstance(known, dict) else {}
+    numbers = (known.get(name) for name in ("claimed", "generated", "delivered", "sent"))
+    return WorkerCounts(*map(_whole, numbers), _seconds(known.get("seen")))

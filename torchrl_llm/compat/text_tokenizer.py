@@ -1,0 +1,328 @@
+"""Text of an environment as token ids, and token ids of a policy as text: :class:`Tokenizer`.
+
+For environments whose observations and actions are strings. Chat environments need none of it:
+:class:`~torchrl_llm.envs.ChatEnv` keeps ids itself, and
+:class:`~torchrl_llm.envs.transforms.IncrementalTokenizer` keeps them beside conversations.
+
+Shape legend: ``B`` the batch, ``T`` tokens of the longest row, or ``max_length``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Bounded, Composite
+from torchrl.envs import Transform
+from transformers import AutoTokenizer
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.ragged import pad_rows, read_rows, write_rows
+from torchrl_llm.data.specs import RaggedSpec
+from torchrl_llm.errors import ConfigError, DataError, TokenizerError
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer(Transform):
+    """Writes the token ids of texts, and in the other direction the text of token ids.
+
+    Forward (what the environment returns): the texts under ``in_keys`` become int64 ids ``[B, T]``
+    under ``out_keys``, with an int64 ``"attention_mask"`` beside each. Inverse (what the
+    environment is given): the ids that the policy wrote under ``out_keys_inv`` become texts under
+    ``in_keys_inv``; ragged ids, and padded ones with an attention mask beside them, are cut to
+    their length first.
+
+    Masks come from lengths, so the padding id may be any: the end of sequence serves where a
+    tokenizer has no padding id.
+
+    Args:
+        in_keys: texts that the environment returns.
+        out_keys: where their ids go; ``in_keys`` if not given.
+        in_keys_inv: texts that the environment reads.
+        out_keys_inv: where the policy writes their ids; ``in_keys_inv`` if not given.
+        tokenizer: a Hugging Face tokenizer or a name for ``AutoTokenizer``; that of the environment
+            if not given.
+        use_raw_nontensor: hand the tokenizer the stored object itself instead of its strings.
+        additional_tokens: tokens that are added to the given tokenizer; give the model as many
+            embeddings.
+        skip_special_tokens: leave special tokens out of the texts.
+        add_special_tokens: let the tokenizer add its own (bos, eos) to ids.
+        padding: pad the rows of a batch, on the tokenizer's side; ``False`` writes ragged rows,
+            for which ``out_keys`` must be nested.
+        max_length: longer rows are cut to it, and padded ones are all made as long.
+        return_attention_mask: write the masks.
+        missing_tolerance: pass over texts that are not there.
+        call_before_reset: tokenize what the environment's ``reset`` is given, instead of what it
+            returns.
+
+    Raises:
+        ConfigError: for keys that do not match, or no tokenizer.
+        DataError: for a missing text without ``missing_tolerance``, or something that is none.
+        TokenizerError: when padding needs an id that the tokenizer does not have.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.assets import embedded_model_path
+        >>> tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+        >>> tokenize = Tokenizer(["text"], ["ids"], tokenizer=tokenizer)
+        >>> td = tokenize(TensorDict(text=["1 + 2", "1"], batch_size=[2]))
+        >>> td["ids"].shape, td["attention_mask"].sum(1).tolist()
+        (torch.Size([2, 5]), [5, 1])
+    """
+
+    def __init__(
+        self,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        in_keys_inv: Sequence[NestedKey] | None = None,
+        out_keys_inv: Sequence[NestedKey] | None = None,
+        *,
+        tokenizer: Any = None,
+        use_raw_nontensor: bool = False,
+        additional_tokens: Sequence[str] | None = None,
+        skip_special_tokens: bool = True,
+        add_special_tokens: bool = False,
+        padding: bool = True,
+        max_length: int | None = None,
+        return_attention_mask: bool = True,
+        missing_tolerance: bool = True,
+        call_before_reset: bool = False,
+    ) -> None:
+        in_keys, in_keys_inv = list(in_keys or ()), list(in_keys_inv or ())
+        out_keys = in_keys if out_keys is None else list(out_keys)
+        out_keys_inv = in_keys_inv if out_keys_inv is None else list(out_keys_inv)
+        _check_keys(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length must be at least 1 token, got {max_length}")
+        if not padding and any(isinstance(key, str) for key in out_keys):
+            raise ConfigError(f"padding=False writes ragged rows, so nest the out_keys {out_keys}")
+        masks = [_mask_key(key) for key in out_keys]
+        if return_attention_mask and len(set(masks)) < len(masks):
+            raise ConfigError(
+                f"the attention masks of {out_keys} would share a place: nest the keys apart"
+            )
+        if additional_tokens and tokenizer is None:
+            raise ConfigError("additional_tokens are added to a tokenizer: pass tokenizer=...")
+        super().__init__(
+            in_keys=in_keys,
+            out_keys=out_keys,
+            in_keys_inv=in_keys_inv,
+            out_keys_inv=out_keys_inv,
+        )
+        if isinstance(tokenizer, str):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        if additional_tokens:
+            tokenizer.add_tokens(list(additional_tokens))
+        self._tokenizer = tokenizer
+        self.use_raw_nontensor = use_raw_nontensor
+        self.skip_special_tokens = skip_special_tokens
+        self.add_special_tokens = add_special_tokens
+        self.padding = padding
+        self.max_length = max_length
+        self.return_attention_mask = return_attention_mask
+        # Not the attribute of the base class: that one turns missing keys into KeyErrors.
+        self.tolerates_missing = missing_tolerance
+        self.call_before_reset = call_before_reset
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in use."""
+        if self._tokenizer is None and self.parent is not None:
+            self._tokenizer = getattr(self.parent, "tokenizer", None)
+        if self._tokenizer is None:
+            raise ConfigError("pass tokenizer=...: the environment has none")
+        return self._tokenizer
+
+    # -- text to ids ------------------------------------------------------------------------------
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            value = next_tensordict.get(in_key, None)
+            if value is not None and not isinstance(value, Tensor):
+                self._write_ids(next_tensordict, value, out_key)
+            elif not self.tolerates_missing:
+                raise DataError(f"there is no text under {in_key!r} to tokenize")
+            elif self.return_attention_mask:
+                self._complete_mask(next_tensordict, out_key)
+        return next_tensordict
+
+    def _write_ids(self, td: TensorDictBase, value: Any, out_key: NestedKey) -> None:
+        size = td.batch_size
+        texts = value if self.use_raw_nontensor else _texts(value, size.numel(), out_key)
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=self.add_special_tokens,
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+        )["input_ids"]
+        if not size and encoded and not isinstance(encoded[0], list):
+            encoded = [encoded]  # a single string that was handed over raw
+        rows = [torch.tensor(ids, dtype=torch.int64, device=td.device) for ids in encoded]
+        ones = [torch.ones_like(ids) for ids in rows]
+        mask_key = _mask_key(out_key)
+        if self.padding:
+            self._set_dense(td, out_key, rows, self._pad_id())
+            if self.return_attention_mask:
+                self._set_dense(td, mask_key, ones, 0)
+            return
+        for key, column in ((out_key, rows), (mask_key, ones)):
+            if key == mask_key and not self.return_attention_mask:
+                continue
+            if size:
+                write_rows(td, key, column)
+            else:
+                td.set(key, column[0])
+
+    def _set_dense(
+        self, td: TensorDictBase, key: NestedKey, rows: list[Tensor], value: int
+    ) -> None:
+        side = self.tokenizer.padding_side
+        dense = pad_rows(rows, value, side=side)
+        missing = 0 if self.max_length is None else self.max_length - dense.shape[1]
+        dense = torch.nn.functional.pad(
+            dense, (missing, 0) if side == "left" else (0, missing), value=value
+        )
+        td.set(key, dense.reshape(*td.batch_size, dense.shape[1]))
+
+    def _pad_id(self) -> int:
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        found = next((i for i in ids if i is not None), None)
+        if found is None:
+            raise TokenizerError("padding needs a tokenizer with a pad or an eos token")
+        return found
+
+    @staticmethod
+    def _complete_mask(td: TensorDictBase, out_key: NestedKey) -> None:
+        # The ids came without the text, from a data set that was tokenized before.
+        ids, mask_key = td.get(out_key, None), _mask_key(out_key)
+        if isinstance(ids, Tensor) and td.get(mask_key, None) is None:
+            td.set(mask_key, torch.ones_like(ids))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Tokenize the texts of rows outside an environment."""
+        return self._call(tensordict)
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if self.call_before_reset and tensordict is not None:
+            return self._call(tensordict)
+        return tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return tensordict_reset if self.call_before_reset else self._call(tensordict_reset)
+
+    # -- ids to text ------------------------------------------------------------------------------
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            rows = self._id_rows(tensordict, out_key)
+            if rows is not None:
+                texts = self.tokenizer.batch_decode(
+                    [ids.tolist() for ids in rows], skip_special_tokens=self.skip_special_tokens
+                )
+                _set_texts(tensordict, in_key, texts)
+            elif not self.tolerates_missing:
+                raise DataError(f"there are no ids under {out_key!r} to decode")
+        return tensordict
+
+    @staticmethod
+    def _id_rows(td: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
+        mask_key = _mask_key(key)
+        if td.batch_dims == 1:
+            rows, masks = read_rows(td, key, None), read_rows(td, mask_key, None)
+        else:
+            ids, mask = td.get(key, None), td.get(mask_key, None)
+            rows = None if ids is None else list(ids.reshape(-1, ids.shape[-1]))
+            masks = None if mask is None else list(mask.reshape(-1, mask.shape[-1]))
+        if rows is None or masks is None:
+            return rows
+        if any(ids.shape != mask.shape for ids, mask in zip(rows, masks, strict=True)):
+            return rows  # the mask of something else
+        return [ids[mask.bool()] for ids, mask in zip(rows, masks, strict=True)]
+
+    # -- specs ------------------------------------------------------------------------------------
+
+    def _spec(self, shape: Sequence[int], highest: int, device: Any) -> Bounded:
+        length = -1 if self.max_length is None else self.max_length
+        return Bounded(0, highest, shape=(*shape, length), dtype=torch.int64, device=device)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds ids and masks."""
+        shape, device = observation_spec.shape, observation_spec.device
+        for out_key in self.out_keys:
+            columns = {out_key: len(self.tokenizer) - 1}
+            if self.return_attention_mask:
+                columns[_mask_key(out_key)] = 1
+            if not self.padding:
+                names = {key[-1]: torch.int64 for key in columns}
+                observation_spec[out_key[:-1]] = RaggedSpec(names, shape=shape)
+                continue
+            for key, highest in columns.items():
+                observation_spec[key] = self._spec(shape, highest, device)
+        return observation_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Ids stand where the environment reads texts.
+
+        Raises:
+            ConfigError: when the environment reads no such text.
+        """
+        for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
+            nodes = (input_spec["full_state_spec"], input_spec["full_action_spec"])
+            spec = next((n for n in nodes if n is not None and in_key in n.keys(True, True)), None)
+            if spec is None:
+                raise ConfigError(f"the environment reads nothing under {in_key!r}")
+            if out_key != in_key:
+                del spec[in_key]
+            spec[out_key] = self._spec(spec.shape, len(self.tokenizer) - 1, spec.device)
+        return input_spec
+
+
+def _check_keys(in_keys: list, out_keys: list, in_keys_inv: list, out_keys_inv: list) -> None:
+    if not in_keys and not in_keys_inv:
+        raise ConfigError("pass in_keys (texts to ids), in_keys_inv (ids to texts), or both")
+    for here, there, names in (
+        (in_keys, out_keys, "in_keys and out_keys"),
+        (in_keys_inv, out_keys_inv, "in_keys_inv and out_keys_inv"),
+    ):
+        if len(here) != len(there):
+            raise ConfigError(f"{names} must be as many, got {here} and {there}")
+
+
+def _mask_key(key: NestedKey) -> NestedKey:
+    return "attention_mask" if isinstance(key, str) else (*key[:-1], "attention_mask")
+
+
+def _texts(value: Any, count: int, key: NestedKey) -> list[str]:
+    """One string a row, rows in order."""
+    data = value.tolist() if is_non_tensor(value) else value
+    texts = _flat(data)
+    if len(texts) == 1 and count != 1:
+        texts = texts * count  # one object for all rows
+    wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+    if wrong or len(texts) != count:
+        got = f"a {wrong[0]}" if wrong else f"{len(texts)} of them"
+        raise DataError(f"{key!r} is made of {count} strings, got {got}")
+    return texts
+
+
+def _flat(data: Any) -> list[Any]:
+    return [x for part in data for x in _flat(part)] if isinstance(data, list) else [data]
+
+
+def _set_texts(td: TensorDictBase, key: NestedKey, texts: list[str]) -> None:
+    if not td.batch_dims:
+        td.set(key, texts[0])
+    elif td.batch_dims == 1:
+        td.set(key, Column.of(texts))
+    else:
+        nested: list[Any] = texts
+        for size in reversed(td.batch_size[1:]):
+            nested = [nested[i : i + size] for i in range(0, len(nested), size)]
+        td.set(key, NonTensorStack.from_list(nested))

@@ -1,0 +1,183 @@
+"""The input modes of a chat environment by name, and history mode.
+
+Next: :mod:`torchrl_llm.data.input_modes.input_mode` is the interface,
+:mod:`torchrl_llm.data.input_modes.token_modes` has text and tokens mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.input_modes.conversations import history_spec, read_chats, write_chats
+from torchrl_llm.data.input_modes.input_mode import (
+    InputMode,
+    Message,
+    merge_rows,
+    message_text,
+)
+from torchrl_llm.data.input_modes.token_modes import TextMode, TokensMode
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = [
+    "HistoryMode",
+    "InputMode",
+    "TextMode",
+    "TokensMode",
+    "formatter_arguments",
+    "make_mode",
+    "message_text",
+    "response_reader",
+]
+
+
+class HistoryMode(InputMode):
+    """Conversations: ``("history", "full")`` becomes the next ``("history", "prompt")``."""
+
+    name = "history"
+    keeps_history = True
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``history.prompt``."""
+        return {"history": history_spec("prompt", self.example, size)}
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``history.full``."""
+        answered = self.example + [{"role": self.policy_role, "content": "An answer."}]
+        return {"history": history_spec("full", answered, size)}
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Write ``history.prompt``."""
+        write_chats(out, [Chat() if chat is None else chat for chat in chats])
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``history.prompt``; the token record moves with each chat."""
+        full = read_chats(td, "full")
+        write_chats(
+            out, full if stepped is None else merge_rows(full, read_chats(td, "prompt"), stepped)
+        )
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The last message of each conversation, if the model wrote it."""
+        return [
+            message_text(chat[-1])
+            if len(chat) and chat[-1].get("role") == self.policy_role
+            else DataError(f"the conversation does not end with a {self.policy_role!r} message")
+            for chat in read_chats(td, "full")
+        ]
+
+    def turns(self, td: TensorDictBase) -> list[Message | None]:
+        """The last message of each conversation, if the model wrote it."""
+        chats = read_chats(td, "full")
+        ends = (chat.messages[-1] if len(chat) else {} for chat in chats)
+        return [dict(end) if end.get("role") == self.policy_role else None for end in ends]
+
+    def append(
+        self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
+    ) -> None:
+        """Append to ``history.prompt``; the token record stays with each chat."""
+        chats = read_chats(out, "prompt")
+        if any(added):
+            write_chats(
+                out, [c + list(new) if new else c for c, new in zip(chats, added, strict=True)]
+            )
+
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Set ``history.prompt``; the policy encodes what has no record."""
+        now = read_chats(out, "prompt")
+        write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
+
+
+_MODES: dict[str, type[InputMode]] = {
+    mode.name: mode for mode in (HistoryMode, TextMode, TokensMode)
+}
+
+_FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools")
+
+
+def formatter_arguments(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a formatter, with variables of the template in a mapping of their own.
+
+    Example:
+        >>> formatter_arguments({"tools": [], "enable_thinking": False})
+        {'tools': [], 'template_kwargs': {'enable_thinking': False}}
+    """
+    given = template_kwargs or {}
+    named = {key: value for key, value in given.items() if key in _FORMATTER_ARGS}
+    variables = {key: value for key, value in given.items() if key not in _FORMATTER_ARGS}
+    return {**named, "template_kwargs": variables}
+
+
+def make_mode(
+    name: str,
+    *,
+    tokenizer: Any = None,
+    template_kwargs: dict[str, Any] | None = None,
+    example: Chat,
+    policy_role: str,
+) -> InputMode:
+    """The mode of that name.
+
+    Args:
+        name: ``"history"``, ``"text"`` or ``"tokens"``.
+        tokenizer: a Hugging Face tokenizer; text and tokens mode cannot do without.
+        template_kwargs: ``chat_template``, ``chat_template_name`` and ``tools`` of
+            :class:`~torchrl_llm.data.formatter.ChatFormatter`; any other name is a variable of the
+            template.
+        example: conversation for the specs.
+        policy_role: role of the model's messages.
+
+    Raises:
+        ConfigError: for an unknown mode, a missing tokenizer, or template arguments that would not
+            be used.
+        TemplateError: for a tokenizer without chat template.
+    """
+    if name not in _MODES:
+        raise ConfigError(f"input_mode must be one of {sorted(_MODES)}, got {name!r}")
+    if name == "history":
+        if template_kwargs:
+            raise ConfigError(
+                "template_kwargs have no effect in history mode, where the policy's wrapper "
+                f"applies the template; pass them there. Got {sorted(template_kwargs)}"
+            )
+        return HistoryMode(None, example, policy_role)
+    if tokenizer is None:
+        raise ConfigError(
+            f"input_mode={name!r} needs a tokenizer to render conversations: pass tokenizer=..."
+        )
+    formatter = ChatFormatter(tokenizer, **formatter_arguments(template_kwargs))
+    return _MODES[name](formatter, example, policy_role)
+
+
+class _Decoder:
+    """The one method of a formatter that reading responses takes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, token_ids: Tensor) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def response_reader(name: str, tokenizer: Any = None, policy_role: str = "assistant") -> InputMode:
+    """A mode that can only read responses, for rows outside an environment.
+
+    Args:
+        name: ``"history"``, ``"text"`` or ``"tokens"``.
+        tokenizer: decodes in tokens mode.
+        policy_role: role of the model's messages.
+
+    Raises:
+        ConfigError: for an unknown mode, or tokens mode without a tokenizer.
+    """
+    if name not in _MODES:
+        raise ConfigError(f"input_mode must be one of {sorted(_MODES)}, got {name!r}")
+    if name == "tokens" and tokenizer is None:
+        raise ConfigError("reading responses from tokens needs a tokenizer")
+    return _MODES[name](_Decoder(tokenizer), Chat(), policy_role)

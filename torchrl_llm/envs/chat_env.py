@@ -1,0 +1,483 @@
+"""Chat environments: a conversation a row, moved from one turn to the next.
+
+:class:`ChatEnv` starts conversations from a ``query`` and turns the policy's output into the next
+prompt. It gives no reward and ends nothing: transforms do
+(:mod:`torchrl_llm.rewards`, :mod:`torchrl_llm.envs.transforms`).
+
+Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import Compose, EnvBase, TransformedEnv
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.enums import TruncationReason
+from torchrl_llm.data.history import History
+from torchrl_llm.data.input_modes.history_mode import formatter_arguments, make_mode
+from torchrl_llm.data.row_files import MappedRows, RowLoader, load_rows
+from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
+from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
+from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
+from torchrl_llm.errors import ConfigError, DataError
+
+__all__ = ["ChatEnv", "DatasetChatEnv"]
+
+Mode = Literal["history", "text", "tokens"]
+
+
+class ChatEnv(EnvBase):
+    """Keeps conversations: ``full`` of one turn is ``prompt`` of the next.
+
+    Reset reads ``query`` and writes ``(input_mode, "prompt")``; step reads ``(input_mode, "full")``
+    and writes ``("next", input_mode, "prompt")``. Each row also carries ``"turn"`` (turns of the
+    model so far) and ``"traj_id"`` (unique over workers), int64 ``[B]``, and
+    ``"truncation_reason"``, int8 ``[B, 1]``, codes of
+    :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
+
+    In history mode the sampled token ids ride inside the conversations. In text and tokens mode
+    they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"`` beside them;
+    in text mode all three are empty at reset.
+
+    Args:
+        input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
+        batch_size: ``(B,)``, conversations at a time.
+        system_prompt: first message of every conversation.
+        tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
+            for ``with_tokenizer``.
+        template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` or variables of the
+            template, for text and tokens mode and for ``with_tokenizer``.
+        system_role: role of the system prompt.
+        user_role: role of a ``query`` that is a string.
+        policy_role: role of the model's messages; rewards look for it.
+        data_key: the key that reset reads. Its values are strings, lists of message dicts, or
+            :class:`~torchrl_llm.data.history.History` rows.
+        device: device of the tensors.
+        with_tokenizer: append an :class:`~torchrl_llm.envs.transforms.IncrementalTokenizer`, which
+            stays the last transform; the result is a ``TransformedEnv``. History mode only.
+        worker_id: number of this worker for ``traj_id``, see
+            :class:`~torchrl_llm.envs.ids.IdCounter`.
+
+    Raises:
+        ConfigError: for impossible arguments, and at reset without ``query``.
+        TemplateError: in text and tokens mode, for a tokenizer without chat template.
+
+    Example:
+        >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
+        >>> td = env.reset(TensorDict({"query": "Hi!"}, batch_size=(1,)))
+        >>> td["history"].prompt.role
+        [['system', 'user']]
+        >>> chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": "Hello"}]
+        >>> td["history"].full = History.of([chat])
+        >>> td = env.step(td)
+        >>> td["next", "history"].prompt.content, td["next", "turn"]
+        ([['Be brief.', 'Hi!', 'Hello']], tensor([1]))
+    """
+
+    def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
+        """Build the environment, inside a tokenizing one if asked."""
+        if with_tokenizer:
+            tokenizer = kwargs.pop("tokenizer", None)
+            if tokenizer is None:
+                raise ConfigError("with_tokenizer=True needs tokenizer=...")
+            return cls.with_tokenizer(tokenizer, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        *,
+        input_mode: Mode = "history",
+        batch_size: Sequence[int] = (1,),
+        system_prompt: str | None = None,
+        tokenizer: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        data_key: str = "query",
+        device: torch.device | None = None,
+        with_tokenizer: bool = False,
+        worker_id: int | None = None,
+    ) -> None:
+        size = torch.Size(batch_size)
+        if len(size) != 1 or size[0] < 1:
+            raise ConfigError(f"batch_size must be (B,) with B >= 1, got {tuple(size)}")
+        super().__init__(device=device, batch_size=size)
+        self.input_mode = input_mode
+        self.system_prompt = system_prompt
+        self.tokenizer = tokenizer
+        self.system_role = system_role
+        self._preamble = (
+            None
+            if system_prompt is None
+            else Chat([{"role": system_role, "content": system_prompt}])
+        )
+        self.user_role = user_role
+        self.policy_role = policy_role
+        self.data_key = data_key
+        self.mode = make_mode(
+            input_mode,
+            tokenizer=tokenizer,
+            template_kwargs=dict(template_kwargs or {}),
+            example=self._start("A question?"),
+            policy_role=policy_role,
+        )
+        self._trajectories = IdCounter("trajectory", worker_id)
+        self._make_specs(size[0])
+
+    @classmethod
+    def with_tokenizer(cls, tokenizer: Any, **kwargs: Any) -> TransformedEnv:
+        """A chat environment that also keeps ``("tokens", "prompt")``.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer with a chat template.
+            kwargs: arguments of :class:`ChatEnv`; history mode only.
+        """
+        if kwargs.get("input_mode", "history") != "history":
+            raise ConfigError("with_tokenizer is for history mode: other modes keep tokens anyway")
+        arguments = formatter_arguments(kwargs.pop("template_kwargs", None))
+        return _TokenizedEnv(
+            cls(tokenizer=tokenizer, **kwargs), IncrementalTokenizer(tokenizer, **arguments)
+        )
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[Any], **kwargs: Any) -> DatasetChatEnv:
+        """See :meth:`~torchrl_llm.envs.datasets.DatasetChatEnv.from_dataloader`."""
+        return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
+
+    def _make_specs(self, size: int) -> None:
+        flag = Binary(n=1, shape=(size, 1), dtype=torch.bool, device=self.device)
+        done = {name: flag.clone() for name in ("done", "terminated", "truncated")}
+        ids = Unbounded(shape=(size,), dtype=torch.int64, device=self.device)
+        observation = {
+            **self.mode.prompt_specs(size),
+            self.data_key: ColumnSpec((size, -1), example_data="A question?"),
+            "turn": ids,
+            "traj_id": ids.clone(),
+            "truncation_reason": Unbounded(shape=(size, 1), dtype=torch.int8, device=self.device),
+        }
+        shape = (size,)
+        self.full_observation_spec = Composite(observation, shape=shape, device=self.device)
+        self.full_state_spec = self.full_observation_spec.clone()
+        self.full_action_spec = Composite(
+            self.mode.full_specs(size), shape=shape, device=self.device
+        )
+        self.full_reward_spec = Composite(shape=shape, device=self.device)
+        self.full_done_spec = Composite(done, shape=shape, device=self.device)
+
+    def keep_history(self) -> None:
+        """Keep ``("history", "prompt")`` up to date in text and tokens mode too.
+
+        Nobody reads the policy's prompt from there; it is for transforms that work on messages. The
+        context strategies call it when they are appended; call it before the first reset.
+        """
+        if not self.mode.keeps_history:
+            self.mode.keeps_history = True
+            self._make_specs(self.batch_size[0])
+            self.empty_cache()
+
+    # Reset
+
+    def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        size = self.batch_size[0]
+        queries = None if tensordict is None else tensordict.get(self.data_key, None)
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        starts = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
+        if queries is None:
+            raise ConfigError(
+                f"ChatEnv.reset needs {self.data_key!r}: pass "
+                f"TensorDict({{{self.data_key!r}: [...]}}, batch_size={tuple(self.batch_size)}), "
+                "or append a DataLoadingPrimer so that conversations can start by themselves"
+            )
+        items = _rows_of(queries, size)
+        chats = [
+            self._start(item) if begins else None
+            for item, begins in zip(items, starts, strict=True)
+        ]
+        out = TensorDict(batch_size=self.batch_size, device=self.device)
+        self.mode.reset(out, chats)
+        out.set(self.data_key, Column.of(items))
+        out.set("turn", torch.zeros(size, dtype=torch.int64, device=self.device))
+        ids = torch.full((size,), -1, dtype=torch.int64, device=self.device)
+        ids[starts] = self._trajectories.take(sum(starts)).to(ids.device)
+        out.set("traj_id", ids)
+        self._write_flags(out)
+        return out
+
+    def _start(self, query: Any) -> Chat:
+        if isinstance(query, str):
+            chat = Chat([{"role": self.user_role, "content": query}])
+        elif isinstance(query, Chat):
+            chat = query
+        elif isinstance(query, Mapping):
+            chat = Chat([query])
+        elif isinstance(query, (list, tuple)) and all(isinstance(m, Mapping) for m in query):
+            chat = Chat(query)
+        else:
+            raise DataError(
+                f"{self.data_key!r} must hold strings, lists of message dicts or History rows, "
+                f"got {type(query).__name__}"
+            )
+        if not chat.messages:
+            raise DataError(f"{self.data_key!r} holds an empty conversation")
+        return chat if self._preamble is None else self._preamble + chat
+
+    # Step
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        mask = tensordict.get("_step", None)
+        stepped = None if mask is None else mask.reshape(self.batch_size[0], -1).any(-1)
+        out = TensorDict(batch_size=self.batch_size, device=self.device)
+        self.mode.step(tensordict, out, None if stepped is None else stepped.tolist())
+        turn = tensordict.get("turn")
+        out.set("turn", turn + 1 if stepped is None else turn + stepped.to(turn.dtype))
+        out.set("traj_id", tensordict.get("traj_id"))
+        queries = tensordict.get(self.data_key, None)
+        if queries is not None:
+            out.set(self.data_key, queries.copy())
+        self._write_flags(out)
+        if stepped is not None:
+            self._keep_flags(tensordict, out, stepped)
+        return out
+
+    def _write_flags(self, out: TensorDictBase) -> None:
+        shape = (self.batch_size[0], 1)
+        for name in ("done", "terminated", "truncated"):
+            out.set(name, torch.zeros(shape, dtype=torch.bool, device=self.device))
+        reason = torch.full(shape, int(TruncationReason.NONE), dtype=torch.int8, device=self.device)
+        out.set("truncation_reason", reason)
+
+    @staticmethod
+    def _keep_flags(td: TensorDictBase, out: TensorDictBase, stepped: torch.Tensor) -> None:
+        for name in ("done", "terminated", "truncated", "truncation_reason"):
+            before = td.get(name, None)
+            if before is not None:
+                out.set(name, torch.where(stepped.unsqueeze(-1), out.get(name), before))
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing is random here; a data set is seeded by its loader."""
+
+    # Resume
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The trajectory counter."""
+        return {"trajectories": self._trajectories.state_dict()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self._trajectories.load_state_dict(state["trajectories"])
+
+
+def _rows_of(queries: Any, size: int) -> list[Any]:
+    """One object a row, from any form that a tensordict gives a column of objects."""
+    if isinstance(queries, History):
+        return queries.chats
+    if isinstance(queries, NonTensorData):
+        # Where lists are not made into stacks, tensordict keeps them (or an array) as one object.
+        data = queries.data.tolist() if hasattr(queries.data, "tolist") else queries.data
+        one_a_row = isinstance(data, list) and len(data) == size
+        if one_a_row and not all(isinstance(item, Mapping) for item in data):
+            return data
+        return [data] * size
+    if is_non_tensor(queries):
+        return queries.tolist()
+    if isinstance(queries, str):
+        return [queries] * size
+    return list(queries)
+
+
+class _TokenizedEnv(TransformedEnv):
+    """Keeps its tokenizing transform last, so that it encodes what the others have appended."""
+
+    def append_transform(self, transform: Any) -> TransformedEnv:
+        """Insert a transform before the tokenizing one."""
+        return self.insert_transform(-1, transform)
+
+
+class _Loader:
+    """Marks a data loader that is to be used as it is."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+
+class DatasetChatEnv(TransformedEnv):
+    """A :class:`ChatEnv` whose conversations start from the rows of a data set.
+
+    It is a ``TransformedEnv`` over a :class:`~torchrl_llm.envs.ChatEnv` with a
+    :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`; append further transforms to it.
+    Subclasses turn the rows of a file into ``query`` and ``answer`` in :meth:`make_row`.
+
+    Args:
+        dataset: a sequence of dicts, a JSON-lines file, several of these, or the id of a data set
+            on the hub; see :func:`~torchrl_llm.data.row_files.load_rows`.
+        shuffle: whether each epoch has an order of its own.
+        name: configuration of a hub data set.
+        split: split of a hub data set; ``train`` if not given.
+        num_envs: ``B``, conversations at a time.
+        repeats: how many conversations each row starts; they share a ``group_id``.
+        batch_size_dl: how many rows ``collate_fn`` sees at a time.
+        seed: seed of the order; ``set_seed`` starts the data over with another one.
+        group_repeats: promise that all repeats of a row start in the same reset; ``num_envs`` must
+            be a multiple of ``repeats``.
+        tokenizer: see :class:`ChatEnv`.
+        device: device of the tensors.
+        template_kwargs: see :class:`ChatEnv`.
+        collate_fn: list of rows to one dict of columns.
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        data_key: the column that holds the user's message.
+        primers: specs of the columns, taken from the first row if not given.
+        system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
+        worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        ray_backend: draw the rows from an actor that all environments with the same
+            ``dataloader_actor_name`` ask, see
+            :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.
+        dataloader_actor_name: name of that actor.
+
+    ``state_dict()`` holds the position in the data and all counters, for an exact resume.
+
+    Raises:
+        DataError: for data that is missing, malformed or lacks a column.
+        ConfigError: for impossible arguments.
+
+    Example:
+        >>> rows = [{"query": f"{n} + 1 =", "answer": str(n + 1)} for n in range(4)]
+        >>> env = DatasetChatEnv(dataset=rows, shuffle=False, num_envs=2)
+        >>> env.reset()["history"].prompt.content
+        [['0 + 1 ='], ['1 + 1 =']]
+    """
+
+    SYSTEM_PROMPT: str | None = None
+    COLUMNS: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        dataset: Any,
+        shuffle: bool = True,
+        name: str | None = None,
+        split: str | None = None,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        batch_size_dl: int = 1,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: Any = None,
+        device: torch.device | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
+        input_mode: Mode = "history",
+        data_key: str | None = None,
+        primers: Composite | None = None,
+        system_prompt: str | None = None,
+        worker_id: int | None = None,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
+    ) -> None:
+        if dataloader_actor_name is not None and not ray_backend:
+            raise ConfigError("dataloader_actor_name has no effect without ray_backend=True")
+        data_key = "query" if data_key is None else data_key
+        if isinstance(dataset, _Loader):
+            loader = dataset.loader
+        else:
+            rows = load_rows(dataset, columns=self.COLUMNS, name=name, split=split)
+            loader = RowLoader(
+                MappedRows(rows, self.make_row),
+                shuffle=shuffle,
+                seed=seed,
+                batch_size=batch_size_dl,
+                collate_fn=collate_fn,
+            )
+        make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer
+        if ray_backend:
+            make_primer = partial(RayDataLoadingPrimer, actor_name=dataloader_actor_name)
+        primer = make_primer(
+            loader,
+            primers=primers,
+            repeats=repeats,
+            device=device,
+            group_repeats=group_repeats,
+            worker_id=worker_id,
+        )
+        primer.check_batch(num_envs)
+        if data_key not in primer.data_keys:
+            raise DataError(
+                f"the rows lack the column {data_key!r}; they have {sorted(primer.data_keys)}"
+            )
+        base_env = ChatEnv(
+            input_mode=input_mode,
+            batch_size=(num_envs,),
+            system_prompt=self.SYSTEM_PROMPT if system_prompt is None else system_prompt,
+            tokenizer=tokenizer,
+            template_kwargs=template_kwargs,
+            data_key=data_key,
+            device=device,
+            worker_id=worker_id,
+        )
+        super().__init__(base_env, Compose(primer))
+
+    @staticmethod
+    def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row of the data set as the environment hands it out; the row itself here."""
+        return row
+
+    @classmethod
+    def from_dataloader(
+        cls, dataloader: Iterable[Any], *, batch_size: Sequence[int] = (1,), **kwargs: Any
+    ) -> DatasetChatEnv:
+        """An environment over a data loader that exists already.
+
+        Args:
+            dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`.
+            batch_size: ``(B,)``, conversations at a time.
+            kwargs: the constructor's arguments, except those that build the loader.
+
+        Raises:
+            ConfigError: for an argument that only the loader could honour.
+        """
+        own = {"dataset", "shuffle", "name", "split", "batch_size_dl", "seed", "collate_fn"}
+        if unused := sorted(own & set(kwargs)):
+            raise ConfigError(f"{unused} would have no effect: the data loader decides these")
+        if len(batch_size) != 1:
+            raise ConfigError(f"batch_size must be (B,), got {tuple(batch_size)}")
+        return cls(dataset=_Loader(dataloader), num_envs=batch_size[0], **kwargs)
+
+    @property
+    def primer(self) -> DataLoadingPrimer:
+        """The transform that draws the rows."""
+        return next(t for t in self.transform if isinstance(t, DataLoadingPrimer))
+
+    def reset_dataloader(self) -> DatasetChatEnv:
+        """Start the data over."""
+        self.primer.reset_dataloader()
+        return self
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Start the data over, in the order of another seed.
+
+        Returns:
+            The seed for the next environment.
+        """
+        self.primer.reset_dataloader(seed)
+        return super().set_seed(seed, static_seed=static_seed)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """State of the transforms (position in the data, counters) and of the base environment."""
+        return {
+            "transform": self.transform.state_dict(*args, **kwargs),
+            "base_env": self.base_env.state_dict(*args, **kwargs),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.transform.load_state_dict(state_dict["transform"], **kwargs)
+        self.base_env.load_state_dict(state_dict["base_env"], **kwargs)

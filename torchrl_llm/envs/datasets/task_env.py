@@ -1,0 +1,137 @@
+"""Environments over data sets: :class:`DatasetChatEnv`, and :class:`TaskEnv` with a reward.
+
+A new task is a subclass of :class:`TaskEnv` in a file of its own: where its rows come from, what of
+a row is the ``query`` and what the ``answer``, and which reward compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torchrl.envs import Transform, TransformedEnv
+
+from torchrl_llm.envs.chat_env import DatasetChatEnv
+from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.reward_parser import RewardParser
+from torchrl_llm.tools.call_parsers import MessageCallParser
+from torchrl_llm.tools.tool_transform import ToolTransform
+
+__all__ = ["DatasetChatEnv", "TaskEnv"]
+
+
+class TaskEnv(DatasetChatEnv):
+    """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
+
+    A task writes ``DATASET`` (or overrides :meth:`default_dataset`), ``COLUMNS``,
+    ``SYSTEM_PROMPT``, :meth:`make_row` and :meth:`make_reward`; one with tools or several turns
+    also :meth:`make_tools`, ``MAX_STEPS`` and ``MAX_AUXILIARY_TURNS``.
+
+    Tool transforms that are appended later are put in front of the reward and the limit, which both
+    look at what the tools have said of a turn.
+
+    Args:
+        dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
+        data_files: a JSON-lines file or several of them, instead of ``dataset``.
+        name: configuration of a hub data set.
+        split: split of the data; see the task.
+        compute_reward: append the task's reward.
+        max_steps: turns after which an episode is cut, those that only called tools to think not
+            counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
+        kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+
+    Raises:
+        ConfigError: when both ``dataset`` and ``data_files`` are given.
+        DataError: for data that is missing, malformed or lacks a column.
+    """
+
+    DATASET: ClassVar[str | None] = None
+    NAME: ClassVar[str | None] = None
+    MAX_STEPS: ClassVar[int | None] = 1
+    MAX_AUXILIARY_TURNS: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        *,
+        dataset: Any = None,
+        data_files: str | Path | list[str | Path] | None = None,
+        name: str | None = None,
+        split: str | None = None,
+        compute_reward: bool = True,
+        max_steps: int | Literal["task"] | None = "task",
+        **kwargs: Any,
+    ) -> None:
+        if dataset is not None and data_files is not None:
+            raise ConfigError("pass dataset or data_files, not both")
+        if data_files is not None:
+            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
+            dataset = [Path(file) for file in files]
+        elif dataset is None:
+            dataset = self.default_dataset(split)
+            name = self.NAME if name is None else name
+        super().__init__(dataset=dataset, name=name, split=split, **kwargs)
+        for tool in self.make_tools():
+            self.append_transform(tool)
+        if compute_reward:
+            self.append_transform(self.make_reward())
+        self.limit_steps(max_steps)
+
+    def limit_steps(self, max_steps: int | Literal["task"] | None) -> None:
+        """Cut episodes after so many steps.
+
+        Args:
+            max_steps: as for the constructor.
+        """
+        max_steps = self.MAX_STEPS if max_steps == "task" else max_steps
+        if max_steps is not None:
+            self.append_transform(StepCounter(max_steps=max_steps))
+
+    @classmethod
+    def max_turns(cls, max_steps: int | None = None) -> int | None:
+        """How often the model can be asked in an episode; ``None`` without a limit.
+
+        Args:
+            max_steps: limit of steps; the task's own if not given.
+        """
+        steps = cls.MAX_STEPS if max_steps is None else max_steps
+        return None if steps is None else steps * (1 + cls.MAX_AUXILIARY_TURNS)
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Append a transform; one with tools comes before the reward and the limit of turns.
+
+        Args:
+            transform: the transform.
+        """
+        if isinstance(transform, ToolTransform):
+            after = (RewardParser, StepCounter)
+            for index, present in enumerate(self.transform):
+                if isinstance(present, after):
+                    return self.insert_transform(index, transform)
+        return super().append_transform(transform)
+
+    def make_tools(self) -> Sequence[Transform]:
+        """Transforms with the task's tools; none by default."""
+        return ()
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools that are called as the chat template writes calls, for a policy's ``tools``.
+
+        Those with a parser of their own are called in a form that no template describes.
+        """
+        made = [each for each in self.transform if isinstance(each, ToolTransform)]
+        told = [each for each in made if isinstance(each.parser, MessageCallParser)]
+        return [schema for each in told for schema in each.schemas]
+
+    @classmethod
+    def default_dataset(cls, split: str | None) -> Any:
+        """The task's own data: ``DATASET``, or rows that a task makes itself for each split."""
+        if cls.DATASET is None:
+            raise ConfigError(f"{cls.__name__} has no data of its own: pass dataset or data_files")
+        return cls.DATASET
+
+    def make_reward(self) -> RewardParser:
+        """The task's reward."""
+        raise ConfigError(f"{type(self).__name__} has no reward: pass compute_reward=False")

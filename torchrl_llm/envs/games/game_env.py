@@ -1,0 +1,175 @@
+"""Games as environments of conversations: :class:`GameEnv`.
+
+A game is a :class:`~torchrl_llm.envs.games.game.Game`; what an answer of the model does in it
+is the work of :class:`~torchrl_llm.envs.games.steps.GameSteps`. A new game is a file with its rules
+and a subclass of :class:`GameEnv` that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torchrl_llm.data.row_files import MappedRows
+from torchrl_llm.envs.actions import ActionForm, CallAction, make_action_parser
+from torchrl_llm.envs.games.game import Agent, Game, play
+from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
+from torchrl_llm.envs.world import ModelTurn, WorldEnv
+from torchrl_llm.errors import DataError
+
+__all__ = ["GameEnv"]
+
+
+class GameEnv(WorldEnv):
+    """A game that language models play, one game a row.
+
+    Each row is a seed: it starts a game, whose first observation is the user's message after a
+    system prompt with the rules and the form of an answer. From then on the model answers with an
+    action, and is told what came of it, until the game ends; see
+    :class:`~torchrl_llm.envs.games.steps.GameSteps` for what is written. All repeats of a row play
+    the same game, opponents included as long as the model does the same.
+
+    Three things end an episode: the rules (``terminated``), a limit of the game itself
+    (``truncated`` with the reason ``ENV``), and ``max_steps`` turns (reason ``MAX_STEPS``). A turn
+    without a legal action is one of these turns, though the game does not move.
+
+    Args:
+        game: the rules.
+        actions: how an answer says its action: ``"tag"`` (``<move>5</move>``), ``"call"`` (a tool
+            call) or ``"bare"`` (the whole answer).
+        invalid_reward: reward of a turn without a legal action; the game's own if not given, which
+            is as bad as the worst end where such a turn ends the game.
+        stop_on_invalid: let such a turn end the game.
+        accept_cut: read answers that were cut at their limit of tokens like others.
+        dataset: rows with a ``seed``; 65,536 games to train on, or with ``split="test"`` 1,024
+            others, if neither this nor ``data_files`` is given.
+        data_files: a JSON-lines file of such rows, or several.
+        split: ``"train"`` or ``"test"``.
+        compute_reward: write the reward.
+        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is the
+            game's own limit (``MAX_STEPS``).
+        system_prompt: instead of the rules and the form of an answer.
+        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; with ``actions="call"`` the tool
+            is added to ``tools`` in text and tokens mode. In history mode give
+            ``env.tool_schemas`` to the policy's wrapper as ``tools``.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+        DataError: for a row without a whole number as ``seed``.
+
+    Example:
+        >>> from torchrl_llm.data.history import History
+        >>> from torchrl_llm.envs.games import TicTacToe
+        >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, shuffle=False)
+        >>> td = env.reset()
+        >>> chat = td["history"].prompt.chats[0]
+        >>> answer = {"role": "assistant", "content": "<move>5</move>"}
+        >>> td["history"].full = History.of([chat + [answer]])
+        >>> td = env.step(td)["next"]
+        >>> print(td["history"].prompt.chats[0][-1]["content"])
+        O takes 8.
+        1 2 3
+        4 X 6
+        7 O 9
+        You are X. Your move.
+    """
+
+    MAX_STEPS: ClassVar[int | None] = 64
+
+    def __init__(
+        self,
+        game: Game,
+        *,
+        actions: ActionForm = "tag",
+        invalid_reward: float | None = None,
+        stop_on_invalid: bool = False,
+        accept_cut: bool = False,
+        dataset: Any = None,
+        data_files: str | Path | list[str | Path] | None = None,
+        split: str | None = None,
+        compute_reward: bool = True,
+        max_steps: int | Literal["task"] | None = "task",
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parser = make_action_parser(actions, game.action_name, game.action_help)
+        if invalid_reward is None:
+            invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
+        rows = self.read_rows(dataset, data_files, split, columns=("seed",))
+        if system_prompt is None:
+            system_prompt = f"{game.rules} {parser.help}"
+        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
+            given = dict(template_kwargs or {})
+            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.tool.schema]}
+        super().__init__(
+            dataset=MappedRows(rows, partial(_first_turn, game)),
+            compute_reward=False,
+            max_steps=None,
+            system_prompt=system_prompt,
+            template_kwargs=template_kwargs,
+            **kwargs,
+        )
+        self.append_transform(
+            GameSteps(
+                game,
+                parser,
+                invalid_reward=invalid_reward,
+                stop_on_invalid=stop_on_invalid,
+                accept_cut=accept_cut,
+                with_reward=compute_reward,
+            )
+        )
+        self.limit_steps(max_steps)
+
+    @property
+    def steps(self) -> GameSteps:
+        """The transform that plays."""
+        return next(t for t in self.transform if isinstance(t, GameSteps))
+
+    @property
+    def game(self) -> Game:
+        """The rules."""
+        return self.steps.game
+
+    def demonstrate(self, agent: Agent, seed: int) -> list[dict[str, Any]]:
+        """A game that someone plays, as the conversation of a model that plays it like that.
+
+        What it returns, for many seeds, is data to imitate: the messages are those that the
+        environment writes in history mode, answers in the form that it asks for.
+
+        Args:
+            agent: chooses the actions, all of them legal.
+            seed: of the game.
+
+        Returns:
+            The messages, from the system prompt to the last action.
+
+        Example:
+            >>> from torchrl_llm.envs.games import TicTacToe, expert
+            >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, system_prompt="Play.")
+            >>> chat = env.demonstrate(expert(0), seed=1)
+            >>> [message["role"] for message in chat[:3]], chat[2]["content"]
+            (['system', 'user', 'assistant'], '<move>7</move>')
+        """
+        parser, system = self.steps.parser, self.base_env.system_prompt
+        chat = [] if system is None else [{"role": "system", "content": system}]
+        told = {"role": self.base_env.user_role}
+        for turn in play(self.game, agent, seed):
+            answer = parser.message(turn.action)
+            chat += [{**told, "content": turn.observation}, answer]
+            reply = self.steps.reply(ModelTurn(0, answer, False, False), "")
+            told = {name: value for name, value in reply.items() if name != "content"}
+        return chat
+
+
+def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a game begins with: the message of the user, and the state as text."""
+    seed = row["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
+    state = game.reset(seed)
+    return {**row, "query": game.observe(state), STATE_KEY: game.dump(state)}

@@ -1,0 +1,326 @@
+"""What of a conversation the model sees next: all of it, without its old thoughts, or its end.
+
+A context strategy stands between the environment and the policy and rewrites
+``("history", "prompt")``. Whoever rewrites history gives up the ids that were sampled in it: the
+row *forks*. The turns so far stay as they were collected, trainable as sampled; the next prompt is
+encoded anew, nothing in it is trained, and its record says why
+(:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
+:class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
+
+It is not about a model's maximal length, which the policy's wrapper guards
+(:mod:`torchrl_llm.modules.policies.context_limit`).
+Next: ``docs/source/howto/keep_the_context_short.rst``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.envs import Transform, TransformedEnv
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.history import History
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.envs.transforms.attached import chat_env_of
+from torchrl_llm.errors import ConfigError
+
+__all__ = [
+    "ContextStrategy",
+    "FullDialog",
+    "SlidingWindow",
+    "TruncatedThinking",
+    "forked",
+    "slide_window",
+    "truncate_thoughts",
+]
+
+Message = Mapping[str, Any]
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = None) -> Chat:
+    """A conversation whose messages were rewritten: it is encoded anew, and its record says why.
+
+    Args:
+        messages: what the model sees from now on.
+        cause: a word for it, found again as ``record.fork_cause`` of whatever is answered to it.
+        before: the conversation as it was: the model's turns are counted on from there.
+
+    Example:
+        >>> forked([{"role": "user", "content": "Hi"}], "window").record.fork_cause
+        'window'
+    """
+    record = None if before is None else before.record
+    turns = 0 if record is None else record.num_turns
+    return Chat(messages, TokenRecord.forked(cause, earlier_turns=turns))
+
+
+class ContextStrategy(Transform):
+    """Base of the strategies: subclasses write :meth:`rewrite` and name their ``cause``.
+
+    It acts on every prompt that the environment hands out. Rows that are done or not stepped, and
+    conversations whose last message is an unfinished one of the model's, are left alone. Append it
+    behind transforms that add messages and before those that tokenize
+    (``ChatEnv(with_tokenizer=True)`` keeps its own last).
+
+    In text and tokens mode the environment keeps ``("history", "prompt")`` beside the ids from then
+    on (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), and the record of a fork is found there.
+
+    Raises:
+        ConfigError: at the first prompt, in an environment that has no messages.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.envs import ChatEnv
+        >>> class LastMessage(ContextStrategy):
+        ...     cause = "last_message"
+        ...     def rewrite(self, messages):
+        ...         return messages[-1:]
+        >>> env = ChatEnv(system_prompt="Be brief.").append_transform(LastMessage())
+        >>> env.reset(TensorDict(query=["Hi"], batch_size=[1]))["history"].prompt.content
+        [['Hi']]
+    """
+
+    cause: str
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:
+        """What the model sees of a conversation.
+
+        Args:
+            messages: all of the conversation that the environment still holds; not to be changed.
+
+        Returns:
+            The same messages, or others. What is left out here is gone for later turns too.
+        """
+
+    def set_container(self, container: Any) -> None:
+        """Let the environment keep the messages."""
+        super().set_container(container)
+        env = chat_env_of(self)
+        if env is not None:
+            env.keep_history()
+            inner = self.container.base_env
+            while isinstance(inner, TransformedEnv):
+                inner.empty_cache()
+                inner = inner.base_env
+
+    def _rewritten(self, chat: Chat, *, starts: bool) -> Chat:
+        if not len(chat) or chat.messages[-1].get("is_complete") is False:
+            return chat
+        messages = tuple(self.rewrite(chat.messages))
+        if messages == chat.messages:
+            return chat
+        if not messages:
+            raise ConfigError(f"{type(self).__name__} leaves nothing of a conversation")
+        return Chat(messages) if starts else forked(messages, self.cause, before=chat)
+
+    def _chats(self, td: TensorDictBase) -> list[Chat]:
+        history = td.get(("history", "prompt"), None)
+        if history is None:
+            raise ConfigError(
+                f"{type(self).__name__} rewrites messages, and the prompts have none: append it to "
+                "a ChatEnv, or to an environment with ('history', 'prompt')"
+            )
+        return history.chats
+
+    def _write(self, td: TensorDictBase, before: list[Chat], after: list[Chat]) -> None:
+        changed = {
+            row: chat
+            for row, (old, chat) in enumerate(zip(before, after, strict=True))
+            if chat is not old
+        }
+        env = chat_env_of(self)
+        if changed and env is not None:
+            env.mode.replace(td, changed)
+        elif changed:
+            td.set(("history", "prompt"), History.of(after))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        chats = self._chats(next_tensordict)
+        going = [True] * len(chats)
+        for td, key, wanted in ((tensordict, "_step", True), (next_tensordict, "done", False)):
+            mask = td.get(key, None)
+            if mask is not None:
+                flags = (mask.reshape(len(chats), -1).any(-1) == wanted).tolist()
+                going = [a and b for a, b in zip(going, flags, strict=True)]
+        after = [
+            self._rewritten(chat, starts=False) if goes else chat
+            for chat, goes in zip(chats, going, strict=True)
+        ]
+        self._write(next_tensordict, chats, after)
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        # A first prompt has nothing behind it that it could fork from.
+        chats = self._chats(tensordict_reset)
+        after = [self._rewritten(chat, starts=True) for chat in chats]
+        self._write(tensordict_reset, chats, after)
+        return tensordict_reset
+
+
+class FullDialog(ContextStrategy):
+    """The model sees the whole conversation: nothing is rewritten, so nothing forks.
+
+    What an environment does anyway; a strategy of its own so that a choice can name it.
+
+    Example:
+        >>> FullDialog().rewrite(({"role": "user", "content": "Hi"},))
+        ({'role': 'user', 'content': 'Hi'},)
+    """
+
+    cause = "none"
+
+    def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:
+        """All messages."""
+        return messages
+
+
+class TruncatedThinking(ContextStrategy):
+    """Later turns see a placeholder for what the model thought; see :func:`truncate_thoughts`.
+
+    Each turn that thinks forks the row, for the thought is taken out of the next prompt.
+
+    Args:
+        placeholder: what stands for a thought.
+
+    Raises:
+        ConfigError: for a placeholder that is empty or holds a ``think`` tag.
+    """
+
+    cause = "think_truncated"
+
+    def __init__(self, placeholder: str = "[TRUNCATED]") -> None:
+        super().__init__()
+        if not placeholder.strip() or _OPEN in placeholder or _CLOSE in placeholder:
+            raise ConfigError(f"a placeholder is a text without think tags, got {placeholder!r}")
+        self.placeholder = placeholder
+
+    def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:
+        """The messages with placeholders."""
+        return truncate_thoughts(messages, self.placeholder)
+
+
+class SlidingWindow(ContextStrategy):
+    """The model sees its last turns only; see :func:`slide_window`.
+
+    Once the conversation is longer than the window, every turn forks.
+
+    Args:
+        num_turns: how many of the model's turns stay.
+        keep_task: whether what stands before the model's first turn stays too.
+
+    Raises:
+        ConfigError: for less than one turn.
+    """
+
+    cause = "window"
+
+    def __init__(self, num_turns: int, *, keep_task: bool = True) -> None:
+        super().__init__()
+        if num_turns < 1:
+            raise ConfigError(f"a window holds at least one turn, got num_turns={num_turns}")
+        self.num_turns = num_turns
+        self.keep_task = keep_task
+
+    def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:
+        """The messages in the window."""
+        return slide_window(messages, self.num_turns, keep_task=self.keep_task)
+
+
+def truncate_thoughts(
+    messages: Sequence[Message], placeholder: str = "[TRUNCATED]"
+) -> list[Message]:
+    """Put a placeholder for the thoughts of the model.
+
+    Only a message that is exactly one thought and then an answer is changed: content of the form
+    ``<think>thought</think>answer``, or a ``reasoning_content`` beside a content or tool calls.
+    Anything else (a block that never ends, two of them, no answer) stays as it is.
+
+    Args:
+        messages: a conversation.
+        placeholder: what stands for a thought.
+
+    Example:
+        >>> said = {"role": "assistant", "content": "<think>2+2 is 4</think>4"}
+        >>> truncate_thoughts([said])[0]["content"]
+        '<think>[TRUNCATED]</think>4'
+    """
+    return [
+        _without_thought(message, placeholder) if message.get("role") == "assistant" else message
+        for message in messages
+    ]
+
+
+def _without_thought(message: Message, placeholder: str) -> Message:
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip():
+        answered = bool(message.get("tool_calls")) or bool(content and str(content).strip())
+        changed = {"reasoning_content": placeholder} if answered else {}
+    else:
+        text = _truncated(content, placeholder) if isinstance(content, str) else None
+        changed = {} if text is None else {"content": text}
+    if all(message.get(key) == value for key, value in changed.items()):
+        return message
+    # The exact sample is in the earlier rows; here it would contradict the rest.
+    return {key: value for key, value in message.items() if key != "raw"} | changed
+
+
+def _truncated(text: str, placeholder: str) -> str | None:
+    start = len(text) - len(text.lstrip())
+    if not text.startswith(_OPEN, start):
+        return None
+    thought, closed, answer = text[start + len(_OPEN) :].partition(_CLOSE)
+    nested = _OPEN in thought or _OPEN in answer or _CLOSE in answer
+    if not closed or nested or not thought.strip() or not answer.strip():
+        return None
+    return f"{text[:start]}{_OPEN}{placeholder}{_CLOSE}{answer}"
+
+
+def slide_window(
+    messages: Sequence[Message], num_turns: int, *, keep_task: bool = True
+) -> list[Message]:
+    """The beginning of a conversation and the model's last turns.
+
+    A turn is a message of the model and everything up to its next one: a call never loses its
+    results.
+
+    Args:
+        messages: a conversation.
+        num_turns: how many of the model's turns stay.
+        keep_task: keep everything before the model's first turn. Without it only the leading
+            system messages stay, and the window begins with the user's message before its first
+            turn (which may lie some turns back, in a loop of tool calls), so that it is still a
+            conversation.
+
+    Example:
+        >>> roles = ["system", "user", "assistant", "user", "assistant", "user"]
+        >>> chat = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+        >>> [m["content"] for m in slide_window(chat, 1)]
+        ['0', '1', '4', '5']
+        >>> [m["content"] for m in slide_window(chat, 1, keep_task=False)]
+        ['0', '3', '4', '5']
+    """
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if len(turns) <= num_turns:
+        return list(messages)
+    start, task = turns[-num_turns], turns[0]
+    if not keep_task:
+        lead = (i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer"))
+        task = next(lead, 0)
+        start = max((i for i in range(task, start) if _asks(messages, i)), default=task)
+    return [*messages[:task], *messages[max(start, task) :]]
+
+
+def _asks(messages: Sequence[Message], index: int) -> bool:
+    """Whether the user's words begin here, after the model's."""
+    before = messages[index - 1].get("role") if index else None
+    return messages[index].get("role") == "user" and before != "user"

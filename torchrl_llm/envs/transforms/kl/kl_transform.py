@@ -1,0 +1,235 @@
+r"""What every KL transform shares: tokens, means, and the term in the reward.
+
+The objective of arXiv:1909.08593 (equation 2) is the reward less :math:`\beta` times the divergence
+from a reference, :math:`R(x, y) = r(x, y) - \beta \log \frac{\pi(y|x)}{\rho(y|x)}`. A subclass says
+where the log-probs under :math:`\pi` and :math:`\rho` come from.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``R_b`` tokens of its response.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm.data.kl_controllers import ConstantKLController, KLController
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import Path, RowTransform, RowView
+from torchrl_llm.data.specs import RaggedSpec
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional.kl import KL_ESTIMATORS, KLEstimator
+
+__all__ = ["KLReduction", "KLTransform", "Sources"]
+
+KLReduction = Literal["sum", "mean", "token"]
+
+
+class Sources(NamedTuple):
+    """Log-probs of the tokens of each row.
+
+    Attributes:
+        gen: ``B`` float32 tensors ``[T_b]`` under the policy that sampled, nats.
+        ref: the same under the reference.
+        columns: what else is to be written.
+    """
+
+    gen: list[Tensor]
+    ref: list[Tensor]
+    columns: dict[Path, list[Tensor]]
+
+
+class KLTransform(RowTransform):
+    r"""Base of the transforms that measure, and penalise, the divergence from a reference.
+
+    Only tokens count that the policy sampled in the turn a row stands for, so that of a
+    conversation every token is paid for once; prompts, templates and tools never do. Written under
+    ``("next", kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0
+    where a token does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``,
+    what the reward was penalised with, float32 ``[1]``.
+
+    Append it after the transform that writes the reward: to an environment, or to a replay buffer
+    behind its credit assigner, which then sees the penalised reward.
+
+    Args:
+        coeff: :math:`\beta`: a number, or a controller that follows the divergence of the rows
+            (the unit of its target is that of ``reduction``, nats a response or a token). Its state
+            is part of the transform's.
+        add_to_reward: penalise the reward, or only measure.
+        reduction: what is subtracted from a reward ``[1, 1]``: the ``"sum"`` over tokens, which is
+            the divergence of the whole response; the ``"mean"``, which does not grow with length;
+            or, ``"token"``, each token's own from a reward per token ``[R, 1]``, whose last token
+            has the response's reward; in a replay buffer only. Rewards that are per token already
+            stay so.
+        estimator: ``"k1"``, the log-ratio, whose expectation is the divergence and whose use as a
+            reward has the gradient of the divergence; ``"k2"`` or ``"k3"``, never negative, biased
+            as rewards (see :mod:`torchrl_llm.functional.kl`).
+        reward_key: the reward, under ``"next"``.
+        penalised_key: where the penalised reward goes; the same by default.
+        kl_key: name of the node of the divergences.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+    """
+
+    def __init__(
+        self,
+        *,
+        coeff: float | KLController = 1.0,
+        add_to_reward: bool = True,
+        reduction: KLReduction = "sum",
+        estimator: KLEstimator = "k1",
+        reward_key: NestedKey = ("next", "reward"),
+        penalised_key: NestedKey | None = None,
+        kl_key: str = "kl_penalty",
+    ) -> None:
+        super().__init__()
+        if reduction not in get_args(KLReduction):
+            raise ConfigError(f"reduction must be sum, mean or token, got {reduction!r}")
+        if estimator not in KL_ESTIMATORS:
+            raise ConfigError(f"estimator must be {' or '.join(KL_ESTIMATORS)}, got {estimator!r}")
+        if not isinstance(kl_key, str):
+            raise ConfigError(f"kl_key names a node under 'next' and is a string, got {kl_key!r}")
+        if not add_to_reward and isinstance(coeff, KLController):
+            raise ConfigError("a KL controller has no effect with add_to_reward=False")
+        controller = coeff
+        if not isinstance(coeff, KLController):
+            controller = ConstantKLController(kl_coef=coeff)
+        self.controller: KLController = controller
+        self.add_to_reward, self.reduction, self.estimator = add_to_reward, reduction, estimator
+        self.reward_key = as_path(reward_key)
+        self.penalised_key = self.reward_key if penalised_key is None else as_path(penalised_key)
+        for key in (self.reward_key, self.penalised_key):
+            if len(key) != 2 or key[0] != "next":
+                raise ConfigError(f"a reward is at ('next', name), got {key!r}")
+        self.kl_key = kl_key
+
+    @abstractmethod
+    def sources(self, rows: RowView) -> Sources:
+        """Log-probs under the policy that sampled and under the reference.
+
+        Args:
+            rows: the ``B`` rows.
+        """
+
+    @property
+    def coeff(self) -> float:
+        """The present coefficient."""
+        return self.controller.coef
+
+    @property
+    def written(self) -> Path:
+        """Where the divergences are."""
+        return ("next", self.kl_key, "full")
+
+    def is_written(self, row: TensorDictBase) -> bool:
+        """Whether the divergence is there, and in the reward if it is to be there."""
+        if row.get(self.written, None) is None:
+            return False
+        applied = row.get(("next", self.kl_key, "coeff"), None)
+        return not self.add_to_reward or applied is None or bool((applied != 0).all())
+
+    def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
+        """Divergences and rewards, and what the sources add."""
+        gen, ref, columns = self.sources(rows)
+        masks = rows.sampled()
+        kl = [
+            self._per_token(row, *parts)
+            for row, parts in enumerate(zip(gen, ref, masks, strict=True))
+        ]
+        sums = torch.stack([values.sum() for values in kl])
+        counts = torch.stack([mask.sum() for mask in masks])
+        means = sums / counts.clamp_min(1)
+        coeff = self.coeff if self.add_to_reward else 0.0
+        node = ("next", self.kl_key)
+        columns = {
+            **columns,
+            (*node, "full"): kl,
+            (*node, "sum"): list(sums.unsqueeze(1).unbind(0)),
+            (*node, "mean"): list(means.unsqueeze(1).unbind(0)),
+            (*node, "coeff"): [torch.tensor([coeff]) for _ in kl],
+        }
+        if self.add_to_reward:
+            rewards = rows.read(self.reward_key, "append this after the transform that writes it")
+            responses = rows.read(("tokens", "response"), "the policy writes them")
+            columns[self.penalised_key] = [
+                self._penalised(reward, values, response.shape[0], count)
+                for reward, values, response, count in zip(
+                    rewards, kl, responses, counts.tolist(), strict=True
+                )
+            ]
+            seen = counts > 0
+            self.controller.update((means if self.reduction == "mean" else sums)[seen].tolist())
+        return columns
+
+    def _per_token(self, row: int, gen: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+        if not gen.shape == ref.shape == mask.shape:
+            raise DataError(
+                f"row {row} has {mask.shape[0]} tokens, log-probs of shape {tuple(gen.shape)} and "
+                f"reference log-probs of shape {tuple(ref.shape)}; all must be aligned"
+            )
+        kl = KL_ESTIMATORS[self.estimator](ref.float() - gen.float().to(ref.device))
+        mask = mask.to(kl.device)
+        if not bool(kl[mask].isfinite().all()):
+            raise DataError(f"a log-prob of row {row} is NaN or infinite at a sampled token")
+        # Where a token does not count there may be anything, NaN too.
+        return kl.masked_fill(~mask, 0.0)
+
+    def _penalised(self, reward: Tensor, kl: Tensor, length: int, count: int) -> Tensor:
+        kl = kl[kl.shape[0] - length :].unsqueeze(-1).to(reward)
+        if self.reduction == "mean":
+            kl = kl / max(count, 1)
+        if reward.numel() == 1:
+            if self.reduction != "token" or length < 2:
+                return reward - self.coeff * kl.sum()
+            whole, reward = reward, reward.new_zeros(length, 1)
+            reward[-1] = whole.reshape(1)
+        if reward.shape != kl.shape:
+            raise DataError(
+                f"a reward must be [1, 1], or [R, 1] for R={length} tokens of the response, got "
+                f"{tuple(reward.shape)}"
+            )
+        return reward - self.coeff * kl
+
+    # -- in an environment ------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if self.add_to_reward and self.reduction == "token":
+            raise ConfigError(
+                "an environment's rewards have one shape for all rows; append a KL transform with "
+                "reduction='token' to the replay buffer"
+            )
+        return super()._step(tensordict, next_tensordict)
+
+    def empty_columns(self) -> dict[Path, Tensor]:
+        """No token, no divergence."""
+        node = ("next", self.kl_key)
+        empty = {(*node, name): torch.zeros(1) for name in ("sum", "mean", "coeff")}
+        return {(*node, "full"): torch.zeros(0), **empty}
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the divergences."""
+        fields = dict.fromkeys(("full", "sum", "mean", "coeff"), torch.float32)
+        observation_spec[self.kl_key] = RaggedSpec(fields, shape=observation_spec.shape)
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the penalised reward where it has a name of its own."""
+        if self.add_to_reward and self.penalised_key != self.reward_key:
+            reward_spec[self.penalised_key[1]] = reward_spec[self.reward_key[1]].clone()
+        return reward_spec
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The controller's state."""
+        return self.controller.state_dict()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self.controller.load_state_dict(state)

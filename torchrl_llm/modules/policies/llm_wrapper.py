@@ -1,0 +1,581 @@
+"""The policy: rows of a tensordict through a backend and back, the same for every model.
+
+:meth:`LLMWrapperBase.forward` reads rows (:mod:`~torchrl_llm.modules.policies.row_readers`), asks
+the backend, writes columns (:mod:`~torchrl_llm.modules.policies.outputs`) and pads once if asked.
+
+Shape legend: ``B`` rows, ``n`` samples a prompt, ``T`` tokens, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.data.containers import TokenSupport
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.ragged import pad_rows
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
+from torchrl_llm.data.token_facts import added_facts, node_dtypes
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional import restrict_logits
+from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.policies.batching import make_batcher
+from torchrl_llm.modules.policies.context_limit import OnOverlong, check_on_overlong, fit_context
+from torchrl_llm.modules.policies.distributions import TokenDistribution
+from torchrl_llm.modules.policies.outputs import (
+    answered_columns,
+    pad_columns,
+    respond,
+    scored_columns,
+    with_tool_calls,
+)
+from torchrl_llm.modules.policies.row_blocks import deliver, flat_blocks, nest, tensor_rows
+from torchrl_llm.modules.policies.row_readers import (
+    HistoryRows,
+    KeyNames,
+    RowReader,
+    TextRows,
+    TokensRows,
+)
+from torchrl_llm.modules.policies.row_selection import (
+    select_tokens,
+    support_extras,
+    temperatures,
+)
+from torchrl_llm.modules.policies.sampling_arguments import (
+    check_mode,
+    override_generation,
+    settle_generation,
+)
+from torchrl_llm.modules.policies.text_codec import TextCodec
+
+__all__ = ["LLMWrapperBase"]
+
+InputMode = Literal["history", "text", "tokens"]
+_READERS: dict[str, type[RowReader]] = {
+    "history": HistoryRows,
+    "text": TextRows,
+    "tokens": TokensRows,
+}
+_HISTORY_ONLY = ("chat_template_name", "chat_template", "template_kwargs", "tools", "on_rewrite")
+
+
+class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
+    """A policy over any :class:`~torchrl_llm.modules.backends.backend_port.Backend`.
+
+    With ``generate=True`` it answers ``(input_mode, "prompt")`` and writes prompt, response and
+    full text or conversation of its mode, ``tokens``, ``log_probs``, ``masks``, ``trace`` and the
+    facts that were registered before it was built (:mod:`torchrl_llm.data.token_facts`); with
+    ``generate=False`` it scores ``(input_mode, "full")``, each row at the temperature and on the
+    kept ids that it records, and writes ``log_probs.full``, ``tokens.full`` and ``masks``. Columns
+    are ragged, one tensor a row, unless ``pad_output``.
+
+    Subclasses only build the backend. Their remaining arguments are those listed here.
+
+    Args:
+        backend: samples and scores token ids.
+        tokenizer: a fast tokenizer; tokens mode does without one.
+        input_mode: what the rows hold: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: where they are, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
+        attention_mask_key: mask of padded token prompts, read in tokens mode where it is present.
+        generate: sample, or score what is there.
+        generate_kwargs: see
+            :func:`~torchrl_llm.modules.policies.sampling_arguments.parse_generate_kwargs`; may be
+            overridden in each call.
+        tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
+            special token is added.
+        pad_output: write dense columns: prompts padded on the left, all others on the right.
+        inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
+            into an empty one of its kind, ``False`` into a new one.
+        layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
+        num_samples: responses a prompt; the output gets a second dimension, ``[B, n]``.
+        chat_template_name: name of a registered chat template.
+        chat_template: a Jinja template; the tokenizer's own by default.
+        template_kwargs: variables of the template, such as ``enable_thinking``.
+        tools: tools of every conversation.
+        on_rewrite: what to do where the template rewrites history, see
+            :class:`~torchrl_llm.data.formatter.ChatFormatter`.
+        return_log_probs: write the sampled log-probs (the default).
+        history_key: name of the conversations.
+        text_key: name of the text columns.
+        tokens_key: name of the token columns.
+        masks_key: name of the masks.
+        log_probs_key: name of the log-probs.
+        trace_key: name of the provenance columns.
+        support_key: name of the ids that truncated sampling kept; written with
+            ``generate_kwargs={"record_support": True}``.
+        batching: run requests of several threads together; on when a size is given.
+        min_batch_size: prompts to wait for.
+        max_batch_size: most prompts of one call of the model.
+        batching_timeout: seconds after which a request runs with whatever is there.
+        prefer_tokens: use known ids (a chat's record, ``tokens.prompt`` that spells the text)
+            instead of encoding again. ``False`` encodes everything anew.
+        on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
+            aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
+        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
+        policy_version: version of the weights, written into the trace of every sampled token.
+
+    Attributes:
+        backend: as given.
+        policy_version: set by whoever updates the weights.
+        overlong_counts: prompts dropped and truncated so far.
+
+    Raises:
+        ConfigError: for arguments that are unknown, contradict each other or would have no effect.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        tokenizer: Any = None,
+        input_mode: InputMode = "history",
+        input_key: NestedKey | None = None,
+        attention_mask_key: NestedKey = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        pad_output: bool = False,
+        inplace: bool | Literal["empty"] | None = None,
+        layout: torch.layout | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
+        on_rewrite: Literal["fork", "keep", "error"] = "fork",
+        return_log_probs: bool | None = None,
+        history_key: str = "history",
+        text_key: str = "text",
+        tokens_key: str = "tokens",
+        masks_key: str = "masks",
+        log_probs_key: str = "log_probs",
+        trace_key: str = "trace",
+        support_key: str = "support",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = True,
+        on_overlong: OnOverlong = "error",
+        max_prompt_length: int | None = None,
+        policy_version: int = 0,
+    ) -> None:
+        super().__init__()
+        check_mode(
+            input_mode,
+            tokenizer,
+            layout,
+            {
+                "tokenizer_kwargs": tokenizer_kwargs,
+                "chat_template_name": chat_template_name,
+                "chat_template": chat_template,
+                "template_kwargs": template_kwargs,
+                "tools": tools,
+                "on_rewrite": None if on_rewrite == "fork" else on_rewrite,
+            },
+        )
+        self.backend = backend
+        if backend.module is not None:
+            self.model = backend.module
+        self.tokenizer = tokenizer
+        self.vocab_size = backend.vocab_size
+        self.input_mode = input_mode
+        self.generate = generate
+        self.pad_output = pad_output
+        self.policy_version = policy_version
+        self.on_overlong = check_on_overlong(on_overlong, max_prompt_length)
+        self.max_prompt_length = max_prompt_length
+        self.overlong_counts = {"dropped": 0, "truncated": 0}
+        self.names = KeyNames(
+            history=history_key,
+            text=text_key,
+            tokens=tokens_key,
+            masks=masks_key,
+            log_probs=log_probs_key,
+            trace=trace_key,
+            support=support_key,
+            attention_mask=attention_mask_key,
+        )
+        self._generate_kwargs = dict(generate_kwargs or {})
+        self._arguments = settle_generation(
+            self._generate_kwargs, backend, generate, num_samples, return_log_probs
+        )
+        self.num_samples = self._arguments.num_samples
+        self.return_log_probs = self._arguments.log_probs
+        if inplace and self.num_samples is not None:
+            raise ConfigError(
+                f"num_samples adds a dimension, so the output cannot go in place; got {inplace=}"
+            )
+        self.inplace = self.num_samples is None if inplace is None else inplace
+        self.batcher = make_batcher(batching, min_batch_size, max_batch_size, batching_timeout)
+        codec = None
+        if tokenizer is not None:
+            skip = self._arguments.skip_special_tokens
+            codec = TextCodec(
+                tokenizer, tokenizer_kwargs=tokenizer_kwargs, skip_special_tokens=skip
+            )
+        self.formatter = None
+        if input_mode == "history":
+            self.formatter = ChatFormatter(
+                tokenizer,
+                chat_template=chat_template,
+                chat_template_name=chat_template_name,
+                on_rewrite=on_rewrite,
+                tools=tools,
+                template_kwargs=template_kwargs,
+            )
+        if input_key is None:
+            name = getattr(self.names, input_mode)
+            input_key = (name, "prompt" if generate else "full")
+        self.reader = _READERS[input_mode](
+            (input_key,) if isinstance(input_key, str) else tuple(input_key),
+            self.names,
+            formatter=self.formatter,
+            codec=codec,
+            prefer_tokens=prefer_tokens,
+        )
+        self.in_keys = [input_key]
+        self.out_keys = self._out_keys()
+
+    # -- construction -----------------------------------------------------------------------------
+
+    def _out_keys(self) -> list[NestedKey]:
+        names = self.names
+        masks = [(names.masks, f"all_{kind}_mask") for kind in ("attention", "assistant")]
+        if not self.generate:
+            scored = [(names.tokens, "full"), (names.log_probs, "full")]
+            return [*self.reader.scored_view_keys, *scored, *masks]
+        tokens = ("prompt", "response", "full", "finish_reason", "temperature", "truncated_support")
+        keys = [*self.reader.view_keys, *((names.tokens, name) for name in tokens), *masks]
+        keys += [(names.trace, name) for name in node_dtypes("trace")]
+        if self.return_log_probs:
+            keys += [(names.log_probs, part) for part in ("response", "full")]
+        if self._arguments.params.record_support:
+            keys += [(names.support, name) for name in TokenSupport._dtypes]
+        for fact in added_facts():
+            keys += [(fact.key[0], "response"), fact.key] if fact.parts else [fact.key]
+        return keys
+
+    @abstractmethod
+    def _construction(self) -> dict[str, Any]:
+        """The arguments that would build this policy again, sharing model and tokenizer."""
+
+    def get_new_version(self, **changes: Any) -> Self:
+        """The same policy with other arguments; model, tokenizer and backend are shared.
+
+        Keys that were derived from the mode are derived again, and what has no effect while scoring
+        is left behind with ``generate=False``.
+
+        Args:
+            changes: constructor arguments.
+
+        Example:
+            >>> from torchrl_llm.modules import FakeWrapper
+            >>> policy = FakeWrapper(input_mode="tokens", vocab_size=8, eos_token_ids=(2,))
+            >>> policy.get_new_version(generate=False).in_keys
+            [('tokens', 'full')]
+        """
+        arguments = {**self._construction(), "policy_version": self.policy_version}
+        if changes.get("generate") is False:
+            for name in ("generate_kwargs", "num_samples", "return_log_probs"):
+                arguments.pop(name, None)
+        if "input_mode" in changes and changes["input_mode"] != "history":
+            for name in _HISTORY_ONLY:
+                arguments.pop(name, None)
+        return type(self)(**{**arguments, **changes})
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        **generate_kwargs: Any,
+    ) -> TensorDictBase:
+        """Answer or score the rows; those that an environment will not step get an empty answer.
+
+        Args:
+            tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, where it is
+                there, says which rows are to be answered.
+            tensordict_out: where to write instead of what ``inplace`` says.
+            generate_kwargs: override those of the constructor, for this call and this caller only.
+
+        Returns:
+            As ``inplace`` says; with ``num_samples`` a new one of batch size ``[B, n]``.
+
+        Raises:
+            ConfigError: for wrong arguments, and for ``num_samples`` inside an environment.
+            DataError: for a missing column or an empty prompt.
+            OverlongError: for a prompt that does not fit, unless ``on_overlong`` says otherwise.
+        """
+        blocks = flat_blocks(tensordict)
+        if not self.generate:
+            if generate_kwargs:
+                raise ConfigError(f"{sorted(generate_kwargs)} have no effect with generate=False")
+            return self._deliver(tensordict, self._score_rows(blocks), tensordict_out)
+        arguments = self._arguments
+        if generate_kwargs:
+            merged = {**self._generate_kwargs, **generate_kwargs}
+            arguments = override_generation(merged, self.backend, arguments)
+        if self.num_samples is not None and "done" in tensordict.keys():
+            raise ConfigError(
+                f"num_samples={self.num_samples} gives each row several answers, which an "
+                "environment cannot step; use DataLoadingPrimer(repeats=n) to start each prompt "
+                "several times instead"
+            )
+        return self._deliver(tensordict, self._answer(blocks, arguments.params), tensordict_out)
+
+    def _answer(self, blocks: Sequence[TensorDictBase], params: SamplingParams) -> TensorDict:
+        samples = self.num_samples
+        params = self._with_closers(replace(params, num_samples=samples or 1))
+        prompts = self.reader.read_prompts(blocks)
+        limits = (self.backend.max_length, self.max_prompt_length)
+        steps = tensor_rows(blocks, "_step")
+        fitted = fit_context(
+            prompts.records,
+            *limits,
+            params.max_new_tokens,
+            self.on_overlong,
+            None if steps is None else [bool(step.any()) for step in steps],
+        )
+        if any(fitted.overlong):
+            kind = "dropped" if self.on_overlong == "drop" else "truncated"
+            self.overlong_counts[kind] += sum(fitted.overlong)
+        completions = self._complete(fitted.records, fitted.answered, params)
+        prompts = prompts._replace(records=fitted.records).repeat(params.num_samples)
+        messages = self.reader.parse(prompts, completions)
+        if messages is not None:
+            completions = with_tool_calls(completions, messages)
+        records = respond(prompts.records, completions, self.policy_version)
+        flat = answered_columns(
+            prompts.records,
+            completions,
+            records,
+            params,
+            self.names,
+            unscored=prompts.unscored,
+            overlong=[flag for flag in fitted.overlong for _ in range(params.num_samples)],
+            log_probs=self.return_log_probs,
+        )
+        for name, node in self.reader.view(prompts, records, messages).items():
+            flat.set(name, node)
+        group = None if samples is None else tensor_rows(blocks, "group_id")
+        if group is not None:
+            flat.set("group_id", torch.stack(group).repeat_interleave(samples, 0))
+        return flat
+
+    def _with_closers(self, params: SamplingParams) -> SamplingParams:
+        """Let what ends a turn in the chat template end a response."""
+        if self.formatter is None or params.ignore_eos:
+            return params
+        ends = {*params.stop_token_ids, *self.formatter.stop_token_ids}
+        return replace(params, stop_token_ids=tuple(sorted(ends)))
+
+    def _complete(
+        self, records: Sequence[TokenRecord], answered: Sequence[bool], params: SamplingParams
+    ) -> list[Completion]:
+        """Completions of all rows, ``num_samples`` for each in turn; unanswered ones are empty."""
+        asked = [r.token_ids for r, yes in zip(records, answered, strict=True) if yes]
+        # A seed belongs to one call: merged with others, its draws would depend on them.
+        if self.batcher is None or params.seed is not None or not asked:
+            groups = self.backend.generate(asked, params)
+        else:
+            self.backend.check_prompts(asked)
+            groups = self.batcher.submit(asked, key=params, run=self.backend.generate)
+        found = iter(groups)
+        none = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), FinishReason.ABORT)
+        empty = [none] * params.num_samples
+        return [c for yes in answered for c in (next(found) if yes else empty)]
+
+    def _deliver(
+        self, given: TensorDictBase, flat: TensorDict, out: TensorDictBase | None
+    ) -> TensorDictBase:
+        if self.pad_output:
+            flat = pad_columns(flat, self.pad_token_id, self.names)
+        if self.num_samples is not None:
+            if out is not None:
+                raise ConfigError("num_samples adds a dimension: tensordict_out cannot hold it")
+            return nest(flat, torch.Size([*given.batch_size, self.num_samples]))
+        if out is None and self.inplace is False:
+            return nest(flat, given.batch_size)
+        target = out if out is not None else given.empty() if self.inplace == "empty" else given
+        deliver(target, flat, merge=not self.generate)
+        return target
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills padded token columns: the tokenizer's pad id, else its eos id, else 0."""
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(self.tokenizer, name, None)
+            if value is not None:
+                return value
+        return 0
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        extras: ScoreExtras | None = None,
+    ) -> TokenScores:
+        """See :meth:`torchrl_llm.data.scoring.TokenScorer.token_scores`; what losses call."""
+        return self.backend.token_scores(
+            sequences, select, temperature=temperature, entropy=entropy, extras=extras
+        )
+
+    def naive_scorer(self) -> TokenScorer | None:
+        """See :meth:`torchrl_llm.data.scoring.TokenScorer.naive_scorer`."""
+        return self.backend.naive_scorer()
+
+    def log_prob(self, tensordict: TensorDictBase, mask_key: NestedKey | None = None) -> Tensor:
+        """Log-probs of whole rows, with gradients where they are enabled.
+
+        Args:
+            tensordict: rows as for ``generate=False``, whatever this policy does in ``forward``.
+            mask_key: mask of the tokens to score, such as ``("masks", "all_assistant_mask")``; all
+                but the first of each row by default.
+
+        Returns:
+            float32 ``[B, T]`` in nats, padded on the right; 0.0 at padding, at index 0 and outside
+            the mask.
+        """
+        reader = self._whole_reader()
+        blocks = flat_blocks(tensordict)
+        ids = reader.read_sequences(blocks).token_ids
+        select = select_tokens(blocks, ids, mask_key)
+        scores = self.token_scores(
+            ids,
+            select,
+            temperature=temperatures(blocks, self.names),
+            extras=support_extras(reader.read_support(blocks, ids), select),
+        )
+        mask = pad_rows(select, False).to(scores.log_probs.device)
+        empty = torch.zeros(mask.shape, device=mask.device)
+        return empty.masked_scatter(mask, scores.log_probs)
+
+    def get_dist(
+        self, tensordict: TensorDictBase, mask_key: NestedKey | None = None
+    ) -> TokenDistribution:
+        """The distribution that each token of whole rows was drawn from.
+
+        It holds logits over the whole vocabulary, ``[B, T, V]``, and is for looking at; losses use
+        :meth:`token_scores`, which never builds them.
+
+        Args:
+            tensordict: see :meth:`log_prob`.
+            mask_key: see :meth:`log_prob`.
+        """
+        reader = self._whole_reader()
+        blocks = flat_blocks(tensordict)
+        ids = reader.read_sequences(blocks).token_ids
+        mask = pad_rows(select_tokens(blocks, ids, mask_key), False)
+        logits = self.backend.logits(ids).float()
+        temperature = temperatures(blocks, self.names)
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None, None].to(logits.device)
+        # The logits after token t are of token t + 1; nothing predicts the first.
+        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1] / temperature], dim=1)
+        supports = reader.read_support(blocks, ids)
+        for row, support in enumerate(supports or ()):
+            length = ids[row].shape[0]
+            kept = support.to(logits.device)
+            shifted[row, :length] = restrict_logits(shifted[row, :length], *kept)
+        return TokenDistribution(shifted, mask.to(logits.device))
+
+    def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
+        """What the policy writes for rows with ``generate=False``: a dense root with ragged nodes.
+
+        Requests of several threads are scored together where there is a batcher and no gradients
+        are wanted.
+        """
+        sequences = self.reader.read_sequences(blocks)
+        supports = self.reader.read_support(blocks, sequences.token_ids)
+        temperature = temperatures(blocks, self.names)
+        if self.batcher is None or torch.is_grad_enabled():
+            log_probs = self._all_scores(sequences.token_ids, temperature, supports)
+        else:
+            self.backend.check_ids(sequences.token_ids)
+            count = len(sequences.token_ids)
+            if not isinstance(temperature, Tensor):
+                temperature = torch.full((count,), temperature)
+            items = zip(
+                sequences.token_ids, temperature.unbind(0), supports or [None] * count, strict=True
+            )
+            scored = self.batcher.submit(list(items), key="score", run=self._score_items)
+            log_probs = torch.cat(scored)
+        flat = scored_columns(sequences.token_ids, sequences.assistant, log_probs, self.names)
+        for name, node in self.reader.scored_view(sequences).items():
+            flat.set(name, node)
+        return flat
+
+    def _all_scores(
+        self,
+        token_ids: Sequence[Tensor],
+        temperature: float | Tensor,
+        supports: Sequence[Support] | None,
+    ) -> Tensor:
+        """Log-probs of all tokens but the first of each row, on the CPU."""
+        select = [torch.arange(ids.shape[0]) > 0 for ids in token_ids]
+        scores = self.token_scores(
+            token_ids,
+            select,
+            temperature=temperature,
+            extras=support_extras(supports, select),
+        )
+        return scores.log_probs.cpu()
+
+    @torch.no_grad()
+    def _score_items(
+        self, items: list[tuple[Tensor, Tensor, Support | None]], key: str
+    ) -> list[Tensor]:
+        token_ids, temperature, known = zip(*items, strict=True)
+        supports = None
+        if any(support is not None for support in known):
+            supports = [
+                Support.whole(ids.shape[0]) if support is None else support
+                for ids, support in zip(token_ids, known, strict=True)
+            ]
+        scores = self._all_scores(token_ids, torch.stack(temperature), supports)
+        return list(scores.split([max(ids.shape[0] - 1, 0) for ids in token_ids]))
+
+    def _whole_reader(self) -> RowReader:
+        if not self.generate:
+            return self.reader
+        reader = copy.copy(self.reader)
+        reader.key = (getattr(self.names, self.input_mode), "full")
+        return reader
+
+    # -- batching ---------------------------------------------------------------------------------
+
+    def cleanup_batching(self, flush: bool = False) -> None:
+        """Empty the request queue.
+
+        Args:
+            flush: answer what is queued; otherwise its callers get an error.
+        """
+        if self.batcher is not None:
+            self.batcher.cleanup(flush=flush)
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Whether requests are batched, the settings, and what is queued and running."""
+        return {
+            "batching": self.batcher is not None,
+            **(self.batcher.state() if self.batcher else {}),
+        }

@@ -1,0 +1,498 @@
+"""The three input modes as three readers: rows of a tensordict in, token ids with their record out.
+
+A reader also writes the view of its mode (conversations, text); nothing else in the wrappers knows
+which mode it is in. Ids that are known are never encoded again.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.containers import ChatHistory, Text
+from torchrl_llm.data.enums import FinishReason, Source
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.history import History
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.token_facts import RECORD_COLUMNS, TokenFact, added_facts, find_fact
+from torchrl_llm.errors import DataError
+from torchrl_llm.modules.backends.backend_port import Completion
+from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tensor_rows
+from torchrl_llm.modules.policies.text_codec import TextCodec
+
+__all__ = [
+    "HistoryRows",
+    "KeyNames",
+    "Prompts",
+    "RowReader",
+    "Sequences",
+    "TextRows",
+    "TokensRows",
+    "continues",
+]
+
+Blocks = Sequence[TensorDictBase]
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNames:
+    """Names of the nodes that a wrapper reads and writes."""
+
+    history: str = "history"
+    text: str = "text"
+    tokens: str = "tokens"
+    masks: str = "masks"
+    log_probs: str = "log_probs"
+    trace: str = "trace"
+    support: str = "support"
+    attention_mask: str | tuple[str, ...] = "attention_mask"
+
+    def prompt_key(self, fact: TokenFact) -> tuple[str, str]:
+        """Where the prompt's values of a fact are; a registered fact has a node of its own."""
+        node, column = fact.prompt_key
+        return getattr(self, node) if fact.name in RECORD_COLUMNS else node, column
+
+
+class Prompts(NamedTuple):
+    """What is to be answered.
+
+    Attributes:
+        records: ``B`` records of the prompts.
+        chats: the conversations, in history mode.
+        unscored: ``B`` flags: earlier turns of this row were sampled, but their log-probs are not
+            known.
+    """
+
+    records: list[TokenRecord]
+    chats: list[Chat] | None
+    unscored: list[bool]
+
+    def repeat(self, times: int) -> Prompts:
+        """Each prompt that many times in a row."""
+        if times == 1:
+            return self
+        return Prompts(
+            *(None if rows is None else [x for x in rows for _ in range(times)] for rows in self)
+        )
+
+
+class Sequences(NamedTuple):
+    """What is to be scored.
+
+    Attributes:
+        token_ids: ``B`` int64 tensors ``[T_b]``.
+        assistant: ``B`` bool tensors ``[T_b]``, tokens of the assistant's turns.
+    """
+
+    token_ids: list[Tensor]
+    assistant: list[Tensor]
+
+
+class RowReader(ABC):
+    """Reads the rows of one input mode, and writes the mode's view of the answers.
+
+    Args:
+        key: where the rows are, ``(mode, "prompt")`` or ``(mode, "full")``.
+        names: names of the other nodes.
+        formatter: of conversations; history mode only.
+        codec: of text; tokens mode may lack one.
+        prefer_tokens: use ids that are known instead of encoding text again.
+    """
+
+    def __init__(
+        self,
+        key: tuple[str, ...],
+        names: KeyNames,
+        *,
+        formatter: ChatFormatter | None,
+        codec: TextCodec | None,
+        prefer_tokens: bool,
+    ) -> None:
+        self.key = key
+        self.names = names
+        self.formatter = formatter
+        self.codec = codec
+        self.prefer_tokens = prefer_tokens
+
+    @abstractmethod
+    def read_prompts(self, blocks: Blocks) -> Prompts:
+        """The prompts of all rows."""
+
+    @abstractmethod
+    def read_sequences(self, blocks: Blocks) -> Sequences:
+        """The whole conversations of all rows."""
+
+    def parse(self, prompts: Prompts, completions: Sequence[Completion]) -> list[dict] | None:
+        """The answers as messages; ``None`` in modes that have none."""
+        return None
+
+    def view(
+        self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
+    ) -> dict[str, Any]:
+        """Nodes of the mode's own, by name.
+
+        Args:
+            prompts: what was answered.
+            records: of prompt and answer.
+            messages: what :meth:`parse` returned.
+        """
+        return {}
+
+    def scored_view(self, sequences: Sequences) -> dict[str, Any]:
+        """Nodes of the mode's own for scored rows, by name."""
+        return {}
+
+    @property
+    def view_keys(self) -> list[tuple[str, str]]:
+        """Keys that :meth:`view` writes."""
+        return []
+
+    @property
+    def scored_view_keys(self) -> list[tuple[str, str]]:
+        """Keys that :meth:`scored_view` writes."""
+        return []
+
+    @staticmethod
+    def _turns(blocks: Blocks, count: int) -> list[int]:
+        """How many turns each conversation has had, where an environment counts them; else zeros.
+
+        What a fork has left of a conversation does not tell.
+        """
+        rows = tensor_rows(blocks, "turn")
+        if rows is None or any(row.numel() != 1 or row.is_floating_point() for row in rows):
+            return [0] * count
+        return [int(row) for row in rows]
+
+    def _missing(self) -> DataError:
+        return DataError(f"the input has no column {self.key!r}, which this policy reads")
+
+    def read_support(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Support] | None:
+        """What sampling kept for each token of whole rows; ``None`` where it was not recorded.
+
+        Args:
+            blocks: the rows.
+            sequences: ``B`` int64 tensors ``[T_b]``, their ids.
+
+        Raises:
+            DataError: where the record is one of other tokens.
+        """
+        counts = self._unpadded(blocks, (self.names.support, "counts"))
+        ids = tensor_rows(blocks, (self.names.support, "token_ids"))
+        if counts is None or ids is None:
+            return None
+        if not _aligned(counts, sequences):
+            raise DataError(
+                f"the kept ids under {self.names.support!r} were recorded for other tokens than "
+                "those that are scored (the text was encoded again?); drop that node to score "
+                "under the whole vocabulary"
+            )
+        return [Support(i[: int(c.sum())], c) for i, c in zip(ids, counts, strict=True)]
+
+    def _stored_assistant(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Assistant masks from what stands beside the ids: trace, mask, or the prompt's length."""
+        names = self.names
+        sources = self._unpadded(blocks, (names.trace, "source"))
+        if sources is not None and _aligned(sources, sequences):
+            return [source == Source.SAMPLED for source in sources]
+        masks = self._unpadded(blocks, (names.masks, "all_assistant_mask"))
+        if masks is not None and _aligned(masks, sequences):
+            return [mask.bool() for mask in masks]
+        prompts = tensor_rows(blocks, (names.tokens, "prompt"))
+        if prompts is None:
+            return [torch.zeros(ids.shape, dtype=torch.bool) for ids in sequences]
+        return [
+            torch.arange(ids.shape[0]) >= prompt.shape[0]
+            if torch.equal(ids[: prompt.shape[0]], prompt)
+            else torch.zeros(ids.shape, dtype=torch.bool)
+            for ids, prompt in zip(sequences, prompts, strict=True)
+        ]
+
+    def _unpadded(self, blocks: Blocks, key: tuple[str, ...]) -> list[Tensor] | None:
+        """A column over whole rows, the padding of a dense one taken off by the mask."""
+        names = self.names
+        rows = tensor_rows(blocks, key)
+        for mask_key in ((names.masks, "all_attention_mask"), names.attention_mask):
+            masks = None if rows is None else tensor_rows(blocks, mask_key)
+            if masks is not None and _aligned(masks, rows):
+                return [row[mask.bool()] for row, mask in zip(rows, masks, strict=True)]
+        return rows
+
+
+def _aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    return all(a.shape[:1] == b.shape for a, b in zip(columns, rows, strict=True))
+
+
+class HistoryRows(RowReader):
+    """Conversations; their token records ride inside them."""
+
+    def read_prompts(self, blocks: Blocks) -> Prompts:
+        """Records of the prompts: reused, extended, or encoded where there is none."""
+        chats = chat_rows(blocks, self.key)
+        if chats is None:
+            raise self._missing()
+        records: list[TokenRecord | None] = [
+            self.formatter.continue_record(chat.record, chat)
+            if chat.record is not None and self.prefer_tokens
+            else None
+            for chat in chats
+        ]
+        self._encode_new(chats, records, self._turns(blocks, len(chats)))
+        return Prompts(records, chats, [False] * len(chats))
+
+    def _encode_new(
+        self, chats: list[Chat], records: list[TokenRecord | None], turns: Sequence[int]
+    ) -> None:
+        # The repeats of a group stand side by side and are one conversation: encode it once.
+        new: list[Chat] = []
+        place: dict[int, int] = {}
+        for row, record in enumerate(records):
+            if record is None:
+                if not new or chats[row] != new[-1]:
+                    new.append(chats[row])
+                place[row] = len(new) - 1
+        if not new:
+            return
+        made = [
+            encoded.prompt_record(chat)
+            for encoded, chat in zip(self.formatter.encode_batch(new), new, strict=True)
+        ]
+        for row, index in place.items():
+            records[row] = made[index]
+            if turns[row]:
+                records[row] = replace(made[index], earlier_turns=turns[row])
+
+    def read_sequences(self, blocks: Blocks) -> Sequences:
+        """Ids of whole conversations, from their records or the row's ids where these are whole."""
+        chats = chat_rows(blocks, self.key)
+        if chats is None:
+            raise self._missing()
+        ids: list[Tensor | None] = [None] * len(chats)
+        assistant: list[Tensor | None] = [None] * len(chats)
+        stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
+        stored_masks = None if stored is None else self._stored_assistant(blocks, stored)
+        new = []
+        for row, chat in enumerate(chats):
+            record = chat.record if self.prefer_tokens else None
+            if record is not None and record.num_messages == len(chat):
+                ids[row], assistant[row] = record.token_ids, record.source == Source.SAMPLED
+            elif record is None and stored is not None:
+                ids[row], assistant[row] = stored[row], stored_masks[row]
+            else:
+                new.append(row)
+        encoded = self.formatter.encode_batch(
+            [chats[row] for row in new], add_generation_prompt=False
+        )
+        for row, one in zip(new, encoded, strict=True):
+            ids[row], assistant[row] = one.token_ids, one.assistant
+        return Sequences(ids, assistant)
+
+    def parse(self, prompts: Prompts, completions: Sequence[Completion]) -> list[dict]:
+        """One message a row, from its ids."""
+        messages = []
+        for record, completion in zip(prompts.records, completions, strict=True):
+            asked, said = record.token_ids, completion.token_ids
+            if continues(record):
+                asked, begun = asked[: record.response_start], asked[record.response_start :]
+                said = torch.cat([begun, said])
+            messages.append(self.formatter.parse_response(asked, said, completion.finish_reason))
+        return messages
+
+    def view(
+        self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
+    ) -> dict[str, Any]:
+        """``history`` and ``text``."""
+        answers, wholes = [], []
+        for before, chat, record, message in zip(
+            prompts.records, prompts.chats, records, messages, strict=True
+        ):
+            answer = Chat([message])
+            said = chat[:-1] if continues(before) else chat
+            answers.append(answer)
+            wholes.append((said + answer).with_record(record))
+        size = torch.Size([len(wholes)])
+        node = {
+            "prompt": History.of(prompts.chats),
+            "response": History.of(answers),
+            "full": History.of(wholes),
+        }
+        history = ChatHistory._from_tensordict(TensorDict._new_unsafe(node, batch_size=size))
+        return {
+            self.names.history: history,
+            self.names.text: text_node(self.codec, prompts.records, records),
+        }
+
+    def scored_view(self, sequences: Sequences) -> dict[str, Any]:
+        """``text.full``."""
+        texts = self.codec.decode(sequences.token_ids)
+        return {self.names.text: _text({"full": texts})}
+
+    @property
+    def view_keys(self) -> list[tuple[str, str]]:
+        """History and text."""
+        names = (self.names.history, self.names.text)
+        return [(name, part) for name in names for part in ("prompt", "response", "full")]
+
+    @property
+    def scored_view_keys(self) -> list[tuple[str, str]]:
+        """The text of the whole."""
+        return [(self.names.text, "full")]
+
+
+def continues(record: TokenRecord) -> bool:
+    """Whether an answer to this prompt goes on with the response that the prompt ends with.
+
+    Args:
+        record: of a prompt. One that was only cut is a prompt as it is; one that was followed by
+            anything lost its finish reason.
+    """
+    return record.finish_reason in _CUT and record.response_start is not None
+
+
+class TokensRows(RowReader):
+    """Token ids, ragged or padded with a mask."""
+
+    def read_prompts(self, blocks: Blocks) -> Prompts:
+        """Records from the ids and from what is stored beside them."""
+        rows = tensor_rows(blocks, self.key)
+        if rows is None:
+            raise self._missing()
+        masks = tensor_rows(blocks, self.names.attention_mask)
+        if masks is not None and _aligned(masks, rows):
+            rows = [ids[mask.bool()] for ids, mask in zip(rows, masks, strict=True)]
+        return self.with_stored(blocks, [ids.to("cpu", torch.int64) for ids in rows])
+
+    def with_stored(self, blocks: Blocks, rows: list[Tensor]) -> Prompts:
+        """Records of ids, with trace and log-probs where these belong to the same tokens."""
+        names = self.names
+        facts = [find_fact(name) for name in RECORD_COLUMNS] + added_facts()
+        stored = {fact.name: tensor_rows(blocks, names.prompt_key(fact)) for fact in facts}
+        # What is not of these tokens is not known, as what is missing.
+        columns = {
+            name: column
+            for name, column in stored.items()
+            if column is not None and _aligned(column, rows)
+        }
+        columns["token_ids"] = rows
+        turns = self._turns(blocks, len(rows))
+        if any(fact.key[0] == "trace" and fact.name not in columns for fact in facts):
+            made = [_of_text(ids, turns=turn) for ids, turn in zip(rows, turns, strict=True)]
+            return Prompts(made, None, [False] * len(rows))
+        known = "log_probs" in columns
+        if not known:
+            columns["log_probs"] = [torch.zeros(ids.shape) for ids in rows]
+        records = [
+            TokenRecord.of(dict(zip(columns, row, strict=True)), num_messages=0, earlier_turns=turn)
+            for *row, turn in zip(*columns.values(), turns, strict=True)
+        ]
+        return Prompts(records, None, [not known] * len(rows))
+
+    def read_sequences(self, blocks: Blocks) -> Sequences:
+        """The ids as they are."""
+        rows = self._unpadded(blocks, self.key)
+        if rows is None:
+            raise self._missing()
+        rows = [ids.to("cpu", torch.int64) for ids in rows]
+        return Sequences(rows, self._stored_assistant(blocks, rows))
+
+
+class TextRows(RowReader):
+    """Strings; the ids that were sampled stand beside them."""
+
+    def read_prompts(self, blocks: Blocks) -> Prompts:
+        """Records of the texts: stored ids where they spell the text, or its beginning."""
+        texts = object_rows(blocks, self.key)
+        if texts is None:
+            raise self._missing()
+        stored = tensor_rows(blocks, (self.names.tokens, "prompt")) if self.prefer_tokens else None
+        if stored is None:
+            encoded = zip(self.codec.encode(texts), self._turns(blocks, len(texts)), strict=True)
+            made = [_of_text(ids, turns=turn) for ids, turn in encoded]
+            return Prompts(made, None, [False] * len(texts))
+        as_tokens = TokensRows(
+            self.key, self.names, formatter=None, codec=self.codec, prefer_tokens=True
+        )
+        prompts = as_tokens.with_stored(blocks, stored)
+        spelled = self.codec.decode(stored)
+        records = list(prompts.records)
+        unscored = list(prompts.unscored)
+        for row, (text, known, ids) in enumerate(zip(texts, spelled, stored, strict=True)):
+            if ids.shape[0] and text == known:
+                continue
+            if ids.shape[0] and text.startswith(known):
+                more = self.codec.encode_continuation(text[len(known) :])
+                source = torch.full_like(more, Source.PROMPT)
+                records[row] = records[row].extend(more, source, 0)
+                continue
+            # Another text than these ids: somebody rewrote it, and the ids are history.
+            cause = "history_changed" if ids.shape[0] else None
+            records[row] = _of_text(self.codec.encode([text])[0], cause, records[row].num_turns)
+            unscored[row] = False
+        return Prompts(records, None, unscored)
+
+    def read_sequences(self, blocks: Blocks) -> Sequences:
+        """Ids of the texts; those stored beside them where they spell the text."""
+        texts = object_rows(blocks, self.key)
+        if texts is None:
+            raise self._missing()
+        stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
+        spelled = None if stored is None else self.codec.decode(stored)
+        rows = [
+            stored[row]
+            if stored is not None and spelled[row] == text
+            else self.codec.encode([text])[0]
+            for row, text in enumerate(texts)
+        ]
+        return Sequences(rows, self._stored_assistant(blocks, rows))
+
+    def view(
+        self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
+    ) -> dict[str, Any]:
+        """``text``."""
+        return {self.names.text: text_node(self.codec, prompts.records, records)}
+
+    @property
+    def view_keys(self) -> list[tuple[str, str]]:
+        """The text of prompt, response and both."""
+        return [(self.names.text, part) for part in ("prompt", "response", "full")]
+
+
+def _of_text(ids: Tensor, cause: str | None = None, turns: int = 0) -> TokenRecord:
+    source = torch.full_like(ids, Source.PROMPT)
+    return TokenRecord.from_prompt(ids, source, 0, fork_cause=cause, earlier_turns=turns)
+
+
+def text_node(
+    codec: TextCodec, prompts: Sequence[TokenRecord], records: Sequence[TokenRecord]
+) -> Text:
+    """The text of prompts, responses and both, decoded from their ids.
+
+    The response is what the whole text adds to the prompt's, for a decoder may drop a space at the
+    beginning of what it is given.
+    """
+    asked = codec.decode([record.token_ids for record in prompts])
+    whole = codec.decode([record.token_ids for record in records])
+    said = [
+        full[len(prompt) :]
+        if full.startswith(prompt)
+        # A character split between prompt and response spells differently in the whole.
+        else codec.decode([record.token_ids[before.token_ids.shape[0] :]])[0]
+        for prompt, full, before, record in zip(asked, whole, prompts, records, strict=True)
+    ]
+    return _text({"prompt": asked, "response": said, "full": whole})
+
+
+def _text(columns: dict[str, list[str]]) -> Text:
+    node = {name: Column.of(texts) for name, texts in columns.items()}
+    size = torch.Size([len(next(iter(columns.values())))])
+    return Text._from_tensordict(TensorDict._new_unsafe(node, batch_size=size))

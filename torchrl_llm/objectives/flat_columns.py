@@ -1,0 +1,170 @@
+"""Columns of rows laid end to end: what :mod:`torchrl_llm.objectives.loss_rows` is built of.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import DataError
+
+__all__ = [
+    "RowKeys",
+    "flatten",
+    "kept_positions",
+    "key_name",
+    "optional_column",
+    "positions",
+    "read_column",
+]
+
+
+@dataclass
+class RowKeys:
+    """Where a loss finds the columns of its rows."""
+
+    action: NestedKey = ("tokens", "full")
+    prompt: NestedKey = ("tokens", "prompt")
+    attention_mask: NestedKey = ("masks", "all_attention_mask")
+    assistant_mask: NestedKey = ("masks", "all_assistant_mask")
+    trace: NestedKey | None = "trace"
+    temperature: NestedKey = ("tokens", "temperature")
+    truncated_support: NestedKey = ("tokens", "truncated_support")
+    support: NestedKey = "support"
+    group_id: NestedKey = "group_id"
+
+
+def key_name(key: NestedKey) -> str:
+    """A key as errors write it."""
+    return key if isinstance(key, str) else repr(key)
+
+
+def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
+    """The tensors of a column, one a row.
+
+    Args:
+        td: the rows.
+        key: name of the column.
+        advice: how it comes into being, for the error.
+
+    Raises:
+        DataError: when it is missing.
+    """
+    values = read_rows(td, key, None)
+    if values is None:
+        raise DataError(f"the rows have no {key_name(key)}; {advice}")
+    return values
+
+
+def optional_column(td: Any, key: NestedKey) -> list[Tensor] | None:
+    """The tensors of a column that rows need not have; ``None`` where none has it.
+
+    Args:
+        td: the rows.
+        key: name of the column.
+
+    Raises:
+        DataError: when some rows have it and others do not. What its absence means for those is not
+            what it means for these (a temperature of one, say), and none of the two is dropped.
+    """
+    values = read_rows(td, key, None)
+    if values is not None:
+        return values
+    node, path = td, (key,) if isinstance(key, str) else tuple(key)
+    if not _is_ragged(td):
+        # A dense node has a column for all of its rows, and a lazy one may be below it.
+        node, path = td.get(path[0], None), path[1:]
+    if path and _is_ragged(node):
+        lacking = [b for b, row in enumerate(node.unbind(0)) if leaf(row, path) is None]
+        if len(lacking) < len(td):
+            raise DataError(
+                f"rows {lacking[:8]} have no {key_name(key)} and others do: write it for all of "
+                "them, or keep rows of different origin in batches of their own"
+            )
+    return None
+
+
+def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: NestedKey) -> Tensor:
+    """A token-aligned column end to end, without padding.
+
+    Args:
+        values: ``[T_b]`` or ``[T_b, 1]`` a row.
+        stored: tokens of each row as it is stored, padding included.
+        kept: see :func:`kept_positions`.
+        key: name of the column.
+
+    Returns:
+        ``[L]``.
+
+    Raises:
+        DataError: when a row has another number of values than tokens.
+    """
+    if values and values[0].ndim == 2:
+        values = [value.squeeze(-1) for value in values]
+    shapes = [value.shape for value in values]
+    if shapes != [(length,) for length in stored]:
+        row = next(b for b, (s, n) in enumerate(zip(shapes, stored, strict=True)) if s != (n,))
+        raise DataError(
+            f"{key_name(key)} must have one value a token: row {row} has {stored[row]} tokens and "
+            f"values of shape {tuple(shapes[row])}"
+        )
+    flat = torch.cat(values)
+    return flat if kept is None else flat[kept]
+
+
+def kept_positions(td: Any, keys: RowKeys, stored: list[int]) -> Tensor | None:
+    """Where the stored positions of all rows are no padding.
+
+    Args:
+        td: the rows.
+        keys: where the attention mask is.
+        stored: tokens of each row as it is stored.
+
+    Returns:
+        bool over all stored positions; ``None`` without any padding.
+
+    Raises:
+        DataError: for padded rows without an attention mask.
+    """
+    masks = optional_column(td, keys.attention_mask)
+    if masks is None:
+        if _is_ragged(td) or (
+            isinstance(keys.action, tuple) and _is_ragged(td.get(keys.action[:-1], None))
+        ):
+            return None
+        raise DataError(
+            f"padded rows need {keys.attention_mask!r}: padding is never inferred from token ids"
+        )
+    kept = flatten(masks, stored, None, keys.attention_mask).bool()
+    return None if bool(kept.all()) else kept
+
+
+def _is_ragged(td: Any) -> bool:
+    return isinstance(getattr(td, "_tensordict", td), LazyStackedTensorDict)
+
+
+def positions(lengths: list[int]) -> Tensor:
+    """Index of each token in its row.
+
+    Args:
+        lengths: ``B`` lengths.
+
+    Returns:
+        int64 ``[L]``.
+
+    Example:
+        >>> positions([2, 3])
+        tensor([0, 1, 0, 1, 2])
+    """
+    sizes = torch.tensor(lengths)
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    return torch.arange(starts.shape[0]) - starts

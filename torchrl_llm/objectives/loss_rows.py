@@ -1,0 +1,292 @@
+"""Reads rows of tokens for a loss: which tokens count, and the columns that go with them.
+
+Rows come as a one-dimensional lazy stack (ragged) or as padded tensors with an attention mask.
+Either way the columns are laid end to end without padding, so that a value and its token can only
+be aligned or refused. Nothing is inferred from token ids.
+
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``N`` those that
+count.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.errors import DataError
+from torchrl_llm.functional import Normalizer, pad_flat, row_index
+from torchrl_llm.objectives.flat_columns import (
+    RowKeys,
+    flatten,
+    kept_positions,
+    key_name,
+    optional_column,
+    positions,
+    read_column,
+)
+from torchrl_llm.objectives.row_masks import RowMasks
+
+__all__ = ["MaskingStrategy", "RowKeys", "TokenRows", "read_token_rows"]
+
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+
+
+class TokenRows:
+    """The tokens of a batch and those of them that count.
+
+    Args:
+        sequences: ``B`` int64 tensors ``[T_b]``, without padding.
+        stored: length of each row as it is stored, padding included.
+        kept: bool over the stored positions of all rows, false at padding; ``None`` without any.
+        mask: bool ``[L]``, the tokens that count.
+
+    Attributes:
+        sequences: as given.
+        select: ``B`` bool tensors ``[T_b]``, the tokens that count.
+        counts: how many count in each row.
+        row: int64 ``[N]``, the row of each token that counts.
+
+    Raises:
+        DataError: when the first token of a row counts.
+    """
+
+    def __init__(
+        self, sequences: list[Tensor], stored: list[int], kept: Tensor | None, mask: Tensor
+    ) -> None:
+        lengths = [ids.shape[0] for ids in sequences]
+        self.sequences = sequences
+        self.select = list(mask.split(lengths))
+        rows = row_index(lengths)
+        self.row = rows[mask]
+        self.counts = torch.bincount(self.row, minlength=len(lengths)).tolist()
+        self._stored, self._kept = stored, kept
+        self._index = mask.nonzero()[:, 0]
+        self._read: dict[NestedKey, Tensor] = {}
+        first = rows[mask & (positions(lengths) == 0)]
+        if first.numel():
+            raise DataError(
+                f"the first token of row {first[0]} counts but has no prefix to be predicted from; "
+                "rows need a prompt of at least one token"
+            )
+
+    def normalizer(self, groups: Tensor | None = None, *, count_empty: bool = False) -> Normalizer:
+        """Counts of these rows as a whole batch.
+
+        Args:
+            groups: int64 ``[B]``, the prompt group of each row, for ``prompt_mean``.
+            count_empty: rows of which no token counts are sequences too.
+
+        Raises:
+            DataError: when no token counts.
+        """
+        if not self._index.numel():
+            raise DataError(
+                f"no token of these {len(self.counts)} rows counts: the mask of the masking "
+                "strategy, or the trace's mask_reason, excludes them all; drop such batches before "
+                "the loss"
+            )
+        ids = None if groups is None else groups.tolist()
+        return Normalizer.of(self.counts, ids, count_empty=count_empty)
+
+    def column(self, td: Any, key: NestedKey, advice: str) -> Tensor:
+        """Values of a token-aligned column at the tokens that count, checked to be finite.
+
+        Args:
+            td: the rows.
+            key: the column, ``[T_b]`` or ``[T_b, 1]`` a row.
+            advice: how the column comes into being, for the error.
+
+        Returns:
+            float32 ``[N]`` (float64 where it is stored so), without gradient. A column is read
+            once.
+
+        Raises:
+            DataError: when the column is missing, has other lengths, or is not finite where it
+                counts.
+        """
+        if key not in self._read:
+            values = self._flat(read_column(td, key, advice), key)
+            self._read[key] = self._checked(_real(values)[self._index], key)
+        return self._read[key]
+
+    def flat(self, td: Any, key: NestedKey) -> Tensor:
+        """Values of a token-aligned column at all ``L`` tokens, counting or not, as stored.
+
+        Args:
+            td: the rows.
+            key: the column, ``[T_b]`` a row.
+
+        Raises:
+            DataError: when it is missing or has other lengths.
+        """
+        return self._flat(read_column(td, key, "it goes with the tokens"), key)
+
+    def advantage(self, td: Any, key: NestedKey) -> Tensor:
+        """Advantage of each token that counts.
+
+        Args:
+            td: the rows.
+            key: the column: one number a row (``[B, 1, 1]`` or ``[B, 1]``), or one a token of
+                ``tokens.full`` (``[B, T, 1]``).
+
+        Returns:
+            float32 ``[N]``, float64 where it is stored so.
+
+        Raises:
+            DataError: when it is missing, of another shape, or not finite where it counts.
+        """
+        if key not in self._read:
+            values = read_column(td, key, "MCAdvantage must run before sampling")
+            self._read[key] = self._checked(self._advantage(values, key), key)
+        return self._read[key]
+
+    def _advantage(self, values: list[Tensor], key: NestedKey) -> Tensor:
+        if all(value.numel() == 1 for value in values):
+            return _real(torch.cat([value.reshape(1) for value in values]))[self.row]
+        for row, (value, length) in enumerate(zip(values, self._stored, strict=True)):
+            if value.numel() != 1 and value.shape != (length, 1):
+                raise DataError(
+                    f"{key_name(key)} must be [B, 1, 1] or [B, T, 1] with B={len(values)}, "
+                    f"T={length}, got {(len(values), *value.shape)} (row {row}); MCAdvantage must "
+                    "run before sampling"
+                )
+        expanded = [
+            value.reshape(-1).expand(length)
+            for value, length in zip(values, self._stored, strict=True)
+        ]
+        return _real(self._flat(expanded, key))[self._index]
+
+    def groups(self, td: Any, key: NestedKey) -> Tensor:
+        """Prompt group of each row.
+
+        Args:
+            td: the rows.
+            key: int64, one number a row.
+
+        Returns:
+            int64 ``[B]``.
+
+        Raises:
+            DataError: when it is missing or not one integer a row.
+        """
+        if key not in self._read:
+            values = read_column(
+                td,
+                key,
+                "aggregation='prompt_mean' is a mean over the rows of each prompt, which are told "
+                "apart by it (the data loading primer writes it). What TorchRL calls prompt_mean "
+                "is aggregation='sequence_mean' here",
+            )
+            if any(value.numel() != 1 or value.is_floating_point() for value in values):
+                raise DataError(f"{key_name(key)} must be one integer a row")
+            self._read[key] = torch.stack([value.reshape(()) for value in values]).long()
+        return self._read[key]
+
+    def temperature(self, td: Any, key: NestedKey) -> float | Tensor:
+        """Temperature of each row, float32 ``[B]``; the number 1.0 when it is that of all."""
+        values = optional_column(td, key)
+        if values is None:
+            return 1.0
+        temperatures = torch.stack([value.reshape(()) for value in values]).float()
+        return 1.0 if bool((temperatures == 1.0).all()) else temperatures
+
+    def refuse_truncated_support(self, td: Any, key: NestedKey) -> None:
+        """Raise when a row that counts was sampled from a distribution that is not stored."""
+        values = optional_column(td, key)
+        if values is None:
+            return
+        bad = [b for b, v in enumerate(values) if self.counts[b] and bool(v)]
+        if bad:
+            raise DataError(
+                f"rows {bad[:8]} were sampled with top-k, top-p or min-p and the kept ids were not "
+                "stored, so their ratios are not defined; sample with "
+                'generate_kwargs={"record_support": True}, or with top_p=1, top_k=0, min_p=0'
+            )
+
+    def scatter(self, values_N: Tensor) -> Tensor:
+        """Values of tokens that count at their places in a rectangle of the stored rows.
+
+        Args:
+            values_N: ``[N]``.
+
+        Returns:
+            ``[B, T]`` with ``T`` the longest stored row, 0 where a token does not count.
+        """
+        index = self._index
+        if self._kept is not None:
+            index = self._kept.nonzero()[:, 0][index]
+        flat = values_N.new_zeros(sum(self._stored))
+        return pad_flat(flat.index_put((index.to(values_N.device),), values_N), self._stored)
+
+    def stored_select(self) -> list[Tensor]:
+        """The tokens that count as bool ``[T]`` a row, as the rows are stored, padding included."""
+        flat = torch.zeros(sum(self._stored), dtype=torch.bool)
+        kept = slice(None) if self._kept is None else self._kept
+        flat[kept] = torch.cat(self.select)
+        return list(flat.split(self._stored))
+
+    def _flat(self, values: list[Tensor], key: NestedKey) -> Tensor:
+        return flatten(values, self._stored, self._kept, key)
+
+    def _checked(self, values_N: Tensor, key: NestedKey) -> Tensor:
+        if values_N.requires_grad:
+            raise DataError(
+                f"{key!r} must be stored data, and this column requires gradients: detach it"
+            )
+        fine = values_N.isfinite()
+        if not bool(fine.all()):
+            rows = self.row[~fine].unique().tolist()
+            raise DataError(
+                f"{key_name(key)} is NaN or infinite at tokens that count, in rows {rows[:8]}"
+            )
+        return values_N
+
+
+def read_token_rows(
+    td: Any, keys: RowKeys, strategy: MaskingStrategy, trained_B: Tensor | None = None
+) -> TokenRows:
+    """Read the tokens of a batch and decide which count.
+
+    Args:
+        td: rows: a lazy stack, a tensordict with lazy nodes, or padded tensors; batch size ``[B]``.
+        keys: where the columns are.
+        strategy: ``"sft"``, after the prompt; ``"rlhf"``, by the assistant mask; ``"generic"``,
+            every token with a prefix. With a trace, only sampled tokens with reason ``TRAINED``
+            remain.
+        trained_B: bool ``[B]``, the rows whose tokens may count; all by default.
+
+    Returns:
+        The rows.
+
+    Raises:
+        DataError: when a column that is needed is missing or misaligned.
+    """
+    if len(td.batch_size) != 1:
+        raise DataError(
+            f"a loss reads rows with one batch dimension, got batch size {tuple(td.batch_size)}; "
+            "flatten them first, as LLMCollector(flatten_data=True) and the replay buffer do"
+        )
+    if not td.batch_size[0]:
+        raise DataError("the batch has no rows: skip such batches, there is nothing to learn from")
+    ids = read_column(td, keys.action, "the rows must hold token ids")
+    stored = [row.shape[0] for row in ids]
+    kept = kept_positions(td, keys, stored)
+    if kept is not None:
+        lengths = [int(part.sum()) for part in kept.split(stored)]
+        ids = list(torch.cat(ids)[kept].split(lengths))
+    flat = RowMasks(td, keys, ids, stored, kept)
+    masks = {"sft": flat.after_prompt, "rlhf": flat.assistant, "generic": flat.with_prefix}
+    mask, trained = masks[strategy](), flat.trained()
+    if trained is not None:
+        mask = mask & trained
+    if trained_B is not None:
+        mask = mask & trained_B[row_index([row.shape[0] for row in ids])]
+    return TokenRows(ids, stored, kept, mask)
+
+
+def _real(values: Tensor) -> Tensor:
+    """At least float32; what is stored more exactly stays so."""
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,430 @@
+"""What every policy-gradient loss shares: ratios, corrections, KL terms, averages, checks.
+
+A loss reads rows (:mod:`torchrl_llm.objectives.loss_rows`), asks a
+:class:`~torchrl_llm.data.scoring.TokenScorer` for the log-probs of the tokens that count, and
+averages what its ``surrogate`` says about each. A new loss is a subclass with a ``surrogate``; its
+mathematics belongs into :mod:`torchrl_llm.functional`. What it needs from the forward beside
+log-probs it names in ``extras``, and terms beside the objective it adds in ``further_terms``.
+
+Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens that count.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl._utils import logger
+
+from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional import (
+    Normalizer,
+    ess_moments,
+    k1,
+    k3,
+    token_weights,
+    weighted_k3,
+)
+from torchrl_llm.functional.kl import KL_ESTIMATORS
+from torchrl_llm.functional.kl import LossKLEstimator as KLEstimator
+from torchrl_llm.objectives.correction import Correction
+from torchrl_llm.objectives.loss_rows import MaskingStrategy, RowKeys, TokenRows, read_token_rows
+from torchrl_llm.objectives.policy_tokens import PolicyLossOutput, PolicyTokens, Surrogate
+from torchrl_llm.objectives.support_rows import read_support
+from torchrl_llm.objectives.token_loss import TokenLoss, check_scores
+
+__all__ = [
+    "Aggregation",
+    "KLEstimator",
+    "PolicyGradientLoss",
+    "PolicyLossOutput",
+    "PolicyTokens",
+    "Surrogate",
+]
+
+Aggregation = Literal[
+    "token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant", "none"
+]
+
+
+class PolicyGradientLoss(TokenLoss):
+    """Base of the policy-gradient losses over rows of sampled tokens.
+
+    Subclasses define :meth:`surrogate`. Which tokens count is said by ``masking_strategy``:
+    ``"sft"``, those after the row's prompt; ``"rlhf"``, those of the assistant mask; ``"generic"``,
+    all that have a prefix. Where a row has a ``trace``, only sampled tokens whose mask reason is
+    ``TRAINED`` count.
+
+    Every mean is over tokens that count, divided by a
+    :class:`~torchrl_llm.functional.Normalizer`. With that of the whole batch
+    (:meth:`normalizer`) the outputs of its micro-batches add up.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        aggregation: how the tokens' losses are averaged. ``"token_mean"``; ``"sequence_mean"``, a
+            mean over each row's tokens and then over rows (TorchRL's ``"prompt_mean"``);
+            ``"prompt_mean"``, a mean over the tokens of all rows of a prompt and then over
+            prompts, which needs ``"group_id"``; ``"sequence_sum"``; ``"constant"``, as the former
+            but divided by ``constant_length``; ``"none"``, a padded ``[B, T]`` loss.
+        constant_length: tokens that ``"constant"`` divides by.
+        count_empty_rows: rows of which no token counts (masked as a whole: stale, overlong,
+            filtered) are sequences in the denominator, as they are in Ludic and TRL. By default
+            they are not, so that masking a row and leaving it out are the same. (With
+            ``"prompt_mean"`` a prompt all of whose rows are empty is a prompt, too.) Refused with
+            ``"token_mean"``, which divides by tokens here and in TRL.
+        correction: what to do about a sampler that differs from the policy before the update;
+            ``None`` takes ratios to the sampler.
+        kl_mask_threshold: tokens with ``log_ratio ** 2 / 2`` above it, of current over sampled
+            probability, add nothing to the objective. They still count in the denominators, which
+            have to be known before the forward.
+        entropy_bonus: subtract ``entropy_coeff`` times the entropy from the loss. By default only
+            when an ``entropy_coeff`` is given; the entropy is a metric either way.
+        entropy_coeff: weight of the bonus, 0.01 when ``entropy_bonus=True`` comes without it.
+        kl_to_ref_coeff: weight of the divergence from the reference policy; ``None`` or 0 for none.
+        kl_to_inference_coeff: weight of the divergence from the sampler; ``None`` or 0 for none.
+        kl_estimator: how both are estimated, see :mod:`torchrl_llm.functional.kl`. As a loss
+            ``"k1"`` is of no use (and logs a warning): on samples of the current policy its
+            gradient has mean zero whatever the other policy is. It belongs into the reward.
+            ``"weighted_k3"`` (TRL's default) is multiplied by the ratio to the sampler, which makes
+            value and gradient right for rows of an older policy, too. (With a ``correction`` TRL
+            multiplies by the ratio to the proximal policy.)
+        masking_strategy: see above.
+        device: where the loss is computed from the log-probs; theirs by default. The actor is not
+            moved.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+    """
+
+    @dataclass
+    class _AcceptedKeys(RowKeys):
+        """Keys that ``set_keys`` takes, with their defaults."""
+
+        advantage: NestedKey = "advantage"
+        sample_log_prob: NestedKey = ("log_probs", "full")
+        prox_log_prob: NestedKey = ("prox_log_probs", "full")
+        ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
+
+    default_keys = _AcceptedKeys
+    needs_entropy = True
+    output_type: type = PolicyLossOutput
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        *,
+        aggregation: Aggregation = "token_mean",
+        constant_length: int | None = None,
+        count_empty_rows: bool = False,
+        correction: Correction | None = None,
+        kl_mask_threshold: float | None = None,
+        entropy_bonus: bool | None = None,
+        entropy_coeff: float | None = None,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        kl_estimator: KLEstimator = "k3",
+        masking_strategy: MaskingStrategy = "sft",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(actor_network, device=device)
+        _one_of("aggregation", aggregation, get_args(Aggregation))
+        _one_of("masking_strategy", masking_strategy, get_args(MaskingStrategy))
+        _one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
+        if aggregation == "constant" and constant_length is None:
+            raise ConfigError(
+                "aggregation='constant' needs constant_length, the tokens that the sum over each "
+                "response is divided by: the limit of sampling (max_new_tokens)"
+            )
+        if aggregation != "constant" and constant_length is not None:
+            raise ConfigError(
+                f"constant_length belongs to aggregation='constant', got {aggregation!r}"
+            )
+        if constant_length is not None and not constant_length > 0:
+            raise ConfigError(f"constant_length must be positive, got {constant_length}")
+        if count_empty_rows and aggregation in ("token_mean", "none"):
+            raise ConfigError(
+                f"count_empty_rows has no effect with aggregation={aggregation!r}, which divides "
+                "by no number of rows"
+            )
+        if kl_mask_threshold is not None and not kl_mask_threshold > 0:
+            raise ConfigError(f"kl_mask_threshold must be positive, got {kl_mask_threshold}")
+        if correction is not None and not isinstance(correction, Correction):
+            raise ConfigError(f"correction must be a Correction, got {correction!r}")
+        self.aggregation = aggregation
+        self.constant_length = constant_length
+        self.count_empty_rows = count_empty_rows
+        self.correction = correction
+        self.kl_mask_threshold = kl_mask_threshold
+        self.entropy_coeff = _entropy_coeff(entropy_bonus, entropy_coeff)
+        self.kl_to_ref_coeff = _coefficient("kl_to_ref_coeff", kl_to_ref_coeff)
+        self.kl_to_inference_coeff = _coefficient("kl_to_inference_coeff", kl_to_inference_coeff)
+        self.kl_estimator = kl_estimator
+        if kl_estimator == "k1" and (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
+            logger.warning(
+                f"{type(self).__name__}: the gradient of k1 has mean zero and ignores the other "
+                "policy; as a loss take k2 or k3, or put the divergence into the reward"
+            )
+        self.masking_strategy = masking_strategy
+        self._forward_value_estimator_keys()
+
+    @abstractmethod
+    def surrogate(self, tokens: PolicyTokens) -> Surrogate:
+        """Loss of each token, unreduced.
+
+        Args:
+            tokens: the ``N`` tokens that count.
+        """
+
+    def further_terms(
+        self,
+        tensordict: Any,
+        rows: TokenRows,
+        tokens: PolicyTokens,
+        scores: TokenScores,
+        reduce: Callable[[Tensor], Tensor],
+        share: float,
+    ) -> dict[str, Tensor]:
+        """Terms and metrics beside the objective, named as fields of ``output_type``.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens; ``rows.column`` reads what goes with them.
+            tokens: the ``N`` tokens that count.
+            scores: what the actor returned, extras included, on its device.
+            reduce: averages ``[N]`` values as the objective is averaged; for ``loss_*`` terms.
+            share: 1 / tokens of the whole batch; for metrics, ``values.sum() * share``.
+
+        Returns:
+            Fields; none by default.
+        """
+        return {}
+
+    def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
+        """What :meth:`surrogate` gets as the advantage: that of the rows, unless overridden.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+
+        Returns:
+            ``[N]``, constants.
+
+        Raises:
+            DataError: when it is missing, of a wrong shape or not finite.
+        """
+        return rows.advantage(tensordict, self.tensor_keys.advantage)
+
+    def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
+        """The support of truncated sampling, where the rows recorded it.
+
+        What a subclass asks for goes beside it, not in its place.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+
+        Raises:
+            DataError: when the kept ids do not belong to the tokens.
+        """
+        support = read_support(tensordict, rows, self.tensor_keys.support)
+        return None if support is None else ScoreExtras(support=support)
+
+    def select(self, tensordict: Any) -> TokenRows:
+        """See :meth:`TokenLoss.select`."""
+        return read_token_rows(tensordict, self.tensor_keys, self.masking_strategy)
+
+    def check(self, tensordict: Any, rows: TokenRows) -> None:
+        """See :meth:`TokenLoss.check`.
+
+        Raises:
+            DataError: also when a row's distribution was truncated without its support.
+        """
+        rows.refuse_truncated_support(tensordict, self.tensor_keys.truncated_support)
+        self._columns(tensordict, rows)
+        if self.aggregation == "prompt_mean":
+            rows.groups(tensordict, self.tensor_keys.group_id)
+
+    def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
+        """See :meth:`TokenLoss.count`."""
+        groups = None
+        if self.aggregation == "prompt_mean":
+            groups = rows.groups(tensordict, self.tensor_keys.group_id)
+        return rows.normalizer(groups, count_empty=self.count_empty_rows)
+
+    def from_scores(
+        self,
+        tensordict: Any,
+        rows: TokenRows,
+        scores: TokenScores,
+        *,
+        normalizer: Normalizer | None = None,
+    ) -> Any:
+        """See :meth:`TokenLoss.from_scores`.
+
+        Returns:
+            An instance of ``output_type``.
+        """
+        normalizer = normalizer or self.count(tensordict, rows)
+        log_probs = check_scores(scores.log_probs, rows)
+        device = self.device or log_probs.device
+        log_probs = log_probs.to(device)
+        columns = {k: v.to(device) for k, v in self._columns(tensordict, rows).items()}
+        sampled = columns["sampled"]
+        proximal = columns.get("proximal", sampled)
+        if self.correction is not None and self.correction.proximal == "current":
+            proximal = log_probs.detach()
+        tokens = PolicyTokens(
+            log_probs,
+            log_probs - proximal,
+            columns["advantage"],
+            rows.row.to(device),
+            len(rows.counts),
+            sampled,
+        )
+        reduce = self._reducer(tensordict, rows, normalizer, log_probs)
+        share = 1.0 / normalizer.num_tokens
+        fields = self._objective(tokens, proximal, reduce, share)
+        fields |= self._entropy(scores.entropy.to(device), reduce, share)
+        fields |= self._divergences(tokens, columns.get("reference"), reduce, share)
+        fields |= self.further_terms(tensordict, rows, tokens, scores, reduce, share)
+        return self.output_type(**fields)
+
+    def _columns(self, tensordict: Any, rows: TokenRows) -> dict[str, Tensor]:
+        keys = self.tensor_keys
+        columns = {
+            "advantage": self.advantage(tensordict, rows),
+            "sampled": rows.column(
+                tensordict, keys.sample_log_prob, "generate with a policy that returns log-probs"
+            ),
+        }
+        if self.correction is not None and self.correction.proximal == "stored":
+            columns["proximal"] = rows.column(
+                tensordict,
+                keys.prox_log_prob,
+                "RetrieveLogProb with the trained policy writes it into the buffer; or set "
+                "proximal='current' where a batch is used for one update",
+            )
+        if self.kl_to_ref_coeff:
+            columns["reference"] = rows.column(
+                tensordict,
+                keys.ref_log_probs,
+                "RetrieveLogProb with the reference policy writes it",
+            )
+        return columns
+
+    def _objective(
+        self, tokens: PolicyTokens, proximal: Tensor, reduce: Callable, share: float
+    ) -> dict[str, Tensor]:
+        loss, clipped = self.surrogate(tokens)
+        log_ratio = tokens.log_ratio.detach()
+        if self.kl_mask_threshold is not None:
+            from_sampler = (tokens.log_probs - tokens.sample_log_probs).detach()
+            loss = loss.where(from_sampler.square() / 2 <= self.kl_mask_threshold, 0.0)
+        fields = {}
+        if self.correction is not None:
+            mismatch = proximal - tokens.sample_log_probs
+            weights = self.correction.weights(mismatch, tokens.row, tokens.num_rows)
+            loss = loss * weights
+            fields = {
+                "correction_masked": (weights == 0).sum() * share,
+                "mismatch_k1": k1(mismatch).sum() * share,
+                "mismatch_k3": k3(mismatch).sum() * share,
+            }
+        return fields | {
+            "loss_objective": reduce(loss),
+            "clip_fraction": clipped.sum() * share,
+            "kl_approx": -log_ratio.sum() * share,
+            "ess_moments": ess_moments(tokens.log_probs - tokens.sample_log_probs),
+        }
+
+    def _entropy(self, entropy: Tensor, reduce: Callable, share: float) -> dict[str, Tensor]:
+        fields = {"entropy": entropy.detach().sum() * share}
+        if self.entropy_coeff:
+            fields["loss_entropy"] = -self.entropy_coeff * reduce(entropy)
+        return fields
+
+    def _divergences(
+        self, tokens: PolicyTokens, reference: Tensor | None, reduce: Callable, share: float
+    ) -> dict[str, Tensor]:
+        coefficient = self.kl_to_inference_coeff
+        current = tokens.log_probs if coefficient else tokens.log_probs.detach()
+        to_inference = self._estimate(tokens.sample_log_probs - current, tokens)
+        fields = {"kl_to_inference": to_inference.detach().sum() * share}
+        if coefficient:
+            fields["loss_kl_to_inference"] = coefficient * reduce(to_inference)
+        if reference is not None:
+            to_reference = self._estimate(reference - tokens.log_probs, tokens)
+            fields["kl_to_ref"] = to_reference.detach().sum() * share
+            fields["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduce(to_reference)
+        return fields
+
+    def _estimate(self, log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:
+        if self.kl_estimator == "weighted_k3":
+            # The sampler drew the tokens, whatever a correction takes the ratio to.
+            return weighted_k3(log_ratio, tokens.log_probs - tokens.sample_log_probs)
+        return KL_ESTIMATORS[self.kl_estimator](log_ratio)
+
+    def _reducer(
+        self, tensordict: Any, rows: TokenRows, normalizer: Normalizer, like: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        mode = self.aggregation
+        if mode == "none":
+            return rows.scatter
+        lengths = None
+        if mode == "sequence_mean":
+            lengths = rows.counts
+        elif mode == "prompt_mean":
+            groups = rows.groups(tensordict, self.tensor_keys.group_id).tolist()
+            tokens = normalizer.group_tokens or {}
+            strange = {g for g, n in zip(groups, rows.counts, strict=True) if n and g not in tokens}
+            if strange:
+                raise DataError(
+                    f"the normalizer does not count the prompt groups {sorted(strange)[:8]}: it "
+                    "must be loss.normalizer(...) of the whole batch that these rows are a part of"
+                )
+            lengths = [tokens.get(group, 0) for group in groups]
+        if lengths is not None:
+            lengths = like.new_tensor(lengths)[rows.row.to(like.device)]
+        weights = token_weights(lengths, mode, normalizer, constant_length=self.constant_length)
+        # Rows of 100,000 tokens: float32 does not add up what nearly cancels.
+        if isinstance(weights, float):
+            return lambda values: (values.sum(dtype=torch.float64) * weights).to(values.dtype)
+        return lambda values: (values * weights).sum(dtype=torch.float64).to(values.dtype)
+
+    def _forward_value_estimator_keys(self, **_: Any) -> None:
+        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        keys = self.tensor_keys
+        self.in_keys = [keys.action, keys.sample_log_prob, keys.advantage]
+        if self.correction is not None and self.correction.proximal == "stored":
+            self.in_keys.append(keys.prox_log_prob)
+        if self.kl_to_ref_coeff:
+            self.in_keys.append(keys.ref_log_probs)
+        if self.aggregation == "prompt_mean":
+            self.in_keys.append(keys.group_id)
+        self.out_keys = list(self.output_type.__dataclass_fields__)
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _coefficient(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not value >= 0:
+        raise ConfigError(f"{name} must not be negative, got {value}")
+    return float(value)
+
+
+def _entropy_coeff(bonus: bool | None, coefficient: float | None) -> float:
+    value = _coefficient("entropy_coeff", coefficient)
+    if bonus is False and value:
+        raise ConfigError(f"entropy_coeff={value} has no effect with entropy_bonus=False")
+    return 0.01 if bonus and coefficient is None else value

@@ -1,0 +1,501 @@
+"""What recipes build alike from their configuration: policy, environments, evaluation, reference.
+
+Each function reads the groups of a configuration that it needs (``env``, ``model``, ``train``, ...,
+the dataclasses of :mod:`torchrl_llm.recipes`), so that a recipe with other groups
+beside them shares them; see ``sota-implementations/expert-iteration``.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+import transformers
+from tensordict import LazyStackedTensorDict
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
+from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.data.row_files import load_rows
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.modules import (
+    AdapterDisabled,
+    LLMWrapperBase,
+    TransformersBackend,
+    TransformersWrapper,
+    ValueHead,
+    context_length,
+    load_model,
+    load_tokenizer,
+)
+from torchrl_llm.recipes.groups import (
+    EnvConfig,
+    InferenceModelConfig,
+    ModelConfig,
+    RefModelConfig,
+    TrainConfig,
+    TrainModelConfig,
+)
+from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
+from torchrl_llm.recipes.reward_config import add_components
+from torchrl_llm.recipes.strict_config import ensure
+from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.recipes.tool_config import add_tools
+from torchrl_llm.trainers.batch_source import trained_rows
+from torchrl_llm.trainers.run import EvalConfig
+
+__all__ = [
+    "RecipeConfig",
+    "autocast",
+    "device_of",
+    "make_envs",
+    "make_eval_env",
+    "make_evaluation",
+    "make_policy",
+    "make_reference",
+    "make_step_buffer",
+    "make_tokenizer",
+    "make_train_env",
+    "max_turns",
+    "minibatches",
+    "naming",
+    "overlong_metrics",
+    "present_device",
+    "reference_device",
+    "samples_in_bfloat16",
+    "seed_everything",
+    "set_threads",
+    "wrapper_options",
+]
+
+
+class RecipeConfig(Protocol):
+    """The groups that are read here."""
+
+    env: EnvConfig
+    model: ModelConfig
+    train: TrainConfig
+    train_model: TrainModelConfig
+    inference_model: InferenceModelConfig
+    ref_model: RefModelConfig
+    reward: RewardComponentsConfig
+    eval: EvalConfig
+    seed: int
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Responses collected in a step."""
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch.
+
+    Args:
+        seed: any integer.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_threads(config: RecipeConfig) -> None:
+    """Give torch the configured number of CPU threads.
+
+    Args:
+        config: its ``train.num_threads``.
+    """
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+
+
+def device_of(config: RecipeConfig) -> torch.device:
+    """CUDA where there is one, unless the configuration says otherwise.
+
+    Args:
+        config: its ``train.device``.
+
+    Raises:
+        ResourceError: this machine does not have it.
+    """
+    return present_device(config.train.device, "train.device")
+
+
+@functools.cache
+def present_device(name: str, key: str) -> torch.device:
+    """A device of this machine.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto`` for CUDA where there is one.
+        key: dotted key of the setting.
+
+    Raises:
+        ResourceError: this machine does not have it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each kind of device fails in a way of its own
+        raise ResourceError(
+            f"{key}={name!r}: torch cannot use it here ({str(error).splitlines()[0]}); it finds "
+            f"{torch.cuda.device_count()} CUDA devices; choose another, or auto"
+        ) from error
+    return device
+
+
+def reference_device(config: RecipeConfig) -> torch.device:
+    """Where the reference is: beside the policy, or on the GPU after the policy's.
+
+    Args:
+        config: its ``ref_model.num_devices`` and ``train.device``.
+
+    Raises:
+        ResourceError: it is to have a GPU of its own, and there is none.
+    """
+    device = device_of(config)
+    if not config.ref_model.num_devices:
+        return device
+    index = (device.index or 0) + 1
+    found = torch.cuda.device_count()
+    if device.type != "cuda" or index >= found:
+        raise ResourceError(
+            f"ref_model.num_devices=1 needs a GPU beside the policy's, {index + 1} in all; there "
+            f"are {found}, and the policy is on {device}"
+        )
+    return torch.device("cuda", index)
+
+
+def autocast(config: RecipeConfig) -> AbstractContextManager[Any]:
+    """A context for sampling and scoring in the configured precision.
+
+    Args:
+        config: its ``train.mixed_precision``.
+    """
+    device = device_of(config).type
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
+
+
+def samples_in_bfloat16(config: RecipeConfig) -> bool:
+    """Whether sampling and scoring are in bfloat16, over weights of whatever type.
+
+    Args:
+        config: its ``train.mixed_precision`` and ``train.device``.
+    """
+    precision = config.train.mixed_precision
+    return precision == "bfloat16" or (precision == "auto" and device_of(config).type == "cuda")
+
+
+def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
+    """Options of a policy that samples: templates, long prompts, arguments of generation.
+
+    Args:
+        config: the recipe's.
+    """
+    return {
+        "chat_template_name": config.model.chat_template_name,
+        "on_overlong": config.env.on_overlong,
+        "max_prompt_length": config.env.max_prompt_length,
+        "generate_kwargs": config.inference_model.arguments,
+        "tools": _tool_schemas(config),
+    }
+
+
+def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
+    """The task's tools as chat templates take them, where the model is to be told of them."""
+    task = task_class(config.env.dataset)
+    has_tools = (
+        task.make_tools is not TaskEnv.make_tools
+        or task.tool_schemas is not TaskEnv.tool_schemas
+        or bool(config.env.tools)
+    )
+    if not (config.model.is_told_of_tools and has_tools):
+        return None
+    env = _with_tools(config, task(**_data(config, task)[0], **_settings(config)))
+    try:
+        return env.tool_schemas or None
+    finally:
+        env.close()
+
+
+def make_tokenizer(
+    name: str | None, max_tokens: int, *, key: str = "inference_model.max_tokens"
+) -> Any:
+    """The tokenizer of ``model.name``, after a look at what says how long its context is.
+
+    Neither takes long, so that what is wrong with them is told before any weights are read.
+
+    Args:
+        name: the model, as ``model.name`` gives it.
+        max_tokens: tokens that a response may have.
+        key: dotted key of that.
+
+    Raises:
+        ConfigError: no such model, no tokenizer with it, or no room in its context.
+    """
+    with naming("model.name"):
+        tokenizer, context = load_tokenizer(name), context_length(name)
+    ensure(
+        context is None or max_tokens < context,
+        f"{key}={max_tokens} leaves no room for a prompt: the context of the model holds {context} "
+        "tokens",
+    )
+    return tokenizer
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Put the key of a setting before what is wrong with it.
+
+    Args:
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: whatever the body raises so.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:
+    """The policy that samples and is trained; both use its one module.
+
+    Args:
+        config: the recipe's.
+        with_values: give it a value head.
+    """
+    # Bars for the reading and writing of weight files would break up the one of the run.
+    transformers.utils.logging.disable_progress_bar()
+    device = device_of(config)
+    tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
+    wanted, lora = config.train_model, None
+    if wanted.lora.enabled:
+        lora = {
+            "r": wanted.lora.r,
+            "lora_alpha": wanted.lora.alpha,
+            "lora_dropout": wanted.lora.dropout,
+            "target_modules": wanted.lora.target_modules or "all-linear",
+        }
+    model = load_model(
+        config.model.name,
+        dtype=wanted.dtype,
+        attn_implementation=wanted.attn_implementation,
+        gradient_checkpointing=wanted.gradient_checkpointing,
+        lora=lora,
+        device=device,
+    )
+    return TransformersWrapper(
+        TransformersBackend(
+            model.train(),
+            tokenizer=tokenizer,
+            chunk_size=wanted.logprob_chunk_size,
+            layout=config.train.packing,
+            value_head=ValueHead.for_model(model) if with_values else None,
+        ),
+        tokenizer=tokenizer,
+        **wrapper_options(config),
+    )
+
+
+def make_reference(config: RecipeConfig, policy: TransformersWrapper) -> TokenScorer:
+    """The policy that divergences are measured from.
+
+    Args:
+        config: the recipe's; ``ref_model.name`` is a model of its own.
+        policy: with LoRA, and no other name, it is the reference itself, with its adapters off.
+    """
+    if config.train_model.lora.enabled and config.ref_model.name is None:
+        return AdapterDisabled(policy)
+    name = config.ref_model.name or config.model.name
+    device = reference_device(config)
+    with naming("ref_model.name"):
+        model = load_model(name, dtype=config.train_model.dtype, device=device)
+    return TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
+
+
+def make_envs(config: RecipeConfig, policy: TransformersWrapper) -> tuple[TaskEnv, TaskEnv | None]:
+    """The environment to train in, and that of the held-out prompts.
+
+    Args:
+        config: the recipe's.
+        policy: its tokenizer is the environments'.
+
+    Returns:
+        Two environments; no second one with ``eval.num_prompts=0``.
+
+    Raises:
+        ConfigError: the problems do not suffice.
+    """
+    return (
+        make_train_env(config, policy.tokenizer, seed=config.seed),
+        make_eval_env(config, policy.tokenizer),
+    )
+
+
+def max_turns(config: RecipeConfig) -> int:
+    """How often the policy can be asked in an episode of the task.
+
+    Args:
+        config: its ``env``.
+
+    Raises:
+        ConfigError: the task has no limit of steps, and the configuration gives none.
+    """
+    turns = task_class(config.env.dataset).max_turns(config.env.max_steps)
+    if turns is None:
+        raise ConfigError(
+            f"the task {config.env.dataset!r} ends its episodes only when the model does: pass "
+            "env.max_steps"
+        )
+    return turns * (1 + config.env.max_tool_turns) if config.env.tools else turns
+
+
+def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
+    """A buffer that holds what is trained in one step, each row once an epoch.
+
+    A trajectory is one row in it, or as many as turns where its history is rewritten between them.
+
+    Args:
+        config: the recipe's.
+    """
+    capacity = config.rows_per_batch * max_turns(config)
+    return ReplayBuffer(
+        storage=LazyStackStorage(capacity),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=config.train.optim_batch_size or capacity,
+    )
+
+
+def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
+    """The environment to train in, whose repeats of a prompt all begin in the same reset.
+
+    Its reward is the task's own with the configured components.
+
+    Args:
+        config: the recipe's; ``rows_per_batch`` conversations at a time.
+        tokenizer: the policy's.
+        seed: of the order of the prompts.
+
+    Raises:
+        ConfigError: the problems do not suffice.
+    """
+    task = task_class(config.env.dataset)
+    env = task(
+        **_data(config, task)[0],
+        **_settings(config),
+        num_envs=config.rows_per_batch,
+        repeats=config.env.repeats,
+        group_repeats=True,
+        seed=seed,
+        tokenizer=tokenizer,
+    )
+    return add_components(_with_tools(config, env), config.reward.components)
+
+
+def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
+    """The environment of the held-out prompts; ``None`` with ``eval.num_prompts=0``.
+
+    Args:
+        config: the recipe's.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: the problems do not suffice.
+    """
+    if not config.eval.num_prompts:
+        return None
+    task = task_class(config.env.dataset)
+    num_envs = min(config.eval.batch_size, config.eval.num_prompts)
+    data = _data(config, task)[1]
+    options = {**data, **_settings(config)}
+    env = task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
+    return add_components(_with_tools(config, env), config.reward.components)
+
+
+def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
+    return add_tools(env, config.env.tools, max_turns=config.env.max_tool_turns)
+
+
+def _settings(config: RecipeConfig) -> dict[str, Any]:
+    """The task's own settings, and what replaces its limit of steps and its system prompt."""
+    wanted = {"max_steps": config.env.max_steps, "system_prompt": config.env.system_prompt}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return {**config.env.options, **given}
+
+
+def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the two environments that say where their problems come from."""
+    files, held_out = config.env.data_files, config.env.eval_data_files
+    if files is None and held_out is None:
+        return {"split": "train"}, {"split": "test"}
+    if files is None or held_out is not None:
+        train = {"split": "train"} if files is None else {"data_files": files}
+        return train, {"data_files": held_out}
+    rows = load_rows(Path(files), columns=task.COLUMNS)
+    split = len(rows) - config.eval.num_prompts
+    if split < 1:
+        raise ConfigError(
+            f"eval.num_prompts={config.eval.num_prompts} leaves none of the {len(rows)} problems "
+            f"of {files} for training; lower it, or pass env.eval_data_files"
+        )
+    return {"dataset": rows[:split]}, {"dataset": rows[split:]}
+
+
+def make_evaluation(
+    config: RecipeConfig, env: TaskEnv | None, policy: LLMWrapperBase
+) -> Callable[[], Evaluation] | None:
+    """Greedy accuracy of the policy on the held-out prompts, when it is called.
+
+    Args:
+        config: the recipe's.
+        env: the environment of the held-out prompts, or ``None``.
+        policy: what samples; its weights are those of the trained policy.
+    """
+    if env is None:
+        return None
+    arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
+    greedy = policy.get_new_version(generate_kwargs=arguments)
+
+    def run() -> Evaluation:
+        with autocast(config):
+            return evaluate(
+                env, greedy, num_prompts=config.eval.num_prompts, max_turns=max_turns(config)
+            )
+
+    return run
+
+
+def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
+    """The rows of an optimizer step at a time, each row that trains once an epoch.
+
+    Args:
+        buffer: iterated once an epoch; it may be empty.
+        epochs: passes over it.
+    """
+    for _ in range(epochs if len(buffer) else 0):
+        for batch in buffer:
+            rows = trained_rows(batch)
+            if rows is not None:
+                yield rows
+
+
+def overlong_metrics(policy: LLMWrapperBase) -> dict[str, int]:
+    """How many prompts of this step were too long; counting begins anew.
+
+    Args:
+        policy: the policy that was asked.
+    """
+    counts = policy.overlong_counts
+    total = sum(counts.values())
+    counts.update(dict.fromkeys(counts, 0))
+    return {"train/overlong": total}

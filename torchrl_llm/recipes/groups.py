@@ -1,0 +1,339 @@
+"""The groups of the GRPO recipe that say what is trained on what, and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.recipes.strict_config import check_device, ensure
+from torchrl_llm.recipes.tasks import check_options, check_task
+from torchrl_llm.recipes.tool_config import check_tools
+from torchrl_llm.trainers.optim import check_schedule
+
+__all__ = [
+    "EnvConfig",
+    "InferenceModelConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RefModelConfig",
+    "TrainConfig",
+    "TrainModelConfig",
+]
+
+
+@dataclass(kw_only=True)
+class EnvConfig:
+    """Task and prompts.
+
+    Attributes:
+        dataset: name of the task, one of :data:`~torchrl_llm.recipes.tasks.TASKS`.
+        data_files: local JSON-lines file with the training problems, packed by gzip or not;
+            ``None`` for the task's own source (a generator, or the hub).
+        eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
+            or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
+            then not trained on.
+        repeats: samples a prompt, the size of a group; 1 where ``advantage`` compares none.
+        options: settings of the task itself, arguments of its class (the ``difficulty`` of
+            ``letter_counting``, for instance); those left out keep the class's defaults.
+        system_prompt: first message of every conversation; ``None`` for the task's own.
+        max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
+            for the task's own limit.
+        tools: tools that the model has beside those of the task: names of registered tools, or
+            ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without arguments that
+            it needs, or an instance) or of a function with type hints and a docstring.
+        max_tool_turns: most turns in a row that only call those tools; each is a turn of the model
+            and no step of the episode.
+        max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
+            leaves beside ``inference_model.max_tokens``.
+        on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
+            trained, or a prompt cut from the left. Counted in ``train/overlong``.
+    """
+
+    dataset: str = "arithmetic"
+    data_files: str | None = None
+    eval_data_files: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    repeats: int = 8
+    max_steps: int | None = None
+    tools: list[str] = field(default_factory=list)
+    max_tool_turns: int = 4
+    max_prompt_length: int | None = None
+    on_overlong: Literal["error", "drop", "truncate"] = "error"
+
+    def __post_init__(self) -> None:
+        ensure(self.repeats >= 1, f"env.repeats must be at least 1, got {self.repeats}")
+        ensure(
+            self.max_steps is None or self.max_steps >= 1,
+            f"env.max_steps must be at least 1, got {self.max_steps}",
+        )
+        try:
+            check_task(self.dataset)
+        except ConfigError as error:
+            raise ConfigError(f"env.dataset: {error}") from None
+        check_options(self.dataset, self.options)
+        ensure(
+            self.max_tool_turns >= 1,
+            f"env.max_tool_turns must be at least 1, got {self.max_tool_turns}",
+        )
+        ensure(
+            bool(self.tools) or self.max_tool_turns == type(self).max_tool_turns,
+            "env.max_tool_turns has no effect without env.tools; a task's own tools have a limit "
+            "of their own",
+        )
+        check_tools(self.tools)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The policy.
+
+    Attributes:
+        name: a folder or a hub name; ``None`` for the model that ships with the package.
+        chat_template_name: a family of templates to use instead of the tokenizer's own.
+        show_tools: whether the prompt describes the task's tools, in the way of the chat template;
+            ``None``: where ``name`` is given. The model that ships with the package, and what was
+            trained from it, knows its tool without.
+    """
+
+    name: str | None = None
+    chat_template_name: str | None = None
+    show_tools: bool | None = None
+
+    @property
+    def is_told_of_tools(self) -> bool:
+        """Whether the prompt describes the tools of a task that has some."""
+        return self.name is not None if self.show_tools is None else self.show_tools
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        max_steps: training steps (one batch collected, ``epochs`` passes over it).
+        prompts_per_batch: distinct prompts a step; ``env.repeats`` responses each.
+        epochs: passes over a batch.
+        optim_batch_size: responses an optimizer step; ``None`` for the whole batch.
+        micro_token_budget: tokens in one forward, with the padding where ``packing`` is
+            ``padded``; ``None`` for no cut. The result does not depend on it, only memory and
+            speed do.
+        packing: how rows of different length are laid out in a forward: ``padded``; ``bucketed``,
+            several forwards of rows of like length; ``packed``, one row after the other without
+            padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
+            those that the model can have. Memory and speed depend on it, the result does not.
+        kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
+        mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
+            bfloat16 on CUDA, float32 elsewhere.
+        device: ``auto`` for CUDA when there is one.
+        num_threads: threads of torch on the CPU; ``None`` for torch's choice. A tiny model gains
+            little from a second one and loses much where cores are shared: waiting threads spin.
+    """
+
+    max_steps: int = 100
+    prompts_per_batch: int = 16
+    epochs: int = 1
+    optim_batch_size: int | None = None
+    micro_token_budget: int | None = 16384
+    packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
+    kl_to_ref_coeff: float = 0.0
+    mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "prompts_per_batch", "epochs"):
+            value = getattr(self, name)
+            ensure(value >= 1, f"train.{name} must be at least 1, got {value}")
+        for name in ("optim_batch_size", "micro_token_budget", "num_threads"):
+            value = getattr(self, name)
+            ensure(value is None or value >= 1, f"train.{name} must be at least 1, got {value}")
+        ensure(
+            self.kl_to_ref_coeff >= 0,
+            f"train.kl_to_ref_coeff must not be negative, got {self.kl_to_ref_coeff}",
+        )
+        check_device(self.device, "train.device")
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """LoRA adapters (needs the extra ``peft``); the other keys count only when enabled.
+
+    Attributes:
+        enabled: train adapters and leave the model's own weights alone.
+        r: rank.
+        alpha: scale, applied as ``alpha / r``.
+        dropout: on the adapters' input.
+        target_modules: names of the linear layers; ``None`` for all but the head.
+    """
+
+    enabled: bool = False
+    r: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.enabled or all(getattr(self, f.name) == f.default for f in fields(self)),
+            "keys of train_model.lora have no effect without train_model.lora.enabled=true",
+        )
+        ensure(self.r >= 1, f"train_model.lora.r must be at least 1, got {self.r}")
+
+
+@dataclass(kw_only=True)
+class TrainModelConfig:
+    """How the policy is held for training.
+
+    Attributes:
+        dtype: of the weights.
+        gradient_checkpointing: trade compute for memory in the backward.
+        attn_implementation: as in ``transformers``; ``None`` for its choice.
+        logprob_chunk_size: tokens whose logits are held at once; ``None`` to choose by vocabulary.
+        lora: adapters.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    attn_implementation: str | None = None
+    logprob_chunk_size: int | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(kw_only=True)
+class InferenceModelConfig:
+    """How responses are sampled; the sampler shares the policy's weights.
+
+    With ``top_p``, ``top_k`` or ``min_p`` the ids that each token was drawn from are kept with the
+    rows, and losses score on them: ratios stay those of what was sampled.
+
+    Attributes:
+        max_tokens: tokens a response may have.
+        temperature: of sampling; recorded with every row and applied when it is scored.
+        top_p: draw from the fewest tokens that reach this probability; 1 for all.
+        top_k: draw from so many of the most probable tokens; 0 for all.
+        min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
+    """
+
+    max_tokens: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.temperature > 0,
+            "inference_model.temperature must be above 0, for a greedy group has no variance; "
+            f"got {self.temperature}",
+        )
+        ensure(
+            self.max_tokens >= 1,
+            f"inference_model.max_tokens must be at least 1, got {self.max_tokens}",
+        )
+        try:
+            SamplingParams(**self.arguments)
+        except ConfigError as error:
+            raise ConfigError(f"inference_model: {error}") from None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of generation."""
+        return {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "record_support": self.top_p < 1 or self.top_k > 0 or self.min_p > 0,
+        }
+
+
+@dataclass(kw_only=True)
+class RefModelConfig:
+    """The reference of the KL terms (``train.kl_to_ref_coeff``, ``reward.kl_coeff``).
+
+    Attributes:
+        name: folder or hub name; ``None`` for the policy as it was before training. With LoRA that
+            is the policy with its adapters off, and no second model.
+        num_devices: GPUs of its own: 0 puts it beside the policy, 1 on the GPU after the policy's.
+    """
+
+    name: str | None = None
+    num_devices: int = 0
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.num_devices in (0, 1),
+            f"ref_model.num_devices must be 0 or 1, got {self.num_devices}",
+        )
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer and schedule.
+
+    Attributes:
+        name: a class of ``torch.optim``.
+        lr: learning rate; 0 runs everything and changes nothing.
+        weight_decay: ``None`` for the optimizer's default.
+        eps: ``None`` for the optimizer's default.
+        betas: ``None`` for the optimizer's default.
+        momentum: ``None`` for the optimizer's default.
+        clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
+        scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
+            :data:`~torchrl_llm.trainers.optim.SCHEDULES`.
+        warmup_steps: optimizer steps of a linear rise.
+    """
+
+    name: str = "AdamW"
+    lr: float = 1e-5
+    weight_decay: float | None = 0.0
+    eps: float | None = None
+    betas: tuple[float, float] | None = None
+    momentum: float | None = None
+    clip_grad_norm: float | None = 1.0
+    scheduler: str = "constant"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.warmup_steps >= 0,
+            f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}",
+        )
+        check_schedule(self.scheduler)
+        ensure(self.lr >= 0, f"optimizer.lr must not be negative, got {self.lr}")
+        ensure(
+            self.clip_grad_norm is None or self.clip_grad_norm > 0,
+            f"optimizer.clip_grad_norm must be above 0 or null, got {self.clip_grad_norm}",
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :func:`~torchrl_llm.trainers.optim.make_optimizer`."""
+        names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
+        return {name: getattr(self, name) for name in names}
+
+    def check_warmup(self, num_updates: int) -> None:
+        """Refuse a warm-up that is longer than the run.
+
+        Args:
+            num_updates: optimizer steps of the whole run.
+
+        Raises:
+            ConfigError: the learning rate would never be reached.
+        """
+        ensure(
+            self.warmup_steps <= num_updates,
+            f"optimizer.warmup_steps={self.warmup_steps} is above the {num_updates} optimizer "
+            "steps of the run, which would never reach optimizer.lr; lower it, or raise "
+            "train.max_steps",
+        )
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """Arguments of :func:`~torchrl_llm.trainers.optim.make_scheduler`."""
+        return {"name": self.scheduler, "warmup_steps": self.warmup_steps}

@@ -1,0 +1,425 @@
+"""The whole configuration of the GRPO recipe, what cannot go together, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from torchrl_llm.data.scoring import TokenScorer, TokenScores
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
+from torchrl_llm.recipes.engine_groups import (
+    AsyncTrainConfig,
+    AsyncTrainModelConfig,
+    AsyncWeightSyncConfig,
+    EngineConfig,
+    RayConfig,
+    WeightSyncConfig,
+)
+from torchrl_llm.recipes.groups import (
+    EnvConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RefModelConfig,
+    TrainConfig,
+    TrainModelConfig,
+)
+from torchrl_llm.recipes.objective_groups import (
+    AdvantageConfig,
+    CorrectionConfig,
+    FilterConfig,
+    LossConfig,
+    RewardConfig,
+)
+from torchrl_llm.recipes.strict_config import (
+    check_override_keys,
+    dotted,
+    ensure,
+    from_mapping,
+    valid_keys,
+)
+from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
+
+__all__ = [
+    "RENAMED",
+    "AsyncGRPOConfig",
+    "GRPOConfig",
+    "GRPOGroups",
+    "check_arguments",
+    "load_config",
+]
+
+
+@dataclass(kw_only=True)
+class GRPOGroups:
+    """What ``grpo-sync.py`` and ``grpo-async.py`` can both be told.
+
+    Attributes:
+        seed: seeds weights of adapters, prompts and sampling.
+    """
+
+    env: EnvConfig = field(default_factory=EnvConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
+    inference_model: EngineConfig = field(default_factory=EngineConfig)
+    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig.of)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig.of)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    seed: int = 0
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Responses collected in a step."""
+        return self.train.prompts_per_batch * self.env.repeats
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run, for the schedule."""
+        return self.train.max_steps * self.updates_per_batch
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps on the rows of one step."""
+        size = self.train.optim_batch_size or self.rows_per_batch
+        return self.train.epochs * -(-self.rows_per_batch // size)
+
+    @property
+    def stores_proximal(self) -> bool:
+        """Whether the trainer's own log-probs must be kept from before the first update.
+
+        A correction compares with them; while a batch is used for one update only, they are those
+        of the policy that the loss scores anyway.
+        """
+        return self.correction.enabled and self.updates_per_batch > 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything reads the log-probs of the reference policy."""
+        return self.train.kl_to_ref_coeff > 0 or self.reward.kl_coeff > 0
+
+    def build_loss(self, actor: TokenScorer) -> PolicyGradientLoss:
+        """The configured loss over the sampled tokens of every turn.
+
+        Args:
+            actor: the policy.
+
+        Raises:
+            ConfigError: arguments of the loss that are impossible or without effect.
+        """
+        given: dict[str, Any] = {
+            "masking_strategy": "rlhf",
+            "kl_to_ref_coeff": self.train.kl_to_ref_coeff or None,
+            "correction": self.correction.build(stored=self.stores_proximal),
+        }
+        options = self.loss.options
+        if options.get("aggregation") == "constant" and options.get("constant_length") is None:
+            given["constant_length"] = self.inference_model.max_tokens
+        return self.loss.build(actor, **given)
+
+    def build_credit(self) -> CreditAssigner:
+        """The configured rule of credit, with what ``filter`` says about groups.
+
+        Raises:
+            ConfigError: arguments of the rule that are impossible, or a filter that it lacks.
+        """
+        return self.advantage.build_for(
+            self.env.repeats,
+            keep_zero_variance=self.filter.zero_variance == "keep",
+            keep_return_bounds=self.filter.return_bounds,
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key to value, for the record of a run."""
+        return dotted(asdict(self))
+
+    def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.num_updates)
+        size, group = self.train.optim_batch_size, self.env.repeats
+        if size is not None:
+            ensure(
+                self.rows_per_batch % size == 0,
+                f"train.optim_batch_size={size} does not divide the batch of "
+                f"{self.rows_per_batch} responses (train.prompts_per_batch="
+                f"{self.train.prompts_per_batch} x env.repeats={group})",
+            )
+            ensure(
+                size % group == 0,
+                f"env.repeats={group} does not divide train.optim_batch_size={size}: a group would "
+                "be cut over two optimizer steps",
+            )
+        ensure(
+            self.ref_model == RefModelConfig() or self.needs_reference,
+            "ref_model has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0",
+        )
+        ensure(
+            self.ref_model.num_devices == 0
+            or self.ref_model.name is not None
+            or not self.train_model.lora.enabled,
+            "ref_model.num_devices has no effect with LoRA: the reference is the policy itself, "
+            "with its adapters off",
+        )
+        ensure(
+            group >= 2 or not self.advantage.compares_group,
+            f"env.repeats must be at least 2 for advantage={self.advantage.type}, which compares "
+            f"the responses to one prompt; got {group}",
+        )
+        self._check_credit()
+        cache, longest = self.reward.overlong_cache, self.inference_model.max_tokens
+        ensure(
+            cache is None or cache < longest,
+            f"reward.overlong_cache={cache} must be below inference_model.max_tokens={longest}",
+        )
+        ensure(
+            (self.loss.type == "ppo") == (self.advantage.type == "gae"),
+            f"loss={self.loss.type} does not go with advantage={self.advantage.type}: the critic "
+            "whose values advantage=gae reads is trained by loss=ppo, towards targets that only "
+            "advantage=gae writes",
+        )
+        ensure(
+            self.loss.options.get("aggregation") != "none",
+            "loss.aggregation=none leaves nothing to call backward on",
+        )
+        ensure(
+            not (self.train_model.dtype == "bfloat16" and self.train.mixed_precision == "float32"),
+            "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
+        )
+        # The constructors know best which of their arguments go together.
+        for group, build in (("loss", self._check_loss), ("advantage", self.build_credit)):
+            try:
+                build()
+            except ConfigError as error:
+                raise ConfigError(f"{group}={getattr(self, group).type}: {error}") from None
+
+    def _check_loss(self) -> None:
+        self.build_loss(_NoActor())
+
+    def _check_credit(self) -> None:
+        type_, reward, options = self.advantage.type, self.reward, self.advantage.options
+        size = options.get("batch_size")
+        ensure(
+            size is None or (size > 0 and self.rows_per_batch % size == 0),
+            f"advantage.batch_size={size} does not divide the batch of {self.rows_per_batch} "
+            "responses (train.prompts_per_batch x env.repeats): a step would complete more rows "
+            "than it has room for",
+        )
+        changed = [
+            f"reward.{name}"
+            for name, is_on in (
+                ("overlong_cache", reward.overlong_cache is not None),
+                ("kl_coeff", reward.kl_coeff > 0),
+            )
+            if is_on
+        ]
+        parts = ["reward.components"] if reward.changes_the_reward else []
+        ensure(
+            type_ != "constant" or not changed + parts,
+            f"{' and '.join(changed + parts)} without effect: advantage=constant reads no reward",
+        )
+        ensure(
+            type_ != "spo" or not changed,
+            f"{' and '.join(changed)} would take rewards below 0, and advantage=spo tracks rates "
+            "of success in [0, 1]; train.kl_to_ref_coeff puts a divergence into the loss",
+        )
+        by_token = self.advantage.reads_tokens
+        ensure(
+            reward.kl_reduction != "token"
+            or by_token
+            or (type_ == "batch" and not self.advantage.compares_group),
+            f"reward.kl_reduction=token is the same as sum with advantage={type_}, which adds up "
+            "the rewards of a response",
+        )
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(GRPOGroups):
+    """Everything that ``grpo-sync.py`` can be told."""
+
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sync, lora = self.weight_sync, self.train_model.lora.enabled
+        ensure(
+            self.inference_model.backend != "transformers" or sync == WeightSyncConfig(),
+            "weight_sync has no effect with inference_model.backend=transformers, which samples "
+            "with the trained module itself",
+        )
+        ensure(
+            lora or sync.type != "adapter",
+            "weight_sync.type=adapter needs train_model.lora.enabled=true",
+        )
+        ensure(
+            not (lora and sync.type in ("shared", "delta")),
+            f"weight_sync.type={sync.type} is for training without LoRA; with it choose adapter, "
+            "or load for merged weights",
+        )
+        ensure(
+            self.inference_model.num_devices == 1 or sync.type != "shared",
+            f"inference_model.num_devices={self.inference_model.num_devices} spreads the engine "
+            "over processes, which cannot have the trainer's memory (weight_sync.type=shared); "
+            "choose load or delta",
+        )
+
+
+@dataclass(kw_only=True)
+class AsyncGRPOConfig(GRPOGroups):
+    """Everything that ``grpo-async.py`` can be told."""
+
+    train: AsyncTrainConfig = field(default_factory=AsyncTrainConfig)
+    train_model: AsyncTrainModelConfig = field(default_factory=AsyncTrainModelConfig)
+    weight_sync: AsyncWeightSyncConfig = field(default_factory=AsyncWeightSyncConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    @property
+    def rows_per_claim(self) -> int:
+        """Responses that a collector samples at a time, in whole groups."""
+        prompts = self.ray.prompts_per_claim
+        return (prompts or self.train.prompts_per_batch // self.ray.num_collectors) * (
+            self.env.repeats
+        )
+
+    @property
+    def gpus_per_collector(self) -> float:
+        """GPUs that each collector reserves."""
+        if self.ray.gpus_per_collector is not None:
+            return self.ray.gpus_per_collector
+        on_cpu = self.train.device == "cpu" or not torch.cuda.is_available()
+        return 0 if on_cpu else self.inference_model.num_devices
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prompts, ray = self.train.prompts_per_batch, self.ray
+        share = "train.prompts_per_batch={} is not a multiple of {}: a step would get more rows, or"
+        share = share.format(prompts, "{}") + " fewer, than it has room for"
+        if ray.prompts_per_claim is None:
+            ensure(
+                prompts % ray.num_collectors == 0,
+                share.format(f"ray.num_collectors={ray.num_collectors}")
+                + "; or give ray.prompts_per_claim",
+            )
+        else:
+            ensure(
+                prompts % ray.prompts_per_claim == 0,
+                share.format(f"ray.prompts_per_claim={ray.prompts_per_claim}"),
+            )
+        ensure(
+            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
+            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
+            "inference_model.backend=vllm",
+        )
+        ensure(
+            self.advantage.type != "spo",
+            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
+        )
+
+
+class _NoActor(TokenScorer):
+    """Stands for the policy while the arguments of a loss are checked."""
+
+    def token_scores(self, *args: Any, **kwargs: Any) -> TokenScores:
+        raise RuntimeError("this actor scores nothing")
+
+
+RENAMED: Mapping[str, str] = {
+    "mode": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.sync": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.sync_iter": "removed: grpo-sync.py and grpo-async.py are the two modes",
+    "train.buffer_size": "removed: the buffer holds the rows of one step",
+    "inference_model.num_replicas": "ray.num_collectors",
+    "ray.init_config": "removed: ray.address and ray.num_cpus say it",
+    "env.num_envs": "train.prompts_per_batch",
+    "env.reasoning": "removed: choose the task with env=...",
+    "train.group_size": "env.repeats",
+    "train.dialog_turns_per_batch": "train.prompts_per_batch",
+    "train.total_dialog_turns": "train.max_steps",
+    "train.gradient_accumulation_steps": "train.micro_token_budget",
+    "train.entropy_coeff": "loss.entropy_coeff",
+    "train.clip_epsilon": "loss.clip_epsilon",
+    "train.exp_name": "logging.experiment_name",
+    "train.checkpoint_frequency": "checkpoint.interval",
+    "train.use_kl_to_ref": "removed: train.kl_to_ref_coeff above 0 says it",
+    "train.kl_coef_in_loss": "removed: train.kl_to_ref_coeff or reward.kl_coeff says it",
+    "train.empty_replay_buffer": "removed: a synchronous step trains on its own batch only",
+    "train.logging_frequency": "removed: every step is a row of metrics.csv",
+    "train.learning_rate": "optimizer.lr",
+    "train_model.torch_dtype": "train_model.dtype",
+    "inference_model.max_new_tokens": "inference_model.max_tokens",
+    "logging.checkpoint_dir": "removed: checkpoints are in hydra.run.dir",
+    "logging.checkpoint_frequency": "checkpoint.interval",
+    "loss.beta": "train.kl_to_ref_coeff",
+    "loss.correction": "correction.type",
+    "loss.entropy_bonus": "loss.entropy_coeff",
+    "loss.epsilon": "loss.clip_epsilon",
+    "loss.kl_to_ref_coeff": "train.kl_to_ref_coeff",
+    "loss.masking_strategy": "removed: the sampled tokens of every turn are trained",
+    "loss.reduction": "loss.aggregation",
+    "advantage.group_size": "env.repeats",
+    "advantage.grpo_size": "env.repeats",
+    "advantage.trajectory_return": "removed: the rewards of all turns are added up",
+    "advantage.truncated": "filter.truncated",
+    "advantage.keep_return_bounds": "filter.return_bounds",
+    "advantage.keep_zero_variance": "filter.zero_variance",
+    "algorithm": "removed: an algorithm is loss=... with advantage=...",
+}
+
+
+Config = TypeVar("Config", bound=GRPOGroups)
+
+
+def load_config(values: Mapping[str, Any], schema: type[Config] = GRPOConfig) -> Config:
+    """Validate a composed configuration.
+
+    Args:
+        values: nested mapping, for instance the ``DictConfig`` of Hydra.
+        schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
+
+    Raises:
+        ConfigError: an unknown or renamed key, a value of the wrong type, an impossible pair.
+
+    Example:
+        >>> load_config({"train": {"max_steps": 5}, "optimizer": {"lr": 0}}).train.max_steps
+        5
+        >>> load_config({"train": {"optim_batch_size": 12}})
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: train.optim_batch_size=12 does not divide the batch of 128 \
+responses (train.prompts_per_batch=16 x env.repeats=8)
+    """
+    return from_mapping(schema, values, renamed=RENAMED | _elsewhere(schema))
+
+
+def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> list[str]:
+    """Refuse unknown and renamed keys on the command line (``sys.argv[1:]``).
+
+    Args:
+        arguments: the overrides, as ``optimizer.lr=1e-4``.
+        schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
+
+    Returns:
+        The overrides for Hydra, see :func:`~torchrl_llm.recipes.strict_config.check_override_keys`.
+
+    Raises:
+        ConfigError: names the nearest valid key, or the new name.
+    """
+    return check_override_keys(arguments, schema, renamed=RENAMED | _elsewhere(schema))
+
+
+def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:
+    """Keys that the other recipe has."""
+    other, name = {
+        GRPOConfig: (AsyncGRPOConfig, "grpo-async.py"),
+        AsyncGRPOConfig: (GRPOConfig, "grpo-sync.py"),
+    }[schema]
+    own = set(valid_keys(schema))
+    return {key: f"a key of {name}" for key in valid_keys(other) if key not in own}

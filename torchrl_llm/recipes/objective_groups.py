@@ -1,0 +1,307 @@
+"""The groups of the GRPO recipe that make the algorithm: loss, credit, correction, reward, filter.
+
+``loss`` and ``advantage`` are :class:`~torchrl_llm.recipes.components.Component` groups: their
+keys are the arguments of the class that ``type`` names, and any loss goes with any rule of credit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchrl_llm._registry import find
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives import Correction
+from torchrl_llm.objectives.credit import ComparingCredit, CreditAssigner, GAEAdvantage
+from torchrl_llm.recipes.components import Component, Variants, variant
+from torchrl_llm.recipes.reward_config import check_components, has_token_rewards
+from torchrl_llm.recipes.strict_config import ensure
+
+__all__ = [
+    "AdvantageConfig",
+    "CorrectionConfig",
+    "FilterConfig",
+    "LossConfig",
+    "RewardComponentsConfig",
+    "RewardConfig",
+]
+
+
+class LossConfig(Component):
+    """The objective; ``type`` names it, and its constructor's arguments are the keys.
+
+    What the recipe gives itself is no key here: the actor, the correction (group ``correction``),
+    the weight of the reference (``train.kl_to_ref_coeff``), and which tokens count.
+    """
+
+    default = "grpo"
+
+
+class AdvantageConfig(Component):
+    """The rule of credit; ``type`` names it, and its constructor's arguments are the keys.
+
+    What the recipe gives itself is no key here: the size of a group (``env.repeats``), the keys of
+    the rows, and what is filtered (group ``filter``).
+    """
+
+    default = "group"
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the responses to one prompt are compared with one another."""
+        comparing = issubclass(self.target, ComparingCredit)
+        return comparing and self.options.get("baseline") != "none"
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads the reward of each token, where rows have one."""
+        return self.type in ("gae", "monte_carlo", "per_step")
+
+    def build_for(
+        self,
+        group_size: int,
+        *,
+        keep_zero_variance: bool,
+        keep_return_bounds: tuple[float, float] | None,
+    ) -> CreditAssigner:
+        """The rule of credit over groups of a size.
+
+        Args:
+            group_size: responses to a prompt.
+            keep_zero_variance: write groups whose returns are all equal.
+            keep_return_bounds: bounds on the mean return of a group that is written.
+
+        Raises:
+            ConfigError: arguments that are impossible, or a filter of groups where there are none.
+        """
+        if self.compares_group:
+            return type(self).target(
+                group_size,
+                keep_zero_variance=keep_zero_variance,
+                keep_return_bounds=keep_return_bounds,
+                **self.options,
+            )
+        advice = "it does not compare the responses to one prompt"
+        ensure(keep_zero_variance, f"filter.zero_variance has no effect, for {advice}")
+        ensure(keep_return_bounds is None, f"filter.return_bounds has no effect, for {advice}")
+        return self.build()
+
+
+_LOSS_GIVEN = (
+    "actor_network",
+    "correction",
+    "critic_network",  # the actor has a value head
+    "device",
+    "entropy_bonus",  # entropy_coeff says it
+    "kl_to_ref_coeff",
+    "masking_strategy",
+    "reduction",  # aggregation says it
+)
+_CREDIT_GIVEN = (
+    "counts",
+    "group_size",
+    "grpo_size",
+    "max_queued_groups",
+    "selectors",  # the group `filter` says what takes part
+    "keep_return_bounds",
+    "keep_zero_variance",
+    "candidate_group_size",  # env.repeats is sampled, and all of it trained
+    "candidate_selection_min_size",
+    "candidate_selector",
+    "verbose",
+    # The return of a trajectory is the sum of its turns, and a cut one counts as it stands.
+    "trajectory_return",
+    "truncated",
+    # Where the rows of the recipe have what.
+    "advantage_key",
+    "done_key",
+    "fallback_key",
+    "final_value_key",
+    "kl_key",
+    "prompt_key",
+    "rewards_key",
+    "value_key",
+    "value_target_key",
+    "values_key",
+)
+
+
+def _loss(name: str) -> type[Component]:
+    return variant(LossConfig, name, find("losses", name), given=_LOSS_GIVEN)
+
+
+def _credit(name: str) -> type[Component]:
+    target = find("advantages", name)
+    # The discount of a turn, too; that of GAE is one of a token.
+    given = _CREDIT_GIVEN if target is GAEAdvantage else (*_CREDIT_GIVEN, "gamma")
+    return variant(AdvantageConfig, name, target, given=given)
+
+
+LossConfig.variants = Variants("losses", _loss)
+AdvantageConfig.variants = Variants("advantages", _credit)
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """Importance weights for a sampler that differs from the trainer.
+
+    With a correction the loss's ratio is the current policy over the trainer's own before the
+    update, and each token's loss is multiplied by a bounded weight of that policy over the sampler.
+    See :class:`~torchrl_llm.objectives.Correction`.
+
+    Attributes:
+        type: ``none``; ``tis``, cut to the bounds; ``mis``, zero outside of them; ``icepop``, the
+            same per token with two bounds.
+        level: whose ratio the weight is: the token's, the product over its row (``sequence``), or
+            the geometric mean over its row.
+        bounds: ``[low, high]`` of the weight; ``None`` for the type's own.
+        sequence_bounds: rows whose geometric mean ratio is outside are masked, whatever the type.
+    """
+
+    type: Literal["none", "tis", "mis", "icepop"] = "none"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    bounds: tuple[float, float] | None = None
+    sequence_bounds: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.build(stored=False)
+        except ConfigError as error:
+            raise ConfigError(f"correction: {error}") from None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.type != "none" or self.sequence_bounds is not None
+
+    def build(self, *, stored: bool) -> Correction | None:
+        """The correction of a loss; ``None`` when nothing is corrected.
+
+        Args:
+            stored: take the trainer's own log-probs from the rows. Otherwise they are those of the
+                current policy, which is the same where a batch is used for one update only.
+        """
+        correction = Correction(
+            type=self.type,
+            level=self.level,
+            bounds=self.bounds,
+            sequence_bounds=self.sequence_bounds,
+            proximal="stored" if stored else "current",
+        )
+        return correction if self.enabled else None
+
+
+@dataclass(kw_only=True)
+class RewardComponentsConfig:
+    """What the reward of a step is made of, in training and in evaluation.
+
+    Attributes:
+        components: parts of the reward beside the task's own, by name, each with the keys that
+            :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms of a
+            :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length`` or
+            ``judge``, by default the name) or ``_target_``; and the arguments of what scores.
+            ``task.weight`` weighs the task's own reward. What is a success is the task's to say.
+    """
+
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.components = check_components(self.components)
+
+    @property
+    def changes_the_reward(self) -> bool:
+        """Whether a component does more than be recorded."""
+        return any(part.get("weight", 1.0) != 0 for part in self.components.values())
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a component rewards each token of a response."""
+        return has_token_rewards(self.components)
+
+
+@dataclass(kw_only=True)
+class RewardConfig(RewardComponentsConfig):
+    """The reward of a step, and what is added to it before credit sees it.
+
+    Metrics show the reward without what is added.
+
+    Attributes:
+        overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
+            falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
+        kl_coeff: weight of the divergence from ``ref_model`` that is taken off the reward; 0 for
+            none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
+        kl_reduction: what is taken off: the ``sum`` over the response's tokens, their ``mean``, or
+            from each ``token`` its own, which makes the reward one per token.
+        kl_target: divergence that the weight is steered to (arXiv:1909.08593, section 2.2), nats a
+            response, or a token with ``kl_reduction=mean``; ``None`` keeps the weight constant.
+        kl_horizon: responses over which an error of the divergence counts in full.
+    """
+
+    overlong_cache: int | None = None
+    kl_coeff: float = 0.0
+    kl_reduction: Literal["sum", "mean", "token"] = "sum"
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.overlong_cache is None or self.overlong_cache >= 1,
+            f"reward.overlong_cache must be at least 1 or null, got {self.overlong_cache}",
+        )
+        ensure(self.kl_coeff >= 0, f"reward.kl_coeff must not be negative, got {self.kl_coeff}")
+        ensure(
+            self.kl_reduction == "sum" or self.kl_coeff > 0,
+            "reward.kl_reduction has no effect without reward.kl_coeff above 0",
+        )
+        ensure(
+            self.kl_target is None or self.kl_coeff > 0,
+            "reward.kl_target has no effect without reward.kl_coeff above 0, where it starts",
+        )
+        ensure(
+            self.kl_target is None or self.kl_target > 0,
+            f"reward.kl_target must be above 0, got {self.kl_target}",
+        )
+        ensure(
+            self.kl_target is not None or self.kl_horizon == type(self).kl_horizon,
+            "reward.kl_horizon has no effect without reward.kl_target",
+        )
+        ensure(self.kl_horizon >= 1, f"reward.kl_horizon must be at least 1, got {self.kl_horizon}")
+
+
+@dataclass(kw_only=True)
+class FilterConfig:
+    """Rows that are not trained on, each counted in the token ledger.
+
+    Attributes:
+        zero_variance: groups whose rewards are all equal: ``keep`` lets them count in the
+            denominator of the loss, ``drop`` takes them out, ``resample`` also collects further
+            prompts until the batch is full.
+        return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; others are
+            filtered like those of equal rewards (dynamic sampling, arXiv:2503.14476); ``None`` for
+            no bounds.
+        truncated: responses cut by ``inference_model.max_tokens``: ``keep`` trains them, ``mask``
+            keeps them in their group's mean only, ``drop`` takes them out of that too.
+        max_resamples: batches that ``resample`` may add before it goes on with what it has.
+    """
+
+    zero_variance: Literal["keep", "drop", "resample"] = "keep"
+    return_bounds: tuple[float, float] | None = None
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    max_resamples: int = 4
+
+    def __post_init__(self) -> None:
+        default = type(self).max_resamples
+        ensure(
+            self.zero_variance == "resample" or self.max_resamples == default,
+            "filter.max_resamples has no effect without filter.zero_variance=resample",
+        )
+        ensure(
+            self.max_resamples >= 1,
+            f"filter.max_resamples must be at least 1, got {self.max_resamples}",
+        )
+
+    @property
+    def resamples(self) -> int:
+        """Batches that a step may collect in addition."""
+        return self.max_resamples if self.zero_variance == "resample" else 0

@@ -1,0 +1,262 @@
+"""The collectors of an asynchronous recipe: actors of Ray behind one channel."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl._utils import logger
+from torchrl.envs import EnvBase
+
+from torchrl_llm._ray import check_resources, require_ray
+from torchrl_llm.collectors import ChannelCollector, RayLLMCollector
+from torchrl_llm.collectors.staleness import Pacer, StalenessRule
+from torchrl_llm.collectors.transport import RayChannel, RowChannel
+from torchrl_llm.modules.remote import ObjectStoreSource
+from torchrl_llm.recipes import AsyncGRPOConfig
+from torchrl_llm.recipes.builders import device_of, reference_device
+from torchrl_llm.recipes.collector_builders import (
+    CollectionConfig,
+    make_collecting_env,
+    make_collecting_policy,
+    rollout_options,
+    sent_dtype,
+)
+from torchrl_llm.weights import CanaryTarget, engine_weights
+
+__all__ = ["RayCollection", "ray_collection"]
+
+# Deliveries that may wait for each collector, before it waits itself.
+_WAITING = 4
+
+
+class RayCollection(ChannelCollector):
+    """Collectors of Ray, and the learner's end of the channel that they fill.
+
+    It goes on while any of them lives, and raises what ended the last one.
+
+    Args:
+        members: collectors that were built with ``queue=channel`` and not started.
+        channel: theirs.
+        batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
+        pacer: see there.
+        timeout_s: see there.
+        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.whole_model`.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RayLLMCollector],
+        channel: RowChannel,
+        *,
+        batch_rows: int,
+        pacer: Pacer,
+        timeout_s: float,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.members, self._dtype = list(members), dtype
+        super().__init__(
+            channel,
+            batch_rows=batch_rows,
+            pacer=pacer,
+            publish=self._send,
+            timeout_s=timeout_s,
+            # The collectors are watched one by one; this is for what nobody watches any more.
+            worker_timeout_s=2 * timeout_s,
+        )
+
+    def start(self, weights: nn.Module | TensorDictBase | Mapping[str, Any]) -> None:
+        """Give all collectors the weights of the present version, and start them.
+
+        Args:
+            weights: the trained module, its state dict, or a tensordict of its weights.
+        """
+        self.publish(weights)
+        for member in self.members:
+            member.start()
+
+    def _send(
+        self, weights: Any, version: int, *, canary: CanaryTarget | None = None
+    ) -> str | None:
+        self._check_members()
+        source = ObjectStoreSource.put(engine_weights(weights, dtype=self._dtype))
+        source.canary = canary
+        for member in self.members:
+            member.load_weights(source, version=version)
+        return source.digest
+
+    def _watch(self) -> None:
+        self._check_members()
+        super()._watch()
+
+    def _check_members(self) -> None:
+        for member in list(self.members):
+            try:
+                member.check()
+            except Exception as error:
+                # The others have its claims; only without any there is nothing to go on with.
+                self.members.remove(member)
+                if not self.members:
+                    raise
+                logger.warning(
+                    f"going on with {len(self.members)} collectors, without {member.worker_name}: "
+                    f"{type(error).__name__}: {error}"
+                )
+                member.shutdown(raise_on_error=False)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Close the channel and end the collectors; may be called twice."""
+        super().shutdown(timeout, close_env, raise_on_error)
+        with ThreadPoolExecutor(max(len(self.members), 1)) as threads:
+            end = partial(
+                RayLLMCollector.shutdown,
+                timeout=timeout,
+                close_env=close_env,
+                raise_on_error=False,
+            )
+            list(threads.map(end, self.members))
+        self.members = []
+
+
+@contextmanager
+def ray_collection(
+    config: AsyncGRPOConfig,
+    *,
+    make_env: Callable[[CollectionConfig], EnvBase] = make_collecting_env,
+    make_policy: Callable[[CollectionConfig], Any] = make_collecting_policy,
+) -> Iterator[RayCollection]:
+    """The configured collectors, built and not started; Ray is started where it does not run.
+
+    Args:
+        config: the recipe's.
+        make_env: builds the environments of a collector, over there.
+        make_policy: builds its policy, over there.
+
+    Yields:
+        To be started with the weights that are trained, and iterated.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ResourceError: it has fewer CPUs or GPUs than the collectors need.
+        WorkerError: a collector did not start in time.
+        Exception: what building environment or policy raised over there.
+    """
+    ray = require_ray("grpo-async.py", running=False)
+    number = config.ray.num_collectors
+    bundle = {"CPU": config.ray.cpus_per_collector, "GPU": config.gpus_per_collector}
+    own = not ray.is_initialized()
+    if own:
+        with _visible_gpus(config):
+            ray.init(**_init_options(config))
+    try:
+        check_resources("grpo-async.py", [bundle] * number)
+        channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
+        # What Ray gives them, and the CPU where that is none.
+        device = "auto" if config.gpus_per_collector else "cpu"
+        what = CollectionConfig.of(config, device=device)
+        # Names of this run: those of the run that it continues are in its accounts already.
+        run = secrets.token_hex(3)
+        build = partial(
+            _build, config, channel, partial(make_env, what), partial(make_policy, what), run
+        )
+        with ThreadPoolExecutor(number) as threads:
+            members = list(threads.map(build, range(number)))
+        rule: StalenessRule = config.train.staleness
+        rows = config.rows_per_batch
+        collection = RayCollection(
+            members,
+            channel,
+            batch_rows=rows,
+            pacer=Pacer(rule, batch_rows=rows * config.train.weight_update_frequency),
+            timeout_s=config.ray.timeout_s,
+            dtype=sent_dtype(config),
+        )
+        try:
+            yield collection
+        finally:
+            collection.shutdown(raise_on_error=False)
+            channel.shutdown()
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    if config.ray.address is not None:
+        return {**options, "address": config.ray.address}
+    number = config.ray.num_cpus
+    if number is None:
+        needed = math.ceil(config.ray.num_collectors * config.ray.cpus_per_collector)
+        number = max(needed, os.cpu_count() or 1)
+    # Here the collectors share the cores with the trainer. Ray's workers would give way to it
+    # (niceness 15), and it would wait for them.
+    return {**options, "num_cpus": number, "_system_config": {"worker_niceness": 0}}
+
+
+@contextmanager
+def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
+    """Ray of this machine counts the GPUs that are left beside those of policy and reference."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    kept = _trainers_gpus(config)
+    if config.ray.address is None and kept and config.gpus_per_collector:
+        found = torch.cuda.device_count()
+        names = given.split(",") if given else [str(index) for index in range(found)]
+        left = [name for index, name in enumerate(names) if index not in kept]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left)
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = given
+        elif config.ray.address is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+
+def _trainers_gpus(config: AsyncGRPOConfig) -> set[int]:
+    """Places of the GPUs of policy and reference among those that this process sees."""
+    policy = device_of(config)
+    if policy.type != "cuda":
+        return set()
+    kept = {policy.index or 0} if config.train_model.num_devices else set()
+    if config.ref_model.num_devices:
+        kept.add(reference_device(config).index)
+    return kept
+
+
+def _build(
+    config: AsyncGRPOConfig,
+    channel: RowChannel,
+    make_env: Callable[[], EnvBase],
+    make_policy: Callable[[], Any],
+    run: str,
+    index: int,
+) -> RayLLMCollector:
+    rows = config.rows_per_claim
+    return RayLLMCollector(
+        make_env,
+        policy_factory=make_policy,
+        yield_completed_trajectories=True,
+        **rollout_options(config),
+        queue=channel,
+        claim_rows=rows,
+        name=f"collector-{run}-{index}",
+        num_cpus=config.ray.cpus_per_collector,
+        num_gpus=config.gpus_per_collector,
+        in_flight=config.weight_sync.in_flight,
+        wait_for_updates=False,
+        max_restarts=config.ray.max_restarts,
+        worker_timeout_s=config.ray.timeout_s,
+        timeout_s=config.ray.timeout_s,
+    )

@@ -1,0 +1,223 @@
+"""Rewards beside a task's own, from a recipe's ``reward.components``.
+
+Each component is a group of keys under a name that its user chooses: the terms of a
+:class:`~torchrl_llm.rewards.Component` (``weight``, ``optional``, ``run``, ``num_workers``,
+``timeout``), what scores, and the arguments of that. What scores is a registered reward by
+``type``, or anything that can be imported by ``_target_``. The component ``task`` is the task's
+own reward and is always there.
+
+Next: :mod:`torchrl_llm.rewards.composite_reward` adds them up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrl_llm._registry import find, import_named, is_file, names
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.rewards import (
+    BatchScorer,
+    Component,
+    CompositeReward,
+    FormatReward,
+    JudgeReward,
+    RewardParser,
+    Scorer,
+    WrittenReward,
+)
+from torchrl_llm.rewards.endpoint_judge import endpoint_judge
+
+__all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]
+
+TASK = "task"
+_PATH = "reward.components"
+
+Settings = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(kw_only=True)
+class _Terms:
+    """The keys of every component; see :class:`~torchrl_llm.rewards.Component`."""
+
+    weight: float = 1.0
+    optional: bool = False
+    run: Literal["inline", "threads", "processes"] = "inline"
+    num_workers: int | None = None
+    timeout: float | None = None
+
+
+def __getattr__(name: str) -> object:
+    """``SCORERS``: the scorers that have a name, with what makes them."""
+    if name != "SCORERS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return {each: find("rewards", each) for each in names("rewards")}
+
+
+def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Refuse settings that no reward can be made of.
+
+    Registered scorers are made and thrown away. A scorer of the user is imported, and its
+    arguments are looked at, but it is not made: it may load a model.
+
+    Args:
+        settings: name to the keys of a component.
+
+    Returns:
+        The same, with the paths of files made absolute.
+
+    Raises:
+        ConfigError: an unknown key or type, a target that cannot be imported, arguments that it
+            does not take, or weights that cannot be added up.
+
+    Example:
+        >>> check_components({"length": {"longest": 20, "weight": 0.5}})
+        {'length': {'longest': 20, 'weight': 0.5}}
+        >>> check_components({"length": {"longst": 20}})
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: reward.components.length: missing a required argument: \
+'longest'; LengthReward takes longest, shortest, cushion, unit
+    """
+    checked = {name: _absolute(part) for name, part in settings.items()}
+    parts = {name: _component(name, part, make=False) for name, part in checked.items()}
+    if parts:
+        try:
+            CompositeReward(_with_task(parts))
+        except ConfigError as error:
+            raise ConfigError(f"{_PATH}: {error}") from None
+    return checked
+
+
+def has_token_rewards(settings: Settings) -> bool:
+    """Whether a component scores each token of a response.
+
+    Args:
+        settings: name to the keys of a component.
+    """
+    targets = [part["_target_"] for part in settings.values() if "_target_" in part]
+    return any(getattr(_import(target), "per_token", False) for target in targets)
+
+
+def add_components(env: TaskEnv, settings: Settings) -> TaskEnv:
+    """Append the configured components to an environment that has a reward.
+
+    Args:
+        env: a task; its own reward becomes the component ``task``, and still says what is a success
+            and when an episode ends.
+        settings: name to the keys of a component; nothing is changed where there are none.
+
+    Returns:
+        The same environment.
+
+    Raises:
+        ConfigError: see :func:`check_components`.
+    """
+    if settings:
+        parts = {name: _component(name, part, make=True) for name, part in settings.items()}
+        env.append_transform(CompositeReward(_with_task(parts), set_done_if_answer=False))
+    return env
+
+
+def _with_task(parts: Mapping[str, Component]) -> dict[str, Component]:
+    """The task first, whose success counts."""
+    task = parts.get(TASK, Component(WrittenReward()))
+    return {TASK: task} | {name: part for name, part in parts.items() if name != TASK}
+
+
+def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> Component:
+    path, keys = f"{_PATH}.{name}", [entry.name for entry in fields(_Terms)]
+    ensure(hasattr(settings, "items"), f"{path} is a group of keys, got {settings!r}")
+    options = {key: value for key, value in settings.items() if key not in keys}
+    given = {key: value for key, value in settings.items() if key in keys}
+    try:
+        if name == TASK:
+            ensure(
+                set(settings) <= {"weight"},
+                f"the task's own reward has a weight and no other key here, got {list(settings)}",
+            )
+            scorer: Any = WrittenReward()
+        else:
+            scorer = _scorer(name, options, make=make)
+        if isinstance(scorer, BatchScorer) and "run" not in given:
+            given["run"] = "threads"  # it waits for others
+        terms = from_mapping(_Terms, given)
+        return Component(scorer, **{key: getattr(terms, key) for key in keys})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _scorer(name: str, options: dict[str, Any], *, make: bool) -> Any:
+    target, kind = options.pop("_target_", None), options.pop("type", None)
+    ensure(target is None or kind is None, "type and _target_ both say what scores; pass one")
+    if target is not None:
+        return _of_user(target, options, make=make)
+    kind = name if kind is None else kind
+    ensure(
+        kind in names("rewards"),
+        f"type must be one of {names('rewards')}, got {kind!r}; or give _target_, what to import: "
+        "package.module:name or path/to/file.py:name",
+    )
+    make = find("rewards", kind)
+    _check_call(make, options)
+    return make(**options)
+
+
+def _of_user(path: Any, options: Mapping[str, Any], *, make: bool) -> Any:
+    target = _import(path)
+    if inspect.isclass(target):
+        _check_call(target, options)
+        return target(**options) if make else _in_place_of(target)
+    if not inspect.isroutine(target):
+        ensure(not options, f"{path} is an object already and takes no arguments: {options}")
+        return target
+    _check_call(target, options, None)
+    return partial(target, **options) if options else target
+
+
+def _in_place_of(target: type) -> Any:
+    """A scorer of the same kind as a class whose own constructor may take long."""
+    if issubclass(target, BatchScorer):
+        return JudgeReward(list)
+    ensure(
+        issubclass(target, (Scorer, RewardParser)) or "__call__" in dir(target),
+        f"{target.__name__} is no Scorer, BatchScorer or RewardParser, nor can it be called",
+    )
+    return FormatReward()
+
+
+def _check_call(target: Callable[..., Any], options: Mapping[str, Any], *before: Any) -> None:
+    """Refuse arguments that a target does not take."""
+    signature = inspect.signature(target)
+    try:
+        signature.bind(*before, **options)
+    except TypeError as error:
+        names = list(signature.parameters)[len(before) :]
+        takes = ", ".join(names) or "no arguments"
+        raise ConfigError(f"{error}; {target.__name__} takes {takes}") from None
+
+
+def _import(path: Any) -> Any:
+    """What ``package.module:name``, ``package.module.name`` or ``file.py:name`` stands for."""
+    ensure(isinstance(path, str), f"_target_ must be a text, got {path!r}")
+    try:
+        return import_named(path)
+    except ConfigError as error:
+        raise ConfigError(f"_target_={error}") from error
+
+
+def _absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that mean the same in a process with another working folder."""
+    ensure(hasattr(settings, "items"), f"{_PATH} has groups of keys, got {settings!r}")
+    settings = dict(settings)
+    path = settings.get("_target_")
+    if isinstance(path, str) and is_file(path):
+        file, _, name = path.rpartition(":")
+        settings["_target_"] = f"{Path(file).resolve()}:{name}"
+    return settings

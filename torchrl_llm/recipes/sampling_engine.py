@@ -1,0 +1,166 @@
+"""What samples in a recipe of one process: the trained module, or a vLLM engine beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_llm._registry import find
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
+from torchrl_llm.recipes.builders import (
+    RecipeConfig,
+    device_of,
+    samples_in_bfloat16,
+    wrapper_options,
+)
+from torchrl_llm.recipes.engine_groups import EngineConfig, WeightSyncConfig
+from torchrl_llm.weights import (
+    CanaryCheck,
+    InProcessWeights,
+    SharedEngineWeights,
+    WeightUpdater,
+)
+
+__all__ = [
+    "SamplerConfig",
+    "canary_metrics",
+    "engine_arguments",
+    "make_canary",
+    "make_sampler",
+    "sync_type",
+]
+
+# The ranks that vLLM has kernels for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Kernels of a GPU may compute float32 with 10 bits (TF32).
+_TF32_NATS = 1e-3
+
+
+class SamplerConfig(RecipeConfig, Protocol):
+    """The groups that are read here, beside those of every recipe."""
+
+    inference_model: EngineConfig
+    weight_sync: WeightSyncConfig
+
+
+def sync_type(config: SamplerConfig) -> str:
+    """How weights get into the engine, ``auto`` resolved.
+
+    Args:
+        config: its ``weight_sync.type``.
+    """
+    if config.weight_sync.type != "auto":
+        return config.weight_sync.type
+    if config.train_model.lora.enabled:
+        return "adapter"
+    engine = config.inference_model
+    one_memory = device_of(config).type == "cpu" and engine.num_devices == 1
+    one_memory = one_memory and engine.backend == "vllm"
+    return "shared" if one_memory else "load"
+
+
+def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
+    """Options of the engine that the configuration asks for.
+
+    Args:
+        config: the recipe's.
+        sync: how it gets its weights, see :func:`sync_type`.
+
+    Returns:
+        Options of :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
+
+    Raises:
+        ConfigError: a LoRA rank that the engine has no kernels for.
+    """
+    options = config.inference_model.engine_options
+    # Shared memory has one type; else the engine samples in the precision of the autocast.
+    low = samples_in_bfloat16(config) and sync != "shared"
+    options["dtype"] = "bfloat16" if low else config.train_model.dtype
+    if sync == "shared":
+        options["load_format"] = "dummy"  # it gets the trainer's weights at once
+    if sync == "adapter":
+        rank = config.train_model.lora.r
+        if rank > _RANKS[-1]:
+            raise ConfigError(
+                f"train_model.lora.r={rank} is above {_RANKS[-1]}, the most that vLLM can sample "
+                "with; choose weight_sync.type=load, which merges the adapter"
+            )
+        options |= {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
+    return options
+
+
+def make_canary(config: SamplerConfig, policy: TransformersWrapper, sync: str) -> CanaryCheck:
+    """Compares the engine that the configuration asks for with the trained policy.
+
+    Args:
+        config: the recipe's.
+        policy: what is trained.
+        sync: how the engine gets its weights, see :func:`sync_type`.
+    """
+    is_vllm = config.inference_model.backend == "vllm"
+    dtype = torch.float32
+    if is_vllm:
+        dtype = getattr(torch, engine_arguments(config, sync)["dtype"])
+    if dtype == torch.float32 and device_of(config).type != "cpu":
+        return CanaryCheck(policy, dtype=dtype, tolerance=_TF32_NATS)
+    return CanaryCheck(policy, dtype=dtype)
+
+
+def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
+    """How far the engine was from the trainer at the last update; nothing without a canary.
+
+    Args:
+        canary: what checked it.
+
+    Returns:
+        ``train/canary_rounding``, about 1 (see
+        :class:`~torchrl_llm.weights.CanaryReport`); and ``train/canary_distinct``, 1 where
+        the new weights could be told from older ones, 0 where the digest alone proves them.
+    """
+    report = None if canary is None else canary.report
+    if report is None:
+        return {}
+    return {
+        "train/canary_rounding": report.rounding,
+        "train/canary_distinct": float(report.followed is not None),
+    }
+
+
+def make_sampler(
+    config: SamplerConfig, policy: TransformersWrapper
+) -> tuple[LLMWrapperBase, WeightUpdater]:
+    """What the collector samples with, and what brings it new weights.
+
+    Args:
+        config: the recipe's.
+        policy: what is trained.
+
+    Returns:
+        The policy itself, whose weights are those that are trained; or a
+        :class:`~torchrl_llm.modules.vLLMWrapper` over an engine of this process, whose first
+        weights come with the first update.
+
+    Raises:
+        MissingExtraError: vLLM is asked for and not installed.
+        ConfigError: settings that engine and model cannot have.
+        ResourceError: the engine does not fit.
+    """
+    if config.inference_model.backend == "transformers":
+        return policy, InProcessWeights()
+    sync = sync_type(config)
+    is_vllm = config.inference_model.backend == "vllm"
+    options = engine_arguments(config, sync) if is_vllm else {}
+    make = find("backends", config.inference_model.backend)
+    backend = make(config.model.name, tokenizer=policy.tokenizer, **options)
+    sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **wrapper_options(config))
+    canary = None
+    if config.weight_sync.verify:
+        canary = make_canary(config, policy, sync)
+    model = policy.model
+    if sync == "shared":
+        # The version is proven by the canary; hashing all weights as well would double the cost.
+        return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
+    given = {"fingerprint": config.weight_sync.fingerprint} if sync == "load" else {}
+    return sampler, find("weights", sync)(backend, model=model, canary=canary, **given)

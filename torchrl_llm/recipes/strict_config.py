@@ -1,0 +1,341 @@
+"""Strict configuration: a nested mapping becomes dataclasses, or an error that names the right key.
+
+This is not a schema of any recipe (see :mod:`torchrl_llm.recipes`) and knows nothing
+of Hydra: any nested mapping will do. An unknown key is refused with the nearest valid one, an old
+name with the new one, and a value of the wrong type with the type that was expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from torchrl_llm._redis import masked
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.components import Component
+
+__all__ = ["check_device", "check_override_keys", "dotted", "ensure", "from_mapping", "valid_keys"]
+
+T = TypeVar("T")
+
+
+def ensure(condition: bool, message: str) -> None:
+    """Refuse a configuration unless a condition holds.
+
+    Args:
+        condition: what must hold.
+        message: what is wrong and what to do.
+
+    Raises:
+        ConfigError: it does not hold.
+    """
+    if not condition:
+        raise ConfigError(message)
+
+
+def check_device(name: str, key: str) -> None:
+    """Refuse what is no name of a device, whether this machine has one or not.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto``.
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: no such kind of device.
+    """
+    try:
+        known = name == "auto" or torch.device(name).type != "meta"
+    except RuntimeError:
+        known = False
+    ensure(known, f"{key} must be auto, cpu, cuda, cuda:0 or another device of torch, got {name!r}")
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level, each key with the names of its groups before it.
+
+    Args:
+        values: mappings within mappings.
+        prefix: what every key begins with.
+
+    Example:
+        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
+        {'seed': 0, 'optimizer.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def from_mapping(
+    schema: type[T], values: Mapping[str, Any], *, renamed: Mapping[str, str] | None = None
+) -> T:
+    """Build a (nested) dataclass from a (nested) mapping, strictly.
+
+    Args:
+        schema: a dataclass type whose fields are plain values, lists, other dataclasses, or dicts
+            whose keys only their user knows.
+        values: any nested mapping, a ``DictConfig`` too.
+        renamed: old dotted key -> what to use instead, a key or a sentence.
+
+    Returns:
+        An instance of ``schema``; keys that ``values`` lacks keep their defaults.
+
+    Raises:
+        ConfigError: an unknown or renamed key, a value of the wrong type, or whatever a
+            ``__post_init__`` of the schema refuses.
+
+    Example:
+        >>> from dataclasses import field, make_dataclass
+        >>> Optimizer = make_dataclass("Optimizer", [("lr", float, 1e-5)])
+        >>> group = ("optimizer", Optimizer, field(default_factory=Optimizer))
+        >>> Config = make_dataclass("Config", [group])
+        >>> from_mapping(Config, {"optimizer": {"lr": 1}}).optimizer.lr
+        1.0
+        >>> from_mapping(Config, {"optimizer": {"rl": 1}})
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: unknown key 'optimizer.rl'; the nearest valid key is \
+'optimizer.lr'
+    """
+    return _build(schema, values, "", list(valid_keys(schema)), renamed or {})
+
+
+def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a nested dataclass, groups included, in the order of declaration.
+
+    Args:
+        schema: a dataclass type; of a :class:`~torchrl_llm.recipes.components.Component`, the keys
+            of all its variants, each once.
+        prefix: put before each key, with its trailing dot.
+    """
+    if _is_component(schema):
+        found = (key for made in schema.variants.values() for key in _own_keys(made, prefix))
+        yield from dict.fromkeys(found)
+    else:
+        yield from _own_keys(schema, prefix)
+
+
+def _own_keys(schema: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(schema)
+    for entry in fields(schema):
+        yield prefix + entry.name
+        if is_dataclass(hints[entry.name]):
+            yield from valid_keys(hints[entry.name], f"{prefix}{entry.name}.")
+
+
+def _open_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Keys whose value is a mapping with names of its own."""
+    if _is_component(schema):
+        return
+    hints = get_type_hints(schema)
+    for entry in fields(schema):
+        hint = hints[entry.name]
+        if is_dataclass(hint):
+            yield from _open_keys(hint, f"{prefix}{entry.name}.")
+        elif get_origin(hint) is dict:
+            yield prefix + entry.name
+
+
+def _is_component(schema: Any) -> bool:
+    """Whether it stands for variants, and is not one of them."""
+    is_group = isinstance(schema, type) and issubclass(schema, Component)
+    return is_group and "target" not in vars(schema)
+
+
+def check_override_keys(
+    arguments: Iterable[str], schema: type, *, renamed: Mapping[str, str] | None = None
+) -> list[str]:
+    """Refuse command-line overrides ``key=value`` whose key a schema does not have.
+
+    Hydra rejects unknown keys itself, before the program runs and without naming the right one;
+    call this first. Flags (``--cfg``, ``-m``) and Hydra's own keys (``hydra.run.dir``) pass.
+
+    Args:
+        arguments: the arguments of the command line, ``sys.argv[1:]``.
+        schema: a dataclass type.
+        renamed: old dotted key -> what to use instead.
+
+    Returns:
+        The arguments for Hydra. Keys within a dict, whose names only the user knows, are marked as
+        ones that may be new (``++``), without which Hydra refuses them.
+
+    Raises:
+        ConfigError: a key is unknown, was renamed, or has no effect with the ``type`` that its
+            group has been given.
+    """
+    keys = list(valid_keys(schema))
+    arguments, open_keys = list(arguments), tuple(f"{key}." for key in _open_keys(schema))
+    hints = get_type_hints(schema)
+    components = {name: hint for name, hint in hints.items() if _is_component(hint)}
+    overrides: dict[str, str] = {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        key = key.lstrip("+~").partition("@")[0]
+        own = key == "hydra" or key.startswith(("-", "hydra.", "hydra/"))
+        if separator and not own:
+            overrides[key] = value
+    for key, value in overrides.items():
+        if key.startswith(open_keys):
+            continue
+        if key not in keys:
+            raise ConfigError(_refusal(key, keys, renamed or {}))
+        group, _, leaf = key.rpartition(".")
+        if group not in components:
+            continue
+        if leaf == "type":
+            raise ConfigError(f"{key}={value}: choose it with its settings, {group}={value}")
+        component = components[group]
+        chosen = component.variants.get(overrides.get(group, component.default))
+        if chosen is not None:
+            _check_effect(component, chosen, leaf, group)
+    return [f"++{each}" if each.startswith(open_keys) else each for each in arguments]
+
+
+def _check_effect(group: type[Component], chosen: type[Component], name: str, path: str) -> None:
+    """Refuse a key of another variant, and say whose it is."""
+    if name in {entry.name for entry in fields(chosen)}:
+        return
+    owners = [
+        type_
+        for type_, made in group.variants.items()
+        if name in {entry.name for entry in fields(made)}
+    ]
+    if owners:
+        type_ = next(type_ for type_, made in group.variants.items() if made is chosen)
+        raise ConfigError(
+            f"{path}.{name} has no effect with {path}={type_}; it is a key of {', '.join(owners)}"
+        )
+
+
+def _variant(group: type[Component], values: Mapping[str, Any], path: str) -> type[Component]:
+    type_ = values.get("type", group.default)
+    if type_ not in group.variants:
+        choices = ", ".join(map(repr, group.variants))
+        raise ConfigError(f"{path}.type must be one of {choices}, got {type_!r}")
+    chosen = group.variants[type_]
+    for name in values:
+        _check_effect(group, chosen, name, path)
+    return chosen
+
+
+def _build(
+    schema: type[T],
+    values: Mapping[str, Any],
+    prefix: str,
+    keys: Sequence[str],
+    renamed: Mapping[str, str],
+) -> T:
+    if not isinstance(values, Mapping) and not hasattr(values, "items"):
+        raise ConfigError(f"{prefix.rstrip('.')!r} is a group of keys, got {values!r}")
+    if _is_component(schema):
+        schema = _variant(schema, values, prefix.rstrip("."))
+    hints = get_type_hints(schema)
+    names = {entry.name for entry in fields(schema)}
+    arguments = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if name not in names:
+            raise ConfigError(_refusal(path, keys, renamed))
+        if is_dataclass(hints[name]):
+            arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed)
+        else:
+            arguments[name] = _convert(value, hints[name], path)
+    return schema(**arguments)
+
+
+def _refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str]) -> str:
+    if key in renamed:
+        target = renamed[key]
+        return f"{key!r} was renamed to {target!r}" if target in keys else f"{key!r}: {target}"
+    group, _, leaf = key.rpartition(".")
+    siblings = [k for k in keys if k.rpartition(".")[0] == group]
+    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
+    # A key is most often mistyped within its own group, else put into the wrong group; only then
+    # is the whole path compared.
+    nearest = (
+        difflib.get_close_matches(key, siblings, 1, 0.8)
+        or same_leaf[:1]
+        or difflib.get_close_matches(key, keys, 1, 0.0)
+    )
+    return f"unknown key {key!r}; the nearest valid key is {nearest[0]!r}"
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """The value as ``hint`` asks for, or an error that says what was expected."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        # A bool is not taken for a number, nor a number for a text: the first member that fits.
+        for option in options:
+            try:
+                return _convert(value, option, path)
+            except ConfigError:
+                if get_origin(option) in (list, tuple) and _is_list(value):
+                    raise
+    elif origin is Literal:
+        if value in options and not isinstance(value, bool):
+            return value
+        choices = ", ".join(repr(option) for option in options)
+        raise ConfigError(f"{path} must be one of {choices}, got {value!r}")
+    elif origin in (list, tuple):
+        if _is_list(value):
+            inner = options[0] if options else Any
+            if origin is tuple and Ellipsis not in options and len(value) != len(options):
+                raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
+            return origin(_convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+    elif origin is dict:
+        if hasattr(value, "items") and all(isinstance(name, str) for name in value):
+            return {
+                name: _convert(item, options[1], f"{path}.{name}") for name, item in value.items()
+            }
+    elif hint is Any:
+        return _as_plain(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif hint is float and isinstance(value, str):
+        # YAML 1.1 reads "1e-5" as a text; the user meant the number.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    raise ConfigError(f"{path} must be {_name(hint)}, got {masked(_as_plain(value))!r}")
+
+
+def _as_plain(value: Any) -> Any:
+    """Lists and dicts of Python where they are those of another library."""
+    if _is_list(value):
+        return [_as_plain(item) for item in value]
+    if hasattr(value, "items"):
+        return {name: _as_plain(item) for name, item in value.items()}
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _name(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, options))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_name(option) for option in options)
+    if get_origin(hint) is dict:
+        return "a group of keys"
+    if get_origin(hint) in (list, tuple):
+        return "a list of " + " and ".join(_name(o) for o in dict.fromkeys(options) if o is not ...)
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,102 @@
+"""Tasks as a recipe's ``env.dataset`` and ``env.options`` give them: their classes and settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from torchrl_llm._registry import find, names
+from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["check_options", "check_task", "task_class", "task_options"]
+
+
+def __getattr__(name: str) -> object:
+    """``TASKS``: name to ``"module:class"`` of every task that is registered."""
+    if name != "TASKS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = {each: find("tasks", each) for each in names("tasks")}
+    return {each: f"{task.__module__}:{task.__qualname__}" for each, task in found.items()}
+
+
+def check_task(name: str) -> None:
+    """Refuse the name of a task that there is not.
+
+    Args:
+        name: a registered task, or ``"module:class"`` of a task of your own.
+
+    Raises:
+        ConfigError: for another name, a module that cannot be imported, or a class that is no task.
+    """
+    task_class(name)
+
+
+def task_class(name: str) -> type[TaskEnv]:
+    """The environment of a task.
+
+    Args:
+        name: a registered task, or ``"module:class"`` of a task of your own.
+
+    Raises:
+        ConfigError: as :func:`check_task`.
+
+    Example:
+        >>> task_class("arithmetic").__name__
+        'ArithmeticEnv'
+    """
+    found = find("tasks", name)
+    if not (inspect.isclass(found) and issubclass(found, TaskEnv)):
+        raise ConfigError(f"the task {name!r} must be a subclass of TaskEnv, got {found!r}")
+    return found
+
+
+def task_options(name: str) -> tuple[str, ...]:
+    """The settings that a task has beside those of every task.
+
+    Args:
+        name: as of :func:`task_class`.
+
+    Returns:
+        Names of keyword arguments of its class, in their order.
+
+    Raises:
+        ConfigError: as :func:`check_task`.
+
+    Example:
+        >>> task_options("countdown")
+        ('num_count', 'max_number', 'max_target')
+    """
+    shared = {*_keywords(TaskEnv), *_keywords(DatasetChatEnv)}
+    bases = inspect.getmro(task_class(name))
+    own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
+    return tuple(key for key in dict.fromkeys(own) if key not in shared)
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Refuse settings that a task does not have; without any, the task is not imported.
+
+    Args:
+        name: as of :func:`task_class`.
+        options: names of settings, the keys below ``env.options`` in a recipe.
+
+    Raises:
+        ConfigError: for a setting that the task does not have.
+
+    Example:
+        >>> check_options("countdown", ["max_number"])
+    """
+    for option in options:
+        allowed = task_options(name)
+        if option not in allowed:
+            raise ConfigError(
+                f"env.options.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
+            )
+
+
+def _keywords(cls: type) -> list[str]:
+    """Arguments that a class's constructor takes by name alone."""
+    if "__init__" not in vars(cls):
+        return []
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

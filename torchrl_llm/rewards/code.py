@@ -1,0 +1,482 @@
+"""Rewards of code: run what the model wrote against tests, in a sandbox, and say what came of it.
+
+The code never runs in this process, and its tests run in another process than the code does
+(:mod:`torchrl_llm.rewards.code_judge`), so neither can be reached by it. Whatever the code does
+is a :class:`CodeResult`, a failure of the code; a failure of the sandbox is none, and makes the
+reward invalid.
+
+Next: :mod:`torchrl_llm.rewards.code` is a task.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import json
+import re
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, lru_cache
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Literal, NamedTuple
+
+from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm.rewards import code_judge
+from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract_block
+from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult
+from torchrl_llm.tools.code_blocks import python_blocks
+
+__all__ = [
+    "CodeProblem",
+    "CodeResult",
+    "CodeRewardParser",
+    "CodeRunner",
+    "HumanEvalRewardParser",
+    "defines",
+    "extract_code",
+]
+
+CompileStatus = Literal["success", "syntax", "import", "timeout", "unknown", "not_run"]
+RunStatus = Literal[
+    "success", "wrong", "runtime", "timeout", "memory", "killed", "not_run", "sandbox_error"
+]
+_BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+_FENCE = re.compile(r"^[ \t]*(?:```|~~~)[ \t]*$", re.M)
+# What another run could find otherwise is not remembered.
+_LASTING = ("success", "wrong", "runtime", "not_run")
+
+
+class CodeProblem(NamedTuple):
+    """What a function must do.
+
+    Attributes:
+        entry_point: name of the function.
+        tests: Python source that defines ``check(function)``, or that calls the function by its
+            name; each statement with an ``assert`` in it is a case.
+        prelude: Python source that the code and the tests may rely on (imports, other functions).
+    """
+
+    entry_point: str
+    tests: str
+    prelude: str = ""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> CodeProblem:
+        """The problem in a row with these names, or those of HumanEval (``test``, ``prompt``).
+
+        Raises:
+            DataError: a name is missing or no string, or there is not a single test.
+
+        Example:
+            >>> row = {"entry_point": "f", "tests": "assert f(1) == 2"}
+            >>> CodeProblem.of(row).num_cases
+            1
+        """
+        prelude = row.get("prelude", row.get("prompt", ""))
+        problem = cls(row.get("entry_point"), row.get("tests", row.get("test")), prelude)
+        if not all(isinstance(text, str) for text in problem):
+            raise DataError(
+                "a problem of code needs the strings 'entry_point' and 'tests', and 'prelude' "
+                f"if any; got {sorted(row)}"
+            )
+        if not problem.num_cases:
+            raise DataError(f"the tests of {problem.entry_point!r} assert nothing")
+        return problem
+
+    @property
+    def num_cases(self) -> int:
+        """How many cases the tests have."""
+        return _cases(self.tests)[1]
+
+
+class CodeResult(NamedTuple):
+    """What came of a program.
+
+    Attributes:
+        compile_status: of compiling and loading it: ``success``, ``syntax``, ``import`` (a module
+            that is not there), ``timeout``, ``unknown`` (it raised, ended, or lacks the function),
+            ``not_run`` (there was none).
+        run_status: the first thing that went wrong: ``wrong`` (an assertion), ``runtime`` (it
+            raised or left), ``timeout``, ``memory``, ``killed``, ``not_run`` (nothing was run), or
+            ``sandbox_error``, which says nothing about the program; else ``success``.
+        passed: cases that passed; those that were not run count as failed.
+        total: cases there are.
+        message: what went wrong first.
+        seconds: wall-clock time of the sandbox.
+    """
+
+    compile_status: CompileStatus
+    run_status: RunStatus
+    passed: int = 0
+    total: int = 0
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether there are cases and all of them passed."""
+        return 0 < self.total == self.passed and self.run_status == "success"
+
+
+@lru_cache(maxsize=4096)
+def _cases(tests: str) -> tuple[str, int]:
+    """Tests that report each of their cases, and how many these are."""
+    try:
+        tree = ast.parse(tests)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise DataError(f"the tests are no Python: {error}") from error
+    owner: ast.Module | ast.FunctionDef = tree
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check":
+            owner = node
+    body: list[ast.stmt] = []
+    count = 0
+    for statement in owner.body:
+        if not _asserts(statement):
+            body.append(statement)
+            continue
+        # Names that no test uses, so that a case may define whatever it likes.
+        wrapped = ast.parse(
+            "try:\n    pass\nexcept BaseException as __error__:\n"
+            f"    __case__({count}, __error__)\nelse:\n    __case__({count}, None)"
+        ).body[0]
+        wrapped.body = [statement]
+        body.append(wrapped)
+        count += 1
+    owner.body = body or [ast.Pass()]
+    return ast.unparse(ast.fix_missing_locations(tree)), count
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    """Whether a statement asserts anything that could be otherwise."""
+    return any(
+        isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
+        for node in ast.walk(statement)
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    )
+
+
+def extract_code(response: str, entry_point: str) -> str | None:
+    r"""The Python code of a response.
+
+    What stands in front of ``</think>`` is no part of the answer, and where there is an
+    ``<answer>`` block, only what stands in it is. Of several Python blocks it is the last that
+    defines the function, or else the last; where there are none, blocks that name no language count
+    likewise, and where there are none of these either, it is the text, up to or from a lone fence.
+
+    Args:
+        response: what the model wrote.
+        entry_point: name of the function that is asked for.
+
+    Returns:
+        ``None`` where there is nothing but white space.
+
+    Example:
+        >>> extract_code("Sure!\n```python\ndef f():\n    return 1\n```", "f")
+        'def f():\n    return 1'
+    """
+    answer = response.rpartition("</think>")[2]
+    answer = extract_block(answer, "answer") or answer
+    blocks = python_blocks(answer) or [found[2] for found in _BARE_BLOCK.finditer(answer)]
+    if not blocks and (fence := _FENCE.search(answer)):
+        # The prompt may have opened the block, or the response was cut before its end.
+        before, behind = answer[: fence.start()], answer[fence.end() :]
+        begins = defines(before, entry_point) or before.lstrip("\n")[:1].isspace()
+        blocks = [part for part in [before if begins else behind] if part.strip()]
+    defining = [code for code in blocks if defines(code, entry_point)]
+    code = (defining or blocks or [answer])[-1]
+    return code if code.strip() else None
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether Python source seems to define a name at its top level.
+
+    Args:
+        code: source that is not parsed, for it may be hostile.
+        name: of a function or class.
+    """
+    name = re.escape(name)
+    return bool(re.search(rf"^(?:(?:async )?def {name}\b|{name} *=|class {name}\b)", code, re.M))
+
+
+@cache
+def _judge_source() -> str:
+    return Path(code_judge.__file__).read_text(encoding="utf-8")
+
+
+class CodeRunner:
+    r"""Runs programs against tests, several at once, and remembers what came of them.
+
+    Results are remembered by code and tests; a time or memory limit that was hit, a process that
+    was killed and a failure of the sandbox are not. Threads that ask for the same at the same time
+    get one run.
+
+    Args:
+        sandbox: where programs run; the strongest that the machine has if not given.
+        timeout_s: seconds that a program may take for loading and all its cases.
+        memory_bytes: address space of each of its processes.
+        cache_size: how many results are remembered; 0 for none.
+
+    Raises:
+        ConfigError: a limit that is not above zero.
+
+    Example:
+        >>> problem = CodeProblem("double", "assert double(2) == 4")
+        >>> CodeRunner().run("def double(x):\n    return 2 * x", problem).all_passed
+        True
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        *,
+        timeout_s: float = 10.0,
+        memory_bytes: int = 256 << 20,
+        cache_size: int = 4096,
+    ) -> None:
+        if timeout_s <= 0 or memory_bytes <= 0 or cache_size < 0:
+            raise ConfigError(
+                "timeout_s and memory_bytes must be above 0 and cache_size not negative, got "
+                f"{timeout_s}, {memory_bytes} and {cache_size}"
+            )
+        self.timeout_s = timeout_s
+        # One second more: the judge ends first and says how far the program came.
+        self.limits = Limits(wall_s=timeout_s + 1.0, memory_bytes=memory_bytes)
+        self.cache_size = cache_size
+        self._sandbox = sandbox
+        self._clear()
+
+    def _clear(self) -> None:
+        self._known: OrderedDict[bytes, Future[CodeResult]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Locks and results stay where they are.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_known", "_lock")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodeRunner:
+        # Sandboxes keep nothing of a program, so copies share one.
+        other = copy.copy(self)
+        memo[id(self)] = other
+        return other
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """Where programs run, made when it is first needed."""
+        with self._lock:
+            if self._sandbox is None:
+                from torchrl_llm.sandbox import make_sandbox
+
+                self._sandbox = make_sandbox()
+            return self._sandbox
+
+    def run(
+        self, code: str | Sequence[str], problem: CodeProblem, *, stop_early: bool = True
+    ) -> CodeResult:
+        """Run a program against the tests of a problem.
+
+        Thread-safe.
+
+        Args:
+            code: the program, or several readings of it, the first of which that compiles counts.
+            problem: what it must do.
+            stop_early: stop at the first case that fails.
+
+        Returns:
+            What came of it.
+
+        Raises:
+            RewardError: the sandbox failed, or the problem has no case.
+        """
+        if not problem.num_cases:
+            raise RewardError(f"the tests of {problem.entry_point!r} assert nothing")
+        sources = [code] if isinstance(code, str) else list(code)
+        job = {**problem._asdict(), "sources": sources, "stop_early": stop_early}
+        job |= {"tests": _cases(problem.tests)[0], "timeout_s": self.timeout_s}
+        key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
+        with self._lock:
+            known = self._known.get(key)
+            mine: Future[CodeResult] = Future()
+            if known is not None:
+                self._known.move_to_end(key)
+            elif self.cache_size:
+                self._known[key] = mine
+                while len(self._known) > self.cache_size:
+                    self._known.popitem(last=False)
+        if known is not None:
+            return known.result()
+        try:
+            result = self._run(job, problem.num_cases)
+        except BaseException as error:
+            self._forget(key, mine)
+            mine.set_exception(error)
+            raise
+        if result.run_status not in _LASTING or result.compile_status == "timeout":
+            self._forget(key, mine)
+        mine.set_result(result)
+        return result
+
+    def _forget(self, key: bytes, mine: Future[CodeResult]) -> None:
+        with self._lock:
+            if self._known.get(key) is mine:
+                del self._known[key]
+
+    def _run(self, job: dict[str, Any], total: int) -> CodeResult:
+        secret = secrets.token_hex(16)
+        sandboxed = self.sandbox.run_python(
+            _judge_source(), stdin=json.dumps({**job, "secret": secret}), limits=self.limits
+        )
+        said: dict[str, Any] = {}
+        for line in sandboxed.stdout.split("\n"):
+            if line.startswith(secret):
+                said |= json.loads(line.removeprefix(secret))
+        if sandboxed.status == "sandbox_error" or "ready" not in said:
+            reason = sandboxed.stderr.strip()[-500:] or sandboxed.status
+            raise RewardError(f"the sandbox failed ({sandboxed.status}): {reason}")
+        passed = said.get("passed", 0)
+        if "run" not in said:
+            return _without_verdict(sandboxed, passed, total)
+        return CodeResult(
+            said["compile"], said["run"], passed, total, said["message"], sandboxed.seconds
+        )
+
+
+def _without_verdict(sandboxed: SandboxResult, passed: int, total: int) -> CodeResult:
+    """A program that ended its own judge, or kept it from ending, has failed."""
+    ends: dict[str, RunStatus] = {"timeout": "timeout", "cpu": "timeout", "memory": "memory"}
+    status = ends.get(sandboxed.status, "killed")
+    message = f"the tests were ended before the last case ({sandboxed.status})"
+    return CodeResult("unknown", status, passed, total, message, sandboxed.seconds)
+
+
+class CodeRewardParser(RewardParser):
+    """The reward of a function: do all tests pass?
+
+    A row's ``answer`` is a mapping that :meth:`CodeProblem.of` reads. No code at all, and code that
+    cannot be loaded, costs; a program that fails a case is worth nothing unless partial credit is
+    given for the others.
+
+    Args:
+        tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
+        runner: runs the programs; one with default limits in ``make_sandbox()`` if not given.
+        partial_credit: the fraction of the cases that pass is the reward; all of them are then run,
+            where otherwise the first that fails ends the run.
+        correct_reward: where all cases pass.
+        compile_failure_reward: where there is no code, or it cannot be loaded.
+        timeout_reward: where a time limit was hit before any case could earn more.
+        num_threads: programs that run at a time.
+        kwargs: further arguments of :class:`~torchrl_llm.rewards.RewardParser`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        runner: CodeRunner | None = None,
+        partial_credit: bool = False,
+        correct_reward: float = 1.0,
+        compile_failure_reward: float = -0.1,
+        timeout_reward: float = 0.0,
+        num_threads: int = 16,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_threads=num_threads, **kwargs)
+        self.runner = CodeRunner() if runner is None else runner
+        self.partial_credit = partial_credit
+        self.correct_reward = correct_reward
+        self.compile_failure_reward = compile_failure_reward
+        self.timeout_reward = timeout_reward
+
+    def sources(self, code: str, problem: CodeProblem) -> list[str]:
+        """Readings of the code, best first; the code itself here."""
+        return [code]
+
+    def judge(self, response: str, answer: Any) -> CodeResult:
+        """What comes of the code in a response.
+
+        Args:
+            response: what the model wrote.
+            answer: the row's answer.
+
+        Raises:
+            RewardError: the sandbox failed.
+            DataError: the answer is no problem of code.
+        """
+        if not isinstance(answer, Mapping):
+            raise DataError(f"the answer of a row with code is a mapping, got {answer!r}")
+        problem = CodeProblem.of(answer)
+        code = extract_code(response, problem.entry_point)
+        if code is None:
+            return CodeResult("not_run", "not_run", 0, problem.num_cases, "no code")
+        stop_early = not self.partial_credit
+        return self.runner.run(self.sources(code, problem), problem, stop_early=stop_early)
+
+    def score(self, response: str, answer: Any) -> RewardScore:
+        """See :class:`CodeRewardParser`."""
+        result = self.judge(response, answer)
+        if result.all_passed:
+            reward = self.correct_reward
+        elif self.partial_credit and result.passed:
+            reward = self.correct_reward * result.passed / result.total
+        elif "timeout" in (result.compile_status, result.run_status):
+            reward = self.timeout_reward
+        elif result.compile_status in ("success", "unknown") and result.run_status != "not_run":
+            reward = 0.0
+        else:
+            reward = self.compile_failure_reward
+        has_code = result.compile_status != "not_run"
+        return RewardScore(reward, result.all_passed, has_code, "</think>" in response)
+
+
+_CODE_LINE = re.compile(r"^(?:import |from \w|def |async def |class |@)", re.MULTILINE)
+
+
+class HumanEvalRewardParser(CodeRewardParser):
+    """Runs a function, or the continuation of a prompt that began it, against HumanEval's tests.
+
+    A response may hold the whole function, in a fenced block or plain, or go on where the prompt
+    stopped, as a model without a chat template does. Of a continuation that does not compile, what
+    follows the body is taken off; of a plain function, the words before and behind it.
+
+    Args:
+        kwargs: see :class:`~torchrl_llm.rewards.code.CodeRewardParser`.
+    """
+
+    def sources(self, code: str, problem: CodeProblem) -> list[str]:
+        """The code as it is where it defines the function, else as the end of the prompt."""
+        if defines(code, problem.entry_point):
+            return [code, *_without_words(code, problem.entry_point)]
+        body = code.lstrip("\n")
+        bodies = [body]
+        if not body[:1].isspace():
+            # Decoding takes the indentation of the first line, a fenced block that of all lines.
+            bodies = ["    " + body, indent(body, "    ")]
+        return [problem.prelude + each for each in (*bodies, _first_part(bodies[0]))]
+
+
+def _without_words(code: str, name: str) -> list[str]:
+    """The code from its first line that looks like some, and that up to the end of a function."""
+    begin = _CODE_LINE.search(code)
+    if begin is None:
+        return []
+    code = code[begin.start() :]
+    function = re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
+    if function is None:
+        return [code]
+    return [code, code[: function.start()] + _first_part(code[function.start() :])]
+
+
+def _first_part(body: str) -> str:
+    """What stands in front of the next line without indentation."""
+    lines = body.split("\n")
+    end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
+    return "\n".join(lines[:end])

@@ -1,0 +1,367 @@
+"""Rewards of several parts: each with a value, a validity, an error and its seconds.
+
+Next: :mod:`torchrl_llm.rewards.reward_components` says what a part is.
+
+Shape legend: ``B`` rows, ``N`` of them scored, ``K`` components, ``R_b`` tokens of a response.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.failures import tell_failures
+from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm.rewards.reward_components import Component, Sample, WeightedTotal, weighted_total
+from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_runner import Outcome
+from torchrl_llm.rewards.written_reward import WrittenReward
+
+__all__ = ["CompositeReward"]
+
+_TOKEN_NODE = "token_reward"
+_NEUTRAL = Outcome(RewardScore(0.0))
+
+
+class CompositeReward(RewardParser):
+    """The weighted sum of several components, and each of them beside it.
+
+    The components of a step run at the same time, each where it says. Written, beside the keys of
+    :class:`~torchrl_llm.rewards.RewardParser`, which tell of the sum, for each component
+
+    - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where it failed;
+    - ``("rewards", name, "valid")``: bool ``[B]``;
+    - ``("rewards", name, "seconds")``: float32 ``[B]``, wall-clock time;
+    - ``("rewards", name, "error")``: what went wrong, empty where nothing did.
+
+    A component that fails makes the row's reward invalid, unless it is optional; then the weights
+    of the others grow in proportion
+    (:func:`~torchrl_llm.rewards.reward_components.weighted_total`). It never counts as zero.
+
+    The first component is the task: ``success``, ``reward_answer``, ``reward_think``,
+    ``reward_right`` and the end of the episode follow its score.
+
+    Where a component scores tokens, the reward of the row is the sum over them, and
+    ``("token_reward", "total")``, float32 ``[R_b]`` a row, aligned with the tokens of the response,
+    has the reward of each; components that score the whole response count at its last token. A
+    replay buffer trains on them with :class:`~torchrl_llm.rewards.TokenRewards`.
+
+    An environment that has a reward already keeps it as a component, a
+    :class:`~torchrl_llm.rewards.WrittenReward`.
+
+    Args:
+        components: name to a :class:`~torchrl_llm.rewards.Component`, or to what such a one is
+            made of, with weight 1.
+        tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
+        in_keys: see there.
+        out_keys: see there.
+        eos_token: see there.
+        set_done_if_answer: see there.
+        input_mode: see there.
+
+    Raises:
+        ConfigError: no component, a first one that is optional, or weights that are not positive
+            where a component is optional.
+
+    Example:
+        >>> from torchrl_llm.envs import GSM8KEnv
+        >>> from torchrl_llm.rewards import FormatReward, GSM8KRewardParser
+        >>> reward = CompositeReward({
+        ...     "right": Component(GSM8KRewardParser(), weight=0.75),
+        ...     "format": Component(FormatReward(), weight=0.25),
+        ... })
+        >>> rows = [{"question": "What is 3 + 4?", "answer": "#### 7"}]
+        >>> env = GSM8KEnv(dataset=rows, compute_reward=False).append_transform(reward)
+        >>> td = env.reset()
+        >>> message = {"role": "assistant", "content": "<answer>7</answer>"}
+        >>> prompt = td["history"].prompt
+        >>> td["history"].full = type(prompt).of([prompt.chats[0] + [message]])
+        >>> td = env.step(td)["next"]
+        >>> td["reward"].item(), td["rewards", "right", "value"].item(), td["success"].item()
+        (0.75, 1.0, True)
+    """
+
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+    ) -> None:
+        super().__init__(tokenizer, in_keys, out_keys, eos_token, set_done_if_answer, input_mode)
+        self.components = {
+            name: part if isinstance(part, Component) else Component(part)
+            for name, part in components.items()
+        }
+        parts = list(self.components.values())
+        if not parts or not any(part.weight for part in parts):
+            raise ConfigError("a reward needs a component with a weight")
+        if parts[0].optional:
+            raise ConfigError("the first component is the task itself and cannot be optional")
+        if any(part.optional for part in parts) and any(part.weight < 0 for part in parts):
+            raise ConfigError(
+                "weights must not be negative where a component is optional, since what fails is "
+                "shared out in proportion; let a scorer return negative values instead"
+            )
+        self._weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
+        self._optional = torch.tensor([part.optional for part in parts])
+        self._pools = {name: part.make_pool() for name, part in self.components.items()}
+        self._written = {
+            name: part.scorer
+            for name, part in self.components.items()
+            if isinstance(part.scorer, WrittenReward)
+        }
+        self.per_token = any(part.per_token for part in parts)
+
+    def score(self, response: str, answer: Any) -> RewardScore:
+        """Score one response outside of rows.
+
+        Raises:
+            RewardError: a component that is not optional failed.
+        """
+        results = self._run([Sample(response, answer)], self.components)
+        (outcome,) = self._totals(results, self._weighted(results, 1))
+        if outcome.error:
+            raise RewardError(f"{outcome.error}: {outcome.message}")
+        return outcome.value
+
+    def close(self) -> None:
+        """End the processes of the components; the next score starts new ones."""
+        for pool in self._pools.values():
+            if pool is not None:
+                pool.close()
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def _outcomes(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        rows: Sequence[int],
+        responses: Sequence[str | Exception],
+    ) -> list[Outcome]:
+        lengths = _response_lengths(td)
+        if self.per_token and lengths is None:
+            raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
+        samples = self._samples(td, rows, responses, lengths)
+        # Before anything is written: the composite's own reward takes the same place.
+        written = {name: part.outcomes(next_td, rows) for name, part in self._written.items()}
+        there = [at for at, sample in enumerate(samples) if isinstance(sample, Sample)]
+        results = {
+            name: [o if isinstance(o, Outcome) else Outcome.failed(o) for o in column]
+            for name, column in self._results(samples, there).items()
+        } | written
+        for name, column in results.items():
+            # Here, for those that are optional or of no weight leave no error in their row.
+            tell_failures(((o.error, _part(name, o), o.place) for o in column), len(rows))
+        total = self._weighted(results, len(rows))
+        self._write_components(results, rows, next_td)
+        if self.per_token:
+            self._write_tokens(results, total, rows, lengths, next_td)
+        return self._totals(results, total)
+
+    def _results(
+        self, samples: Sequence[Sample | Exception], there: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """Outcomes by component; a row without a response keeps its exception."""
+        columns = {name: list(samples) for name in self.components if name not in self._written}
+        scored = {name: self.components[name] for name in columns}
+        for name, outcomes in self._run([samples[at] for at in there], scored).items():
+            for at, outcome in zip(there, outcomes, strict=True):
+                columns[name][at] = outcome
+        return columns
+
+    def _run(
+        self, samples: Sequence[Sample], parts: Mapping[str, Component]
+    ) -> dict[str, list[Outcome]]:
+        """Components over all rows, at the same time."""
+        results: dict[str, list[Outcome]] = {}
+
+        def run(name: str) -> None:
+            results[name] = parts[name].outcomes(samples, self._pools[name])
+
+        beside = [name for name, part in parts.items() if part.run != "inline"]
+        threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in beside]
+        for thread in threads:
+            thread.start()
+        for name in parts:
+            if name not in beside:
+                run(name)
+        for thread in threads:
+            thread.join()
+        return results
+
+    def _samples(
+        self,
+        td: TensorDictBase,
+        rows: Sequence[int],
+        responses: Sequence[str | Exception],
+        lengths: Sequence[int] | None,
+    ) -> list[Sample | Exception]:
+        size = len(responses)
+        answers = self._column(td, self._answer_key, size) or [None] * size
+        asked = sorted({name for part in self.components.values() for name in part.scorer.columns})
+        columns = {name: self._column(td, name, size) for name in asked}
+        for name, column in columns.items():
+            if column is None:
+                raise DataError(
+                    f"the rows lack {name!r}, which a component of the reward reads; they have "
+                    f"{sorted(str(key) for key in td.keys())}"
+                )
+        reasons = td.get(("tokens", "finish_reason"), None)
+        reasons = None if reasons is None else reasons.flatten().tolist()
+        return [
+            responses[row]
+            if isinstance(responses[row], Exception)
+            else Sample(
+                responses[row],
+                answers[row],
+                None if lengths is None else lengths[row],
+                None if reasons is None else FinishReason(reasons[row]),
+                {name: column[row] for name, column in columns.items()},
+            )
+            for row in rows
+        ]
+
+    def _weighted(self, results: Mapping[str, Sequence[Outcome]], size: int) -> WeightedTotal:
+        values = [[_value(outcome) for outcome in results[name]] for name in self.components]
+        table = torch.tensor(values, dtype=torch.float64).view(len(values), size)
+        return weighted_total(table, self._weights, self._optional)
+
+    def _totals(
+        self, results: Mapping[str, Sequence[Outcome]], total: WeightedTotal
+    ) -> list[Outcome]:
+        outcomes = []
+        first = next(iter(self.components))
+        for at, (value, valid) in enumerate(zip(total.values.tolist(), total.valid, strict=True)):
+            column = {name: results[name][at] for name in self.components}
+            seconds = sum(outcome.seconds for outcome in column.values())
+            if not valid:
+                outcomes.append(self._invalid(column)._replace(seconds=seconds))
+                continue
+            score = column[first].value
+            if score is None:  # of no weight, and failed
+                score = RewardScore(value)
+            elif isinstance(score, Tensor):
+                score = RewardScore(value, success=value > 0, has_answer=True)
+            outcomes.append(Outcome(score._replace(reward=value), seconds=seconds))
+        return outcomes
+
+    def _invalid(self, column: Mapping[str, Outcome]) -> Outcome:
+        """Why a row has no reward: the failure that harmed it."""
+        parts = self.components
+        failed = [name for name, o in column.items() if o.error and parts[name].weight]
+        # Where all of them are optional, none is left.
+        failed.sort(key=lambda name: parts[name].optional)
+        if not failed:
+            return Outcome.failed(RewardError("the weighted sum is too large for float32"))
+        outcome = column[failed[0]]
+        return outcome._replace(value=None, message=_part(failed[0], outcome))
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _write_components(
+        self,
+        results: Mapping[str, Sequence[Outcome]],
+        rows: Sequence[int],
+        next_td: TensorDictBase,
+    ) -> None:
+        size, device = next_td.batch_size.numel(), next_td.device
+        node = TensorDict(batch_size=next_td.batch_size, device=device)
+        for name, scored in results.items():
+            outcomes = [_NEUTRAL] * size
+            for row, outcome in zip(rows, scored, strict=True):
+                outcomes[row] = outcome
+            table = torch.tensor([(_value(o), o.seconds) for o in outcomes], dtype=torch.float32)
+            values, seconds = table.to(device).view(size, 2).unbind(-1)
+            part = TensorDict(batch_size=next_td.batch_size, device=device)
+            part.set("value", values.reshape(size, 1, 1))
+            part.set("valid", torch.tensor([not o.error for o in outcomes], device=device))
+            part.set("seconds", seconds.contiguous())
+            part.set("error", Column.of(_said(outcome) for outcome in outcomes))
+            node.set(name, part)
+        next_td.set("rewards", node)
+
+    def _write_tokens(
+        self,
+        results: Mapping[str, Sequence[Outcome]],
+        total: WeightedTotal,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        next_td: TensorDictBase,
+    ) -> None:
+        rewards = [torch.zeros(length) for length in lengths]
+        for at, row in enumerate(rows):
+            if not total.valid[at]:
+                rewards[row].fill_(float("nan"))
+                continue
+            for weight, name in zip(total.weights[:, at].tolist(), self.components, strict=True):
+                value = results[name][at].value
+                if isinstance(value, Tensor):
+                    rewards[row] += weight * value
+                elif value is not None:
+                    rewards[row][-1:] += weight * value.reward
+        next_td.set(_TOKEN_NODE, ragged_rows({"total": rewards}))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the components."""
+        reward_spec = super().transform_reward_spec(reward_spec)
+        size, device = reward_spec.shape, reward_spec.device
+        parts = {
+            name: Composite(
+                value=Unbounded(shape=(*size, 1, 1), device=device),
+                valid=Unbounded(shape=size, dtype=torch.bool, device=device),
+                seconds=Unbounded(shape=size, device=device),
+                error=ColumnSpec((*size, -1), example_data=""),
+                shape=size,
+                device=device,
+            )
+            for name in self.components
+        }
+        reward_spec["rewards"] = Composite(parts, shape=size, device=device)
+        if self.per_token:
+            reward_spec[_TOKEN_NODE] = RaggedSpec({"total": torch.float32}, shape=size)
+        return reward_spec
+
+
+def _value(outcome: Outcome) -> float:
+    if outcome.value is None:
+        return float("nan")
+    return float(outcome.value.sum() if isinstance(outcome.value, Tensor) else outcome.value.reward)
+
+
+def _part(name: str, outcome: Outcome) -> str:
+    return f"component {name!r}: {outcome.message}"
+
+
+def _said(outcome: Outcome) -> str:
+    return f"{outcome.error}: {outcome.message}" if outcome.error else ""
+
+
+def _response_lengths(td: TensorDictBase) -> list[int] | None:
+    """Tokens of each response, without the padding of dense rows."""
+    rows = read_rows(td, ("tokens", "response"), None)
+    if rows is None:
+        return None
+    masks = read_rows(td, ("masks", "all_attention_mask"), None)
+    full = read_rows(td, ("tokens", "full"), None)
+    if masks is None or full is None:
+        return [len(row) for row in rows]
+    return [
+        int(mask[len(mask) - len(row) :].sum()) if len(mask) == len(whole) else len(row)
+        for row, mask, whole in zip(rows, masks, full, strict=True)
+    ]

@@ -1,0 +1,120 @@
+"""The reward of GSM8K: is the number in the answer block the right one?"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from torchrl_llm.errors import RewardError
+from torchrl_llm.rewards.answer_block import AnswerBlockParser
+
+__all__ = ["GSM8KRewardParser", "parse_number"]
+
+# A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
+# where no word or number stands before it.
+_NUMBER = re.compile(
+    r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
+    r"(?P<body>\.?\d[\d.,]*+)(?![¼-¾⅐-⅞])(?P<exponent>[eE][-+]?\d)?"
+    r"(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?(?:\s(?P<scale>thousand|million|billion)\b)?",
+    re.IGNORECASE,
+)
+_BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+# No answer is longer, and no number that Python refuses to convert.
+_MAX_LENGTH = 1000
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+# Thousands apart, as LaTeX and typographers write them: 1{,}234 and 1,\!234 and 1\,234.
+_LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+# The power of a unit: cm^2, \text{ft}^{3}.
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*\d+")
+_LATEX_WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+_NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−": "-", "–": "-"})
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The one number that a short answer states.
+
+    Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
+    looked through, and ``1.5 million`` is a number. Of an equation or a chain of them, the last
+    right-hand side counts. An answer with two different numbers states none, nor does one of more
+    than 1,000 characters.
+
+    Args:
+        text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
+
+    Returns:
+        The exact value, or ``None``.
+
+    Example:
+        >>> [parse_number(t) for t in ("72 dollars", r"\boxed{72}", "-3", "70 or 72")]
+        [Fraction(72, 1), Fraction(72, 1), Fraction(-3, 1), None]
+    """
+    return None if len(text) > _MAX_LENGTH else _parsed(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Fraction | None:
+    text = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\\$", "$").replace("\\%", "%"))
+    text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
+    while (unwrapped := _LATEX_WRAPPER.sub(r" \1 ", text)) != text:
+        text = unwrapped
+    text = re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
+    text = _UNIT_POWER.sub("", text)
+    right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
+    values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
+    return values.pop() if len(values) == 1 else None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The value of one number, ``None`` for a malformed one (``1,2``, ``1.2.3``, ``5/0``)."""
+    body, below = match["body"].rstrip(".,"), match["below"]
+    if not _BODY.fullmatch(body):
+        return None
+    if match["exponent"] or (below is not None and not int(below)):
+        return None
+    value = Fraction(body.replace(",", "")) / int(below or 1)
+    value *= _SCALES[match["scale"].lower()] if match["scale"] else 1
+    return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
+
+
+class GSM8KRewardParser(AnswerBlockParser):
+    r"""1.0 for the right number in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
+
+    The arguments are those of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
+
+    Example:
+        >>> parser = GSM8KRewardParser()
+        >>> parser.score("<think>40 + 32</think><answer>x = \\boxed{72}</answer>", "#### 72").reward
+        1.0
+        >>> parser.score("<answer>73</answer>", "72").reward, parser.score("72", "72").reward
+        (0.1, 0.0)
+    """
+
+    @staticmethod
+    def normalize_answer(answer: str) -> Fraction | None:
+        """The value of an answer, see :func:`parse_number`; ``####`` may stand before it."""
+        return parse_number(answer.rpartition("####")[2])
+
+    @classmethod
+    def answers_match(cls, answer: str, truth: str) -> bool:
+        """Whether two answers state the same number."""
+        value = cls.normalize_answer(answer)
+        return value is not None and value == cls.normalize_answer(truth)
+
+    def read_truth(self, answer: Any) -> Fraction:
+        """The row's number.
+
+        Raises:
+            RewardError: the row's own answer is not a number.
+        """
+        truth = self.normalize_answer(str(answer))
+        if truth is None:
+            raise RewardError(f"the answer of the row is not a number: {answer!r}")
+        return truth
+
+    def is_right(self, block: str, truth: Fraction) -> bool:
+        """Whether the block states that number."""
+        return parse_number(block) == truth

@@ -1,0 +1,38 @@
+"""Instruction following that a program can check (IFEval, arXiv:2311.07911).
+
+All 25 instructions of the paper are functions, one file a family; importing this package registers
+them. The names are those of the data set, so its rows are scored as they are. Where the words of an
+instruction and common checkers of it part, the words win:
+
+- bullets need white space behind their mark, so ``---`` and ``*emphasis*`` are none;
+- ``***so***`` is one highlight, ``[]`` no placeholder, ``NaN`` no JSON, and an Arabic or a Chinese
+  comma is a comma;
+- capitals and lower case are looked at in English of six words or more, fewer are taken as English
+  if they are ASCII; a response without letters is in no language;
+- the number of a list is no sentence, and abbreviations end none.
+"""
+
+from torchrl_llm.rewards.ifeval import content, keywords, language, length, markup
+from torchrl_llm.rewards.ifeval.data import IFEvalData, IFEvalExample, IFEvalScoreData
+from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer
+from torchrl_llm.rewards.ifeval.instructions import INSTRUCTIONS, Instruction, check, instruction
+from torchrl_llm.rewards.ifeval.verdict import Verdict, loose_forms, verify
+
+__all__ = [
+    "INSTRUCTIONS",
+    "IFEvalData",
+    "IFEvalExample",
+    "IFEvalScoreData",
+    "IfEvalScorer",
+    "Instruction",
+    "Verdict",
+    "check",
+    "content",
+    "instruction",
+    "keywords",
+    "language",
+    "length",
+    "loose_forms",
+    "markup",
+    "verify",
+]

@@ -1,0 +1,182 @@
+"""Instructions by name: each is a pure function of a response and a few typed arguments.
+
+An instruction knows nothing of environments, rows or rewards. Its module registers it under the
+name that data sets use (``"length_constraints:number_words"``), and :func:`check` calls it with
+arguments that were read from a row. What a row gets wrong (an unknown name, a missing argument, a
+relation that nobody defined) is a ``RewardError``, never a verdict.
+
+Next: :mod:`torchrl_llm.rewards.ifeval.keywords` is a short family of instructions;
+:mod:`torchrl_llm.rewards.ifeval.verdict` says what strict and loose mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, get_type_hints
+
+from torchrl_llm.errors import RewardError
+
+__all__ = ["INSTRUCTIONS", "Instruction", "Relation", "check", "holds", "instruction"]
+
+Relation = Literal["at least", "less than"]
+
+INSTRUCTIONS: dict[str, Instruction] = {}
+"""The instructions by name."""
+
+
+def holds(count: int, relation: Relation, bound: int) -> bool:
+    """Whether a count is as a relation wants it.
+
+    Example:
+        >>> holds(3, "at least", 3), holds(3, "less than", 3)
+        (True, False)
+    """
+    return count >= bound if relation == "at least" else count < bound
+
+
+def _read_int(value: Any) -> int:
+    # Tables with missing values store whole numbers as floats.
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or value < 0:
+        raise ValueError("a whole number of at least 0")
+    return int(value)
+
+
+def _read_str(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a string that is not empty")
+    return value
+
+
+def _read_words(value: Any) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
+        raise ValueError("a list with at least one string")
+    return [_read_str(word) for word in value]
+
+
+def _read_relation(value: Any) -> Relation:
+    if value not in ("at least", "less than"):
+        raise ValueError("'at least' or 'less than'")
+    return value
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    int: _read_int,
+    str: _read_str,
+    list[str]: _read_words,
+    Relation: _read_relation,
+}
+
+
+class Instruction:
+    """A named check.
+
+    Args:
+        name: the name in data sets, ``"family:kind"``.
+        function: the response, and keyword-only arguments annotated ``int``, ``str``,
+            ``list[str]`` or :data:`Relation`, to whether the response follows.
+    """
+
+    def __init__(self, name: str, function: Callable[..., bool]) -> None:
+        self.name = name
+        self.function = function
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Name and type of each argument."""
+        hints = get_type_hints(self.function)
+        parameters = list(inspect.signature(self.function).parameters)[1:]
+        return {name: hints[name] for name in parameters}
+
+    def read(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The arguments as the function takes them.
+
+        Args:
+            arguments: of a row; ``None`` values are those that the row does not have.
+
+        Raises:
+            RewardError: for a missing, an unknown or an ill-typed argument.
+        """
+        given = {k: v for k, v in (arguments or {}).items() if v is not None}
+        if given.keys() != self.arguments.keys():
+            raise RewardError(
+                f"{self.name} takes the arguments {sorted(self.arguments)}, got {sorted(given)}"
+            )
+        read = {}
+        for name, value in given.items():
+            try:
+                read[name] = _READERS[self.arguments[name]](value)
+            except ValueError as error:
+                raise RewardError(f"{self.name}: {name} must be {error}, got {value!r}") from None
+        return read
+
+    def follows(self, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
+        """Whether a response follows; one without visible characters never does.
+
+        Args:
+            response: what the model wrote.
+            arguments: of a row, see :meth:`read`.
+
+        Raises:
+            RewardError: for arguments that are not this instruction's.
+        """
+        read = self.read(arguments)
+        return bool(response.strip()) and bool(self.function(response, **read))
+
+
+def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Register a function as the instruction of that name.
+
+    A new instruction of your own is one function:
+
+    Example:
+        >>> @instruction("example:polite")
+        ... def is_polite(response: str, *, word: str) -> bool:
+        ...     return word in response
+        >>> check("example:polite", "Yes, please.", {"word": "please"})
+        True
+        >>> _ = INSTRUCTIONS.pop("example:polite")
+    """
+
+    def register(function: Callable[..., bool]) -> Callable[..., bool]:
+        if name in INSTRUCTIONS:
+            raise ValueError(f"there is an instruction {name!r} already")
+        INSTRUCTIONS[name] = Instruction(name, function)
+        return function
+
+    return register
+
+
+def find(name: Any) -> Instruction:
+    """The instruction of that name.
+
+    Raises:
+        RewardError: for a name that is not registered.
+    """
+    if isinstance(name, str) and name in INSTRUCTIONS:
+        return INSTRUCTIONS[name]
+    near = difflib.get_close_matches(str(name), INSTRUCTIONS, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise RewardError(f"unknown instruction {name!r}, there are {len(INSTRUCTIONS)}{hint}")
+
+
+def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
+    """Whether a response follows one instruction.
+
+    Args:
+        name: a key of :data:`INSTRUCTIONS`.
+        response: what the model wrote.
+        arguments: of the instruction; ``None`` values count as not given.
+
+    Raises:
+        RewardError: for an unknown name or wrong arguments.
+
+    Example:
+        >>> from torchrl_llm.rewards.ifeval import check
+        >>> check("punctuation:no_comma", "Neither this nor that.")
+        True
+    """
+    return find(name).follows(response, arguments)

@@ -1,0 +1,257 @@
+r"""The reward of MATH: is the answer the same mathematics as the reference?
+
+What is equal as text, or differs as a whole number, is decided here. Everything else is asked of
+the package ``math-verify`` in a worker process: a model writes ``9^{9^{9^9}}`` sooner or later, and
+no signal and no thread ends that computation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tensordict.utils import NestedKey
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.rewards.answer_block import AnswerBlockParser
+from torchrl_llm.rewards.reward_runner import call_reward
+from torchrl_llm.sandbox.workers import WorkerPool
+
+__all__ = ["MATHRewardParser", "last_boxed"]
+
+_CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
+_MEMORY_BYTES = 2 << 30
+# The longest reference of the data set has less than a tenth of it.
+_MAX_LENGTH = 2000
+# Boxes that are looked at, from the end, until one is complete.
+_MAX_BOXES = 32
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\d])")
+_WHOLE = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)")
+_SPELLINGS = (
+    (
+        re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;:> ]|\\(?:quad|qquad)(?![A-Za-z])|\\?\$|~"),
+        "",
+    ),
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\^\{?\\circ\}?|\\%|%|(?<=\d)\s*(?:percent|dollars)$"), ""),
+    (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\(sqrt)([0-9])"), r"\\\1{\2}"),
+    (re.compile(r"_\{([0-9]+)\}"), r"_\1"),
+    # "3 1/2" is not 31/2.
+    (re.compile(r"(?<![0-9])\s+|\s+(?![0-9])"), ""),
+)
+# What is written without LaTeX, as LaTeX.
+_SIGNS = str.maketrans(
+    {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap "}
+    | {"×": r"\times ", "·": r"\cdot ", "±": r"\pm ", "°": r"^\circ ", "−": "-"}
+    | {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "¼": r"\frac{1}{4}", "²": "^2", "³": "^3"}
+)
+_WORDS = (
+    (re.compile(r"\A(?:the )?(?:final )?answer(?: is|:)+\s*(?=\S)", re.IGNORECASE), ""),
+    (re.compile(r"\A(\*\*|`)(.*)\1\Z", re.DOTALL), r"\2"),
+    (re.compile(r"√\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√([0-9]+|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+)
+# A number in another base: its digits, and the base.
+_BASED = re.compile(r"[0-9A-Z]+_[0-9]+")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last ``\boxed{...}`` of a text, ``None`` where there is none.
+
+    Args:
+        text: any text. Braces inside the box must match; escaped ones do not count. A box without
+            braces (``\boxed 5``) holds one digit, as TeX has it.
+
+    Example:
+        >>> last_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is")
+        '\\frac{1}{2}'
+    """
+    for box in reversed(list(_BOX.finditer(text))[-_MAX_BOXES:]):
+        if text[box.end()] != "{":
+            return text[box.end()]
+        end = _closing_brace(text, box.end())
+        if end is not None:
+            return text[box.end() + 1 : end].strip()
+    return None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", text[start : start + _MAX_LENGTH], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return start + brace.start()
+    return None
+
+
+class MATHRewardParser(AnswerBlockParser):
+    r"""1.0 for the right answer in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
+
+    An answer may be in a ``\boxed{}`` inside the block. It is right where it is equal to the
+    reference as text, but for spaces and spellings (``√2``, ``**5**``, ``the answer is 5``), or as
+    mathematics by the package ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. An
+    answer that takes longer to compare than its limit, or more than 2 GiB of memory, makes an
+    invalid reward; one of more than 2,000 characters is wrong.
+
+    Args:
+        tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
+        in_keys: see there.
+        out_keys: see there.
+        eos_token: see there.
+        set_done_if_answer: see there.
+        input_mode: see there.
+        format_reward: reward of an answer block with a wrong answer.
+        correct_reward: reward of the right answer.
+        boxed: take a ``\boxed{}`` behind the reasoning as the answer block where there is no other,
+            for models that were taught to answer so.
+        num_workers: processes that compare answers, shared by all parsers of this process that ask
+            for as many; about 80 MB each.
+        timeout: seconds that one comparison may take.
+
+    Raises:
+        MissingExtraError: ``math-verify`` is not installed.
+
+    Example:
+        >>> parser = MATHRewardParser()
+        >>> parser.score(r"<answer>\boxed{\dfrac12}</answer>", r"\frac{1}{2}").reward
+        1.0
+        >>> parser.score("<answer>3</answer>", "4").reward, parser.score("4", "4").reward
+        (0.1, 0.0)
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        *,
+        boxed: bool = False,
+        num_workers: int = 2,
+        timeout: float = 5.0,
+    ) -> None:
+        require("math_verify", extra="math", feature="MATHRewardParser")
+        if num_workers < 1 or not timeout > 0:
+            raise ConfigError(
+                f"num_workers and timeout must be positive, got {num_workers} and {timeout}"
+            )
+        super().__init__(
+            tokenizer,
+            in_keys,
+            out_keys,
+            eos_token,
+            set_done_if_answer,
+            input_mode,
+            format_reward,
+            correct_reward,
+            num_threads=num_workers,
+        )
+        self.boxed = boxed
+        # A thread waits for its process, which keeps the limit.
+        self.comparison_timeout = timeout
+
+    @staticmethod
+    def extract_boxed(text: str) -> str:
+        r"""The contents of the last ``\boxed{...}``; the text itself, stripped, without one."""
+        boxed = last_boxed(text)
+        return text.strip() if boxed is None else boxed
+
+    @staticmethod
+    def normalize_answer(answer: str) -> str:
+        r"""An answer without what TeX sets in more than one way.
+
+        Spaces, ``\left``, dollar, degree and percent signs, a full stop at the end and ``x =`` are
+        left out; ``\dfrac`` is ``\frac``.
+
+        Example:
+            >>> MATHRewardParser.normalize_answer(r"x = \left( 3, \dfrac12 \right).")
+            '(3,\\frac{1}{2})'
+        """
+        for pattern, spelling in _SPELLINGS:
+            answer = pattern.sub(spelling, answer)
+        answer = answer.removesuffix(".")
+        return re.sub(r"^[A-Za-z]=(?=.)", "", answer)
+
+    @classmethod
+    def answers_match(
+        cls, answer: str, truth: str, *, timeout: float = 5.0, num_workers: int = 2
+    ) -> bool:
+        r"""Whether an answer, boxed or not, is the same mathematics as a reference.
+
+        Args:
+            answer: what the model answered.
+            truth: the reference.
+            timeout: seconds that the comparison may take.
+            num_workers: see :class:`MATHRewardParser`.
+
+        Raises:
+            RewardTimeoutError: it took longer.
+            RewardError: the comparison failed.
+
+        Example:
+            >>> MATHRewardParser.answers_match("0.5", r"\frac{1}{2}")
+            True
+        """
+        answer, truth = cls.extract_boxed(answer), cls.extract_boxed(truth)
+        if not answer or len(answer) > _MAX_LENGTH:
+            return False
+        answer, truth = _as_latex(answer), _as_latex(truth)
+        spelled, wanted = cls.normalize_answer(answer), cls.normalize_answer(truth)
+        if spelled == wanted:
+            return True
+        if _BASED.fullmatch(spelled) and _BASED.fullmatch(wanted):
+            return False  # the comparison does not look at subscripts
+        if _WHOLE.fullmatch(spelled) and _WHOLE.fullmatch(wanted):
+            return int(spelled.replace(",", "")) == int(wanted.replace(",", ""))
+        return _same_mathematics(answer, truth, timeout, num_workers)
+
+    def read_truth(self, answer: Any) -> str:
+        """The reference.
+
+        Raises:
+            RewardError: it is no text.
+        """
+        if not isinstance(answer, str) or not answer.strip():
+            raise RewardError(f"the answer of the row must be a text, got {answer!r}")
+        return answer
+
+    def read_response(self, response: str) -> tuple[str | None, str | None]:
+        """Reasoning and answer of a response, boxed answers among them if they count."""
+        think, block = self.extract_tags(response)
+        if block is None and self.boxed:
+            block = last_boxed(response.rpartition("</think>")[2])
+        return think, block
+
+    def is_right(self, block: str, truth: str) -> bool:
+        """Whether the block is the same mathematics."""
+        return self.answers_match(
+            block, truth, timeout=self.comparison_timeout, num_workers=self.num_threads
+        )
+
+
+def _as_latex(answer: str) -> str:
+    """An answer without Markdown and what leads up to it, its signs in LaTeX."""
+    for pattern, latex in _WORDS:
+        answer = pattern.sub(latex, answer)
+    return answer.translate(_SIGNS).strip()
+
+
+@cache
+def _pool(num_workers: int) -> WorkerPool:
+    return WorkerPool(_CHECK, num_workers=num_workers, memory_bytes=_MEMORY_BYTES)
+
+
+@lru_cache(maxsize=8192)
+def _same_mathematics(answer: str, truth: str, timeout: float, num_workers: int) -> bool:
+    """Remembered, since the responses of a group often end in the same answer."""
+    return call_reward(_pool(num_workers), answer, truth, timeout=timeout)

@@ -1,0 +1,408 @@
+"""Rewards as transforms: one :meth:`RewardParser.score` per task, everything else here.
+
+A score sees one response and one answer, and nothing of the prompt: neither an example in the
+system prompt nor another row can be mistaken for what the model wrote. A score that fails becomes
+data, a row with a NaN reward and ``reward_valid`` false, which no advantage counts as a zero.
+
+Next: :mod:`torchrl_llm.rewards.answer_block` for tasks with an answer block,
+:mod:`torchrl_llm.rewards.composite_reward` for rewards of several parts.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Binary, Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
+from torchrl_llm.data.input_modes.history_mode import InputMode, response_reader
+from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm.rewards.reward_runner import Outcome, check_limits, run_rows
+
+__all__ = ["RewardParser", "RewardScore", "checked_score", "extract_block", "extract_tags"]
+
+_AUXILIARY_KEY = ("tools", "auxiliary")
+_INPUT_MODES = ("history", "text", "tokens")
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
+
+
+class RewardScore(NamedTuple):
+    """What a score says about one response.
+
+    Attributes:
+        reward: the reward; it must be finite.
+        success: whether the task is solved.
+        has_answer: whether the response holds an answer block, right or wrong. It ends the episode
+            where ``set_done_if_answer`` is on.
+        has_think: whether the response holds a reasoning block.
+    """
+
+    reward: float
+    success: bool = False
+    has_answer: bool = False
+    has_think: bool = False
+
+
+def extract_block(text: str, tag: str) -> str | None:
+    """The contents of the last complete ``<tag>...</tag>`` block, stripped.
+
+    Args:
+        text: any text; time is linear in its length.
+        tag: name of the tag.
+
+    Returns:
+        ``None`` where no block is complete.
+
+    Example:
+        >>> extract_block("<answer>1</answer> no: <answer> 2 </answer>", "answer")
+        '2'
+    """
+    end = text.rfind(f"</{tag}>")
+    start = -1 if end < 0 else text.rfind(f"<{tag}>", 0, end)
+    return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+
+
+def extract_tags(response: str) -> tuple[str | None, str | None]:
+    """Reasoning and answer of a response.
+
+    An answer inside the reasoning does not count: it is looked for after ``</think>``.
+
+    Returns:
+        Contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None``
+        where there is none. A response that begins inside the reasoning (the prompt opened it)
+        has everything before its first ``</think>`` as reasoning.
+
+    Example:
+        >>> extract_tags("<think>2+2</think><answer>4</answer>")
+        ('2+2', '4')
+    """
+    before, closed, after = response.rpartition("</think>")
+    if not closed:
+        return None, extract_block(response, "answer")
+    opened = before.rpartition("<think>")
+    return opened[2].strip(), extract_block(after, "answer")
+
+
+class RewardParser(Transform):
+    """Base of the rewards: subclasses write :meth:`score`, nothing else.
+
+    At each step the responses of all rows that were stepped are scored and these keys written:
+
+    - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
+      last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
+    - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
+      ``[B]``, wall-clock time of the score;
+    - ``("error", "type")``, ``("error", "message")`` and ``("error", "place")`` (file, line and
+      function): strings, empty where all went well.
+
+    Rows that are not stepped, and turns that only called tools to think (``("tools",
+    "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
+
+    A score that raises, or returns something else than one finite number, gives that row a NaN in
+    every float key, ``reward_valid=False`` and the error; the other rows are untouched. The log
+    shows it, once for each kind of error.
+
+    Args:
+        tokenizer: decodes responses in tokens mode where no environment does.
+        in_keys: the key of the completion, whose first part names the input mode, and the key of
+            the answer; ``[(input_mode, "full"), "answer"]`` if not given.
+        out_keys: new names for ``reward_answer, reward_think, reward_right, reward, success``, in
+            this order.
+        eos_token: removed from the end of a response before it is scored; that of ``tokenizer``, or
+            of the environment's tokenizer, if not given.
+        set_done_if_answer: end the episode (``done`` and ``terminated``) of rows whose response
+            holds an answer block.
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``; the environment's if not given.
+        num_threads: score rows in this many threads, for scores that wait (a judge, a sandbox).
+        timeout: seconds that a row's score may take, after which the row is invalid; needs threads.
+
+    Outside an environment the transform can be called on rows with a response; it then writes
+    ``("next", ...)`` and leaves ``done`` alone.
+
+    Example:
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> class Echo(RewardParser):
+        ...     def score(self, response, answer):
+        ...         return float(response == answer)
+        >>> env = DatasetChatEnv(dataset=[{"query": "Say hi", "answer": "hi"}])
+        >>> env = env.append_transform(Echo())
+        >>> td = env.reset()
+        >>> chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": "hi"}]
+        >>> td["history"].full = type(td["history"].prompt).of([chat])
+        >>> env.step(td)["next", "reward"]
+        tensor([[[1.]]])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+        *,
+        num_threads: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_limits(num_threads, timeout)
+        names = ["reward_answer", "reward_think", "reward_right", "reward", "success"]
+        out_keys = names if out_keys is None else list(out_keys)
+        if len(out_keys) != len(names):
+            raise ConfigError(f"out_keys renames {names}, got {out_keys}")
+        self._names = dict(zip(names, out_keys, strict=True))
+        self._answer_key: NestedKey = "answer"
+        if in_keys is not None:
+            if len(in_keys) != 2 or isinstance(in_keys[0], str):
+                raise ConfigError(
+                    f'in_keys must be [(input_mode, "full"), answer_key], got {list(in_keys)}'
+                )
+            if input_mode not in (None, in_keys[0][0]):
+                raise ConfigError(f"in_keys {in_keys[0]!r} contradicts input_mode={input_mode!r}")
+            input_mode, self._answer_key = in_keys[0][0], in_keys[1]
+        if input_mode not in (None, *_INPUT_MODES):
+            raise ConfigError(f"input_mode must be one of {_INPUT_MODES}, got {input_mode!r}")
+        self.tokenizer = tokenizer
+        self.eos_token = getattr(tokenizer, "eos_token", None) if eos_token is None else eos_token
+        self.set_done_if_answer = set_done_if_answer
+        self._input_mode = input_mode
+        self.num_threads = num_threads
+        self.timeout = timeout
+
+    @abstractmethod
+    def score(self, response: str, answer: Any) -> float | RewardScore:
+        """Score one response.
+
+        Called from several threads at once where ``num_threads`` is set, so it must not change
+        ``self``.
+
+        Args:
+            response: what the model wrote, without the prompt.
+            answer: the row's answer.
+
+        Returns:
+            A finite number, or a :class:`RewardScore`. A bare number counts as success where it is
+            above zero, with an answer in every case.
+        """
+
+    # Reading
+
+    @property
+    def input_mode(self) -> str | None:
+        """``"history"``, ``"text"`` or ``"tokens"``; ``None`` before there is an environment."""
+        mode = None if self.parent is None else getattr(self.parent, "mode", None)
+        return mode.name if self._input_mode is None and mode is not None else self._input_mode
+
+    def _mode(self) -> InputMode:
+        if self._input_mode is None and self.parent is not None:
+            return self.parent.mode
+        if self._input_mode is None:
+            raise ConfigError("outside an environment a reward parser needs input_mode")
+        mode = getattr(self.parent, "mode", None) if self.parent is not None else None
+        if mode is not None and mode.name == self._input_mode:
+            return mode
+        return response_reader(self._input_mode, self.tokenizer)
+
+    def _answers(self, td: TensorDictBase, size: int) -> list[Any]:
+        answers = self._column(td, self._answer_key, size)
+        if answers is None:
+            raise DataError(
+                f"the rows lack {self._answer_key!r}, which the reward needs; they have "
+                f"{sorted(str(key) for key in td.keys())}"
+            )
+        return answers
+
+    @staticmethod
+    def _column(td: TensorDictBase, key: NestedKey, size: int) -> list[Any] | None:
+        """The values of a column, one a row."""
+        values = td.get(key, None)
+        if values is None or not is_non_tensor(values):
+            return values if values is None else list(values)
+        values = values.tolist()
+        return values if isinstance(values, list) and len(values) == size else [values] * size
+
+    # Scoring
+
+    def _eos(self) -> str:
+        if self.eos_token is not None or self.parent is None:
+            return self.eos_token or ""
+        return getattr(getattr(self.parent, "tokenizer", None), "eos_token", None) or ""
+
+    def _outcomes(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        rows: Sequence[int],
+        responses: Sequence[str | Exception],
+    ) -> list[Outcome]:
+        """What came of each of ``rows``; the values are scores."""
+        answers = self._answers(td, len(responses))
+        return run_rows(
+            self._score_row,
+            [(responses[row], answers[row]) for row in rows],
+            num_threads=self.num_threads,
+            timeout=self.timeout,
+        )
+
+    def _score_row(self, response: str | Exception, answer: Any) -> RewardScore:
+        if isinstance(response, Exception):
+            raise response
+        return checked_score(self.score(response, answer))
+
+    def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
+        size = td.batch_size.numel()
+        rows = _rows_to_score(td, next_td, size)
+        eos = self._eos()
+        responses = [
+            text.removesuffix(eos) if isinstance(text, str) else text
+            for text in self._mode().responses(td)
+        ]
+        # The other rows keep a neutral score, as EnvBase gives a row that is not stepped a zero.
+        outcomes = [Outcome(RewardScore(0.0))] * size
+        for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
+            outcomes[row] = outcome
+        self._write_outcomes(outcomes, next_td)
+        if ends and self.set_done_if_answer:
+            has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
+            flag = torch.tensor(has_answer, device=next_td.device).unsqueeze(-1)
+            for name in ("done", "terminated"):
+                before = next_td.get(name, None)
+                next_td.set(name, flag if before is None else before | flag)
+
+    def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
+        nan = float("nan")
+        table = [
+            (nan, nan, nan, nan, 0.0, 0.0, seconds)
+            if score is None
+            else (*_floats(score), score.success, True, seconds)
+            for score, _, _, seconds, _ in outcomes
+        ]
+        columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
+        cells = columns.view(len(columns), len(outcomes), 1, 1)
+        for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
+            next_td.set(self._names[name], cell)
+        next_td.set(self._names["success"], cells[4].bool())
+        next_td.set("reward_valid", columns[5].bool())
+        next_td.set("reward_seconds", columns[6])
+        node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
+        node.set("type", Column.of(outcome.error for outcome in outcomes))
+        node.set("message", Column.of(outcome.message for outcome in outcomes))
+        node.set("place", Column.of(outcome.place for outcome in outcomes))
+        next_td.set("error", node)
+        tell_failures(((o.error, o.message, o.place) for o in outcomes), len(outcomes))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._write(tensordict, next_tensordict, ends=True)
+        return next_tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score rows outside an environment, in a replay buffer for example.
+
+        Args:
+            tensordict: rows ``[B]`` with a response and an answer.
+
+        Returns:
+            The same rows, with the reward's keys under ``"next"``.
+        """
+        scores = TensorDict(batch_size=tensordict.batch_size, device=tensordict.device)
+        auxiliary = tensordict.get(("next", *_AUXILIARY_KEY), None)
+        if auxiliary is not None:
+            scores.set(_AUXILIARY_KEY, auxiliary)
+        self._write(tensordict, scores, ends=False)
+        for key, value in scores.items():
+            if key != _AUXILIARY_KEY[0]:
+                tensordict.set(("next", key), value)
+        return tensordict
+
+    # Specs
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the reward's keys."""
+        size, device = reward_spec.shape, reward_spec.device
+        shape = (*size, 1, 1)
+        for name in _FLOAT_KEYS:
+            reward_spec[self._names[name]] = Unbounded(shape=shape, device=device)
+        reward_spec[self._names["success"]] = Binary(
+            n=1, shape=shape, dtype=torch.bool, device=device
+        )
+        reward_spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
+        reward_spec["reward_seconds"] = Unbounded(shape=size, device=device)
+        text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
+        reward_spec["error"] = Composite(text, shape=size, device=device)
+        return reward_spec
+
+
+def _rows_to_score(td: TensorDictBase, next_td: TensorDictBase, size: int) -> list[int]:
+    """The rows that were stepped and whose turn is more than a part of thinking."""
+    mask = torch.ones(size, dtype=torch.bool)
+    stepped, auxiliary = td.get("_step", None), next_td.get(_AUXILIARY_KEY, None)
+    if stepped is not None:
+        mask &= stepped.reshape(size, -1).any(-1).cpu()
+    if auxiliary is not None:
+        mask &= ~auxiliary.reshape(size, -1).any(-1).cpu()
+    return mask.nonzero().flatten().tolist()
+
+
+def _floats(score: RewardScore) -> tuple[float, ...]:
+    return score.reward, score.has_answer, score.has_think, score.success
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, (str, bytes)):
+        raise RewardError(f"{name} of a score must be True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_score(score: Any) -> RewardScore:
+    """A score whose reward is one number that is finite in float32, and whose flags are bools.
+
+    Args:
+        score: a number, a tensor of one element, or a :class:`RewardScore`.
+
+    Raises:
+        RewardError: for anything else.
+
+    Example:
+        >>> checked_score(0.5)
+        RewardScore(reward=0.5, success=True, has_answer=True, has_think=False)
+    """
+    full = score if isinstance(score, RewardScore) else None
+    value = score if full is None else full.reward
+    if full is not None:
+        kinds = (type(value), type(full.success), type(full.has_answer), type(full.has_think))
+        if kinds == (float, bool, bool, bool) and abs(value) <= _FLOAT32_MAX:
+            return full  # as nearly always
+        full = full._replace(
+            success=_flag("success", full.success),
+            has_answer=_flag("has_answer", full.has_answer),
+            has_think=_flag("has_think", full.has_think),
+        )
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
+        value = value.item()
+    if isinstance(value, (str, bytes)) or value is None:
+        raise RewardError(f"a reward must be one number, got {value!r}")
+    try:
+        value = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"a reward must be one number, got {type(value).__name__}") from error
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= _FLOAT32_MAX:
+        raise RewardError(f"a reward must be finite in float32, got {value}")
+    if full is None:
+        return RewardScore(value, success=value > 0, has_answer=True)
+    return full._replace(reward=value)

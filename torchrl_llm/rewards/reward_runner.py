@@ -1,0 +1,291 @@
+"""Runs a reward function over rows: one after another or in threads, with a time limit or without.
+
+Whatever a reward does becomes an :class:`Outcome`: a value or an error, and the seconds it took.
+Nothing here knows of tensordicts.
+
+Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` runs a function in processes, which can be
+stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torchrl._utils import logger
+
+from torchrl_llm.data.failures import place_among, place_of
+from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
+from torchrl_llm.sandbox.workers import (
+    DaemonThreads,
+    RemoteCallError,
+    RemoteRaisedError,
+    RemoteTimeoutError,
+    WorkerPool,
+)
+
+__all__ = ["Outcome", "RemoteRewardError", "call_reward", "run_rows"]
+
+_LONGEST_MESSAGE = 2000
+
+
+class RemoteRewardError(RewardError):
+    """What a reward raised in another process.
+
+    Args:
+        kind: name of its type there.
+        message: what it said.
+        place: where it was raised.
+    """
+
+    def __init__(self, kind: str, message: str, place: str) -> None:
+        super().__init__(message)
+        self.kind, self.place = kind, place
+
+
+def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None) -> Any:
+    """Call a reward function in one of a pool's processes.
+
+    Args:
+        pool: of processes that call it.
+        arguments: its arguments.
+        timeout: seconds that it may take, waiting for a free process not counted; then its process
+            is killed.
+
+    Returns:
+        Its value, as :meth:`~torchrl_llm.sandbox.workers.worker_pool.WorkerPool.call` returns it.
+
+    Raises:
+        RewardTimeoutError: no value in time.
+        RemoteRewardError: what the function raised.
+        RewardError: the process died, or could not start.
+
+    Example:
+        >>> import operator
+        >>> pool = WorkerPool(operator.truediv, num_workers=1)
+        >>> call_reward(pool, 1, 4, timeout=60.0), pool.close()
+        (0.25, None)
+    """
+    try:
+        return pool.call(*arguments, timeout=timeout)
+    except RemoteRaisedError as error:
+        raise RemoteRewardError(error.kind, str(error), place_among(error.frames)) from None
+    except RemoteTimeoutError:
+        raise RewardTimeoutError(f"no reward within {timeout:g} s") from None
+    except RemoteCallError as error:
+        raise RewardError(f"no reward from another process: {error}") from error
+
+
+class Outcome(NamedTuple):
+    """What came of one row.
+
+    Attributes:
+        value: what the function returned; ``None`` where it failed.
+        error: name of the type of what went wrong, empty where all went well.
+        message: what it said, at most 2,000 characters of it.
+        seconds: wall-clock time of the row.
+        place: where it went wrong, see :func:`~torchrl_llm.data.failures.place_of`.
+    """
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    place: str = ""
+
+    @classmethod
+    def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
+        """The outcome of an exception.
+
+        Example:
+            >>> Outcome.failed(ZeroDivisionError("by zero"))[:3]
+            (None, 'ZeroDivisionError', 'by zero')
+        """
+        if isinstance(error, RemoteRewardError):
+            kind, place = error.kind, error.place
+        else:
+            kind, place = type(error).__name__, place_of(error)
+        try:
+            message = str(error)
+        except BaseException:  # an exception may not even have a text
+            message = ""
+        if len(message) > _LONGEST_MESSAGE:
+            message = message[: _LONGEST_MESSAGE - 3] + "..."
+        # What cannot be encoded could not be stored.
+        message = message.encode("utf-8", "replace").decode()
+        return cls(None, kind, message, seconds, place)
+
+
+def run_rows(
+    function: Callable[..., Any],
+    rows: Sequence[tuple[Any, ...]],
+    *,
+    num_threads: int = 0,
+    timeout: float | None = None,
+) -> list[Outcome]:
+    """Call a function once a row.
+
+    A row that takes longer than its limit gets a ``RewardTimeoutError``, and the others go on; its
+    thread cannot be stopped and ends when the function does.
+
+    Args:
+        function: with the row's arguments. In threads it is called for several rows at once.
+        rows: arguments of each call.
+        num_threads: threads at a time; 0 calls it in this one.
+        timeout: seconds that a row may take, from its own start; needs threads.
+
+    Returns:
+        An outcome a row, in order.
+
+    Raises:
+        ConfigError: a time limit without threads, or one that is not above zero.
+
+    Example:
+        >>> outcomes = run_rows(lambda a, b: a / b, [(1, 2), (1, 0)])
+        >>> [(outcome.value, outcome.error) for outcome in outcomes]
+        [(0.5, ''), (None, 'ZeroDivisionError')]
+    """
+    check_limits(num_threads, timeout)
+    if not num_threads or not rows:
+        return _in_this_thread(function, rows)
+    run = _Run(function, rows, timeout)
+    threads = DaemonThreads(min(num_threads, len(rows)))
+    try:
+        for index in range(len(rows)):
+            threads.submit(lambda index=index: run.work(index))
+        run.wait(threads)
+    finally:
+        run.close()
+        threads.close()
+    return run.outcomes
+
+
+def check_limits(num_threads: int, timeout: float | None) -> None:
+    """Raise ``ConfigError`` for settings that :func:`run_rows` cannot keep."""
+    if num_threads < 0:
+        raise ConfigError(f"num_threads must not be negative, got {num_threads}")
+    if timeout is None:
+        return
+    if not timeout > 0:
+        raise ConfigError(f"timeout must be above 0 seconds, got {timeout}")
+    if not num_threads:
+        raise ConfigError(
+            "a time limit needs threads or processes: what runs in the caller's own thread cannot "
+            "be left behind; set num_threads"
+        )
+
+
+def _in_this_thread(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """One row after another; what a signal raises meanwhile is no row's failure, and ends all."""
+    outcomes = []
+    with _Interrupts() as interrupts:
+        for row in rows:
+            outcomes.append(_timed(function, row))
+            if interrupts.raised is not None:
+                raise interrupts.raised
+    return outcomes
+
+
+def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
+    begun = time.perf_counter()
+    try:
+        value = function(*row)
+    except BaseException as error:  # also SystemExit: a score that gives up ends no run
+        return Outcome.failed(error, time.perf_counter() - begun)
+    return Outcome(value, seconds=time.perf_counter() - begun)
+
+
+class _Interrupts:
+    """Remembers what the handlers of Ctrl-C and SIGTERM raise.
+
+    A ``KeyboardInterrupt`` that a score raises is told from that of the person at the terminal,
+    also where the score has swallowed the latter.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self._before: dict[int, Callable[..., Any]] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before[number](number, frame)
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+class _Run:
+    """The rows of one batch on their way."""
+
+    def __init__(
+        self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], timeout: float | None
+    ) -> None:
+        self.function, self.rows, self.timeout = function, rows, timeout
+        self.outcomes: list[Any] = [None] * len(rows)
+        self.running: dict[int, float] = {}  # row to when it began
+        self.num_open = len(rows)
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def work(self, index: int) -> bool:
+        """Do one row; true if it was given up meanwhile."""
+        with self.changed:
+            if self.closed:
+                return False
+            self.running[index] = time.monotonic()
+        outcome = _timed(self.function, self.rows[index])
+        with self.changed:
+            if self.outcomes[index] is not None:
+                return True
+            self._put(index, outcome)
+        return False
+
+    def wait(self, threads: DaemonThreads) -> None:
+        """Until every row is done or has had its time."""
+        with self.changed:
+            while self.num_open:
+                left = None if self.timeout is None else self._give_up(threads)
+                if self.num_open:
+                    self.changed.wait(left)
+
+    def close(self) -> None:
+        """Rows that have not begun are not begun any more."""
+        with self.changed:
+            self.closed = True
+
+    def _give_up(self, threads: DaemonThreads) -> float:
+        """Give up the rows whose time is over; seconds until the next one's may be."""
+        now = time.monotonic()
+        for index, begun in list(self.running.items()):
+            if now - begun >= self.timeout:
+                error = RewardTimeoutError(f"no reward within {self.timeout:g} s")
+                self._put(index, Outcome.failed(error, now - begun))
+                threads.replace()
+                logger.warning(
+                    f"a reward was given up after {self.timeout:g} s and goes on in its thread"
+                )
+        return self.timeout + min(self.running.values(), default=now) - now
+
+    def _put(self, index: int, outcome: Outcome) -> None:
+        self.outcomes[index] = outcome
+        self.running.pop(index, None)
+        self.num_open -= 1
+        if not self.num_open:
+            self.changed.notify()

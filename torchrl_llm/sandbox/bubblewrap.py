@@ -1,0 +1,393 @@
+"""Bubblewrap: namespaces of Linux for each run, without a daemon and without being root.
+
+Inside there is ``/usr`` and the interpreter, read-only, an empty folder in memory, and nothing else
+of this machine: no network, no other process, no variable of the trainer's. All that a run leaves
+behind dies with it.
+
+Where the trainer is root, the run is ``nobody``. Whether a machine allows all this cannot be read
+anywhere reliably (containers and distributions forbid one part or another), so a real run tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from torchrl_llm.errors import ResourceError
+from torchrl_llm.sandbox.interface import Limits
+from torchrl_llm.sandbox.limits import (
+    counts_processes_by_namespace,
+    find,
+    prlimit_argv,
+    unused_uid,
+)
+from torchrl_llm.sandbox.local_process import (
+    ENVIRONMENT,
+    GRACE_S,
+    Contained,
+    ProcessSandbox,
+    data_fd,
+)
+from torchrl_llm.sandbox.process_watch import Capture
+from torchrl_llm.sandbox.pythons import ROOT_FOLDERS, candidates
+from torchrl_llm.sandbox.seccomp import filter_program
+
+__all__ = ["BubblewrapSandbox"]
+
+FOLDER = "/sandbox"
+NOBODY = 65534
+
+_DEADLY = range(1, 65)
+
+
+class _Layout(NamedTuple):
+    """One way of using bubblewrap.
+
+    Attributes:
+        python: the interpreter.
+        read_only: folders that it needs besides ``/usr``.
+        become: where root becomes somebody else. Outside, the run has a user namespace of its own.
+            Inside, it has none, and bubblewrap can show folders that only root may enter.
+        lock: whether the run may not make user namespaces of its own.
+    """
+
+    python: str
+    read_only: tuple[str, ...]
+    become: Literal["outside", "inside", "no"]
+    lock: bool
+
+
+class BubblewrapSandbox(ProcessSandbox):
+    r"""Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
+
+    Args:
+        limits: of each run; ``None`` for the defaults.
+        python: the interpreter, a path on this machine. ``None`` for the one that the trainer's
+            environment was made from, without the packages of that environment, or the system's
+            where the run's user could not enter its folder.
+        read_only: further folders that a run may read, at their own paths.
+
+    Raises:
+        ResourceError: bubblewrap is absent, or this machine does not let it work.
+
+    Example:
+        >>> from torchrl_llm.sandbox import BubblewrapSandbox
+        >>> BubblewrapSandbox().run_python("print(6 * 7)").stdout  # doctest: +SKIP
+        '42\n'
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
+        read_only: Sequence[str] = (),
+    ) -> None:
+        super().__init__(limits)
+        self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
+        self._layout = _working_layout(python)
+
+    @property
+    def python(self) -> str:
+        """The interpreter, as it is called inside the sandbox."""
+        return self._layout.python
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: see :attr:`Sandbox.missing`."""
+        return ()
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        return _spawn(
+            self._layout,
+            argv,
+            limits=limits,
+            files=files,
+            read_only=self._read_only,
+            stdin=stdin,
+            pass_fds=pass_fds,
+        )
+
+
+class _Status(Capture):
+    """Bubblewrap's report: the first process inside once there is one, and its exit code."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, keep=4096)
+        self.first_fd: int | None = None
+
+    def take(self) -> bool:
+        more = super().take()
+        if self.first_fd is None:
+            pid = self.report("child-pid")
+            if pid is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    self.first_fd = os.pidfd_open(pid)
+        return more
+
+    def report(self, key: str) -> int | None:
+        """A number that was reported, ``None`` if it was not (yet)."""
+        for line in self.text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                report = json.loads(line)
+                if key in report:
+                    return report[key]
+        return None
+
+    def close(self) -> None:
+        super().close()
+        if self.first_fd is not None:
+            os.close(self.first_fd)
+            self.first_fd = None
+
+
+class _Jailed(Contained):
+    """A process under bubblewrap, killed by the first process of its namespace."""
+
+    overhead = 2
+
+    def __init__(self, argv: Sequence[str], *, status: _Status, **kwargs: Any) -> None:
+        self.status = status
+        self._group_is_killed = False
+        super().__init__(argv, **kwargs)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, self.status)
+
+    def interrupt(self) -> None:
+        # Bubblewrap itself lives on, to reap it.
+        if (first := self.status.first_fd) is None:
+            super().interrupt()
+        else:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the namespace's first process, whereupon the kernel kills all others in it."""
+        self.status.drain()
+        if self.status.first_fd is None and not self._group_is_killed:
+            # Bubblewrap is about to report it, and reaps it if it is let. Until then it is of
+            # bubblewrap's own group, and waits without an end for a word that a killed bubblewrap
+            # never says.
+            self._group_is_killed = True
+            patience = time.monotonic() + GRACE_S
+            while self.status.first_fd is None and self.status.open:  # it comes in pieces
+                if time.monotonic() > patience:
+                    break
+                _wait_for(self.status.fd, select.POLLIN)
+                self.status.drain()
+            if self.status.first_fd is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.wait()
+                self.status.drain()
+        if (first := self.status.first_fd) is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            # It ends only after every other process of its namespace.
+            _wait_for(first, select.POLLIN)
+        elif self.stdout.open:
+            _wait_for(self.stdout.fd, select.POLLHUP)
+        self.wait()
+        if self.process.returncode is None:
+            self.process.kill()
+            self.wait()
+        self.status.drain()
+
+    def exit_code(self) -> int | None:
+        code = self.status.report("exit-code")
+        if code is not None and code - 128 in _DEADLY:
+            return 128 - code
+        return code
+
+
+def _wait_for(fd: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    poll.poll(GRACE_S * 1000)
+
+
+def _spawn(
+    layout: _Layout,
+    argv: Sequence[str],
+    *,
+    limits: Limits,
+    files: Mapping[PurePosixPath, bytes],
+    read_only: Sequence[str] = (),
+    stdin: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> _Jailed:
+    status_r, status_w = os.pipe()
+    opened = [status_w]
+    status = _Status(status_r)
+    try:
+        words = ["--json-status-fd", str(status_w)]
+        for folder in sorted({parent for path in files for parent in path.parents}):
+            if folder.parts:
+                words += ["--perms", "0777", "--dir", f"{FOLDER}/{folder}"]
+        for path, data in files.items():
+            opened.append(data_fd(data))
+            words += ["--perms", "0666", "--file", str(opened[-1]), f"{FOLDER}/{path}"]
+        program = filter_program()
+        if program is not None:
+            opened.append(data_fd(program))
+            words += ["--seccomp", str(opened[-1])]
+        return _Jailed(
+            _command_line(
+                layout, argv, words, limits=limits, read_only=read_only, pass_fds=pass_fds
+            ),
+            status=status,
+            limits=limits,
+            env={**ENVIRONMENT, "PATH": _path(layout.python), "HOME": FOLDER},
+            stdin=stdin,
+            pass_fds=(*opened, *pass_fds),
+        )
+    except BaseException:
+        status.close()
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _path(python: str) -> str:
+    return f"{os.path.dirname(python)}:/usr/bin:/bin"
+
+
+def _command_line(
+    layout: _Layout,
+    argv: Sequence[str],
+    words: Sequence[str],
+    *,
+    limits: Limits,
+    read_only: Sequence[str],
+    pass_fds: Sequence[int],
+) -> list[str]:
+    """Everything in front of a program, and the program."""
+    bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
+    spare = next(fd for fd in range(3, 10) if fd not in pass_fds)
+    line: list[str] = []
+    if layout.become == "outside":
+        line += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    line += [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    line += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    if layout.become != "inside":
+        line += ["--unshare-user"]
+    if layout.lock:
+        line += ["--disable-userns"]
+    line += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for folder in ROOT_FOLDERS:
+        if os.path.islink(folder):
+            line += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            line += ["--ro-bind", folder, folder]
+    size = ["--size", str(limits.file_bytes), "--perms", "1777", "--tmpfs"]
+    # The first process inside has the run's pipes open, and is nobody's business.
+    line += ["--proc", "/proc", "--perms", "0000", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    line += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
+    line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
+    for folder in (*layout.read_only, *read_only):
+        # Made by bubblewrap itself, they would be for their owner alone.
+        for parent in reversed(PurePosixPath(folder).parents[:-1]):
+            line += ["--perms", "0755", "--dir", str(parent)]
+        line += ["--ro-bind", folder, folder]
+    line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
+    # The first process counts too.
+    num_processes: int | None = limits.num_processes + 1
+    if layout.become == "inside":
+        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+        uid = unused_uid()
+        line += _first_process(spare)
+        line += [setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        line += ["--bounding-set=-all", "--inh-caps=-all"]
+    else:
+        line += _first_process(spare)
+        if not counts_processes_by_namespace():
+            num_processes = None
+    line += prlimit_argv(prlimit, limits, num_processes=num_processes)
+    return [*line, *argv]
+
+
+def _first_process(spare: int) -> list[str]:
+    """Words that make a shell the first process of its namespace, in front of its program.
+
+    Bubblewrap's own first process would be left to whoever is process 1 outside, which may be no
+    init: bubblewrap does not wait for it, but it waits for this one.
+
+    Args:
+        spare: a descriptor that nobody uses; the shell itself shall not say how the program ended.
+    """
+    script = f'exec {spare}>&2 2> /dev/null; "$@" 2>&{spare} {spare}>&-; exit $?'
+    return ["--as-pid-1", "--", "/bin/sh", "-c", script, "sh"]
+
+
+@functools.lru_cache(maxsize=16)
+def _working_layout(python: str | None) -> _Layout:
+    """The first layout in which a real run works.
+
+    Raises:
+        ResourceError: none does.
+    """
+    for program in ("bwrap", "prlimit", "setpriv"):
+        if find(program) is None:
+            raise ResourceError(
+                f"BubblewrapSandbox needs the program {program!r}, which is not installed "
+                "(Debian: apt-get install bubblewrap util-linux); SubprocessSandbox works without "
+                "it, with less contained"
+            )
+    said = ""
+    for layout in _layouts(python):
+        worked, said = _try(layout)
+        if worked:
+            return layout
+    raise ResourceError(
+        "bubblewrap does not work on this machine: it said "
+        f"{said.strip() or 'nothing'!r}. User namespaces may be forbidden (in a container: by its "
+        "seccomp profile; sysctl kernel.apparmor_restrict_unprivileged_userns, "
+        "user.max_user_namespaces). SubprocessSandbox works without them, with less contained"
+    )
+
+
+def _try(layout: _Layout) -> tuple[bool, str]:
+    code = "import os, socket; assert os.getuid(); print('works')"
+    limits = Limits(wall_s=20.0)
+    try:
+        with _spawn(layout, [layout.python, "-I", "-c", code], limits=limits, files={}) as jailed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                jailed.process.wait(limits.wall_s)
+            jailed.kill()
+            jailed.stdout.drain()
+            jailed.stderr.drain()
+            return jailed.stdout.text() == "works\n", jailed.stderr.text()
+    except OSError as error:
+        return False, str(error)
+
+
+def _layouts(python: str | None) -> Iterator[_Layout]:
+    """Ways to try, the strongest first."""
+    pythons = candidates(python)
+    root = os.geteuid() == 0
+    for lock in (True, False):
+        for path, folders in pythons:
+            yield _Layout(path, folders, "outside" if root else "no", lock)
+    if root:
+        for path, folders in pythons:
+            yield _Layout(path, folders, "inside", False)

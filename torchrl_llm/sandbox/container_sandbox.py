@@ -1,0 +1,373 @@
+"""Containers: each run in one of its own, where an engine (Docker, Podman) answers.
+
+Starting one takes some tenths of a second; it is for code that needs an image (other languages,
+packages, another system), or for machines whose only door to isolation is such an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.sandbox.interface import Limits, SandboxSession
+from torchrl_llm.sandbox.local_process import ENVIRONMENT, Contained, ProcessSandbox
+from torchrl_llm.sandbox.process_watch import Capture, Tree, cpu_seconds
+from torchrl_llm.sandbox.sandbox_session import INTERPRETER, PipeSession
+
+__all__ = ["ContainerSandbox"]
+
+FOLDER = "/sandbox"
+_NOBODY = "65534:65534"
+_ENGINES = ("docker", "podman")
+# With these an engine says that it could not start the program; a program may use them as well.
+_PERHAPS_THE_ENGINE = (125, 126, 127)
+_KILLED = 137
+_RUNS = 64
+_MEMORY, _PROCESSES = "memory of all processes together", "the number of processes"
+_PATIENCE_S = 60.0
+_TRIES = 4
+_PIPES = ("answers", "stdout", "stderr")
+_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
+
+
+class ContainerSandbox(ProcessSandbox):
+    r"""Runs programs in containers without network, capabilities or a writable file system.
+
+    ``memory_bytes`` counts for the container as a whole and for the data of each process; what else
+    of the machine it can see, the image decides. The image must be there already: nothing is
+    pulled. Its entry point and health check are not run. One container is started and removed at
+    construction, since only that tells whether the engine can. A trainer that is killed leaves its
+    containers to their engine.
+
+    Args:
+        limits: of each run; ``None`` for the defaults. ``wall_s`` includes the container's start.
+        image: the image; it needs ``sh`` and ``cp`` where runs are given files.
+        engine: ``"docker"``, ``"podman"``, or the path of a program that takes the same words;
+            ``None`` for the first of the two that answers.
+        python: the interpreter inside the image.
+
+    Raises:
+        ResourceError: no engine answers, it does not have the image, or it can start no container.
+
+    Example:
+        >>> ContainerSandbox(image="python:3.12-slim").run_python("print(1)")  # doctest: +SKIP
+        SandboxResult(status='ok', stdout='1\n', ...)
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        image: str = "python:3.12-slim",
+        engine: str | None = None,
+        python: str = "python3",
+    ) -> None:
+        super().__init__(limits)
+        if not image or image.startswith("-"):
+            raise ConfigError(f"image must be the name of an image, got {image!r}")
+        self.image = image
+        self.engine = _answering_engine(engine)
+        self._python = python
+        if _ask(self.engine, "image", "inspect", image) is None:
+            raise ResourceError(
+                f"{self.engine} has no image {image!r}; fetch it first: {self.engine} pull {image}"
+            )
+        self._missing: tuple[str, ...] = ()
+        self._missing = self._try()
+
+    def _try(self) -> tuple[str, ...]:
+        """Start a container; what the engine does not hold.
+
+        Raises:
+            ResourceError: it cannot.
+        """
+        with self._start([self._python, "-c", ""], Limits(), None, None) as contained:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                contained.process.wait(_PATIENCE_S)
+            state = contained.look()
+            contained.kill()
+            contained.stderr.drain()
+            if state is None or not state.started:
+                said = contained.stderr.text().strip()
+                raise ResourceError(
+                    f"{self.engine} can start no container of {self.image!r}: it said {said!r}"
+                )
+        return state.missing
+
+    @property
+    def python(self) -> str:
+        """The interpreter inside the image."""
+        return self._python
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What the engine ignored of the limits; see :attr:`Sandbox.missing`."""
+        return self._missing
+
+    def argv(self, argv: Sequence[str], name: str, *, limits: Limits, share: Path | None) -> list:
+        """The engine's command line for a program.
+
+        Args:
+            argv: the program, as it is called inside.
+            name: of the container.
+            limits: of the run.
+            share: a folder with ``files``, to be copied into the run's, and ``pipes``.
+        """
+        cpu_s = cpu_seconds(limits)
+        words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
+        words += ["--entrypoint=", "--no-healthcheck", "--stop-signal=KILL"]
+        words += ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={_NOBODY}"]
+        words += ["--security-opt=no-new-privileges", "--hostname=sandbox", "--log-driver=none"]
+        # Of words that it ignores an engine would complain in each run's errors.
+        if _MEMORY not in self.missing:
+            words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
+        if _PROCESSES not in self.missing:
+            words += [f"--pids-limit={limits.num_processes + 1}"]
+        words += [f"--ulimit=cpu={cpu_s}:{cpu_s + 1}", "--ulimit=core=0:0"]
+        words += [f"--ulimit=fsize={limits.file_bytes}:{limits.file_bytes}"]
+        words += [f"--ulimit=nofile={limits.num_files}:{limits.num_files}"]
+        # One process that takes too much is told so, before all of them together are killed.
+        words += [f"--ulimit=data={limits.memory_bytes}:{limits.memory_bytes}"]
+        # It counts what the user runs in all containers; an engine's own default may be more than
+        # it may grant.
+        num_processes = _granted(_RUNS * (limits.num_processes + 1))
+        words += [f"--ulimit=nproc={num_processes}:{num_processes}"]
+        words += [f"--shm-size={limits.file_bytes}"]
+        for folder in (FOLDER, "/tmp"):
+            options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.file_bytes}"
+            words += [f"--tmpfs={folder}:{options}"]
+        words += [f"--workdir={FOLDER}"]
+        words += [f"--env={key}={value}" for key, value in (*ENVIRONMENT.items(), ("HOME", FOLDER))]
+        if share is None:
+            return [*words, self.image, *argv]
+        # Pipes are written to; a folder that holds nothing else is all of the machine it can touch.
+        words += [f"--mount=type=bind,source={share / 'files'},target=/files,readonly"]
+        words += [f"--mount=type=bind,source={share / 'pipes'},target=/pipes"]
+        copy = 'cp -R /files/. . && exec "$@"'
+        return [*words, self.image, "sh", "-c", copy, "sh", *argv]
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        share = _share(files) if files else None
+        return self._start(argv, limits, share, stdin)
+
+    def _start(
+        self, argv: Sequence[str], limits: Limits, share: Path | None, stdin: int | None
+    ) -> _InContainer:
+        name = f"sandbox-{uuid.uuid4().hex}"
+        try:
+            return _InContainer(
+                self.argv(argv, name, limits=limits, share=share),
+                engine=self.engine,
+                name=name,
+                share=share,
+                limits=limits,
+                env=_environment(),
+                stdin=stdin,
+            )
+        except BaseException:
+            if share is not None:
+                shutil.rmtree(share, ignore_errors=True)
+            raise
+
+    def open_session(self, limits: Limits | None = None) -> SandboxSession:
+        """See :meth:`Sandbox.open_session`."""
+        limits = self.limits if limits is None else limits
+        share = _share({})
+        # What is written to the engine's client comes later than an answer that goes by itself.
+        answers_r, out_r, err_r = (_fifo(share / "pipes" / name) for name in _PIPES)
+        program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text(), "0"]
+        program += [f"/pipes/{name}" for name in _PIPES]
+
+        def start(code_fd: int, _: int) -> Contained:
+            try:
+                contained = self._start(program, limits, share, code_fd)
+            except BaseException:
+                os.close(out_r)
+                os.close(err_r)
+                raise
+            contained.listen(out_r, err_r, limits.output_bytes)
+            return contained
+
+        return PipeSession(start, limits, answers_fd=answers_r)
+
+
+def _fifo(path: Path) -> int:
+    os.mkfifo(path)
+    os.chmod(path, 0o622)
+    # For reading and writing, so that it is no end of file while nobody writes yet.
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+class _State(NamedTuple):
+    """What an engine knows of a container.
+
+    Attributes:
+        started: whether its program was started.
+        out_of_memory: whether memory ended it.
+        missing: limits that the engine ignored.
+    """
+
+    started: bool
+    out_of_memory: bool
+    missing: tuple[str, ...]
+
+
+class _InContainer(Contained):
+    """The engine's client, which runs as long as the container does."""
+
+    grouped = False
+
+    def __init__(
+        self, argv: Sequence[str], *, engine: str, name: str, share: Path | None, **kwargs: Any
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.share = share
+        self._state: _State | None = None
+        self._removed = False
+        self._client: tuple[Capture, ...] = ()
+        super().__init__(argv, **kwargs)
+        # The engine counts, and the client's own use is none of the run's.
+        self.tree = Tree(-1, kwargs["limits"])
+
+    def listen(self, out_r: int, err_r: int, keep: int) -> None:
+        """Take output and errors from pipes of their own, and not from the client any more."""
+        self._client = (self.stdout, self.stderr)
+        self.stdout, self.stderr = Capture(out_r, keep), Capture(err_r, keep)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, *self._client)
+
+    def interrupt(self) -> None:
+        _ask(self.engine, "kill", self.name)
+        super().interrupt()
+
+    def look(self) -> _State | None:
+        """What the engine knows of it; ``None`` where there is no such container."""
+        keys = ("State.StartedAt", "State.OOMKilled", "HostConfig.Memory", "HostConfig.PidsLimit")
+        form = "--format=" + "|".join(f"{{{{.{key}}}}}" for key in keys)
+        answer = (_ask(self.engine, "inspect", form, self.name) or "").strip().split("|")
+        if len(answer) != len(keys):
+            return None
+        started_at, out_of_memory, memory, processes = answer
+        held = (
+            (memory, "memory of all processes together"),
+            (processes, "the number of processes"),
+        )
+        return _State(
+            not started_at.startswith("0001"),
+            out_of_memory == "true",
+            tuple(phrase for value, phrase in held if not value.isdigit() or int(value) == 0),
+        )
+
+    def kill(self) -> None:
+        if self._removed:
+            return
+        self._removed = True
+        exit_code = self.process.poll()
+        if exit_code in (*_PERHAPS_THE_ENGINE, _KILLED):
+            self._state = self.look()
+        # The client first: nobody reads what it still writes, and engines wait for it; and it shall
+        # not start a container that it was about to, after that was removed.
+        self.process.kill()
+        self.wait()
+        for _ in range(1 if exit_code is not None else _TRIES):
+            if _ask(self.engine, "rm", "--force", "--volumes", self.name) is not None:
+                break
+            time.sleep(0.2)
+        for said in self._client if self.exit_code() is None else ():
+            said.drain()
+            self.stderr.kept += said.kept  # why there is no container
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self._state is not None and self._state.out_of_memory
+
+    def exit_code(self) -> int | None:
+        code = self.process.returncode
+        if code is None or code < 0:
+            return None
+        if code in _PERHAPS_THE_ENGINE and (self._state is None or not self._state.started):
+            return None
+        return 128 - code if 128 < code <= 192 else code
+
+    def close(self) -> None:
+        super().close()
+        if self.share is not None:
+            shutil.rmtree(self.share, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Variables of the engine's client, which hands settings of a proxy on to its containers."""
+    return {key: value for key, value in os.environ.items() if key.lower() not in _PROXIES}
+
+
+def _granted(num_processes: int) -> int:
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    return num_processes if most == resource.RLIM_INFINITY else min(most, num_processes)
+
+
+def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
+    """A folder on this machine that a container is to see."""
+    share = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    for name in ("files", "pipes"):
+        (share / name).mkdir()
+    for path, data in files.items():
+        place = share / "files" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    for place in (share, *share.rglob("*")):
+        place.chmod(0o755 if place.is_dir() else 0o644)
+    return share
+
+
+def _ask(engine: str, *words: str) -> str | None:
+    """What an engine answers; ``None`` where it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [engine, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            errors="replace",
+        )
+        return done.stdout if done.returncode == 0 else None
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _answering_engine(engine: str | None) -> str:
+    """The first engine whose daemon, if it has one, answers.
+
+    Raises:
+        ResourceError: none does.
+    """
+    wanted = _ENGINES if engine is None else (engine,)
+    for name in wanted:
+        if shutil.which(name) and _ask(name, "info") is not None:
+            return name
+    raise ResourceError(
+        f"no container engine answers: tried {', '.join(wanted)} with 'info'; is it installed, its "
+        "daemon running, and may this user talk to it?"
+    )

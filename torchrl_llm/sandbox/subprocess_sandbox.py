@@ -1,0 +1,353 @@
+"""A plain process with limits, for machines without bubblewrap or user namespaces.
+
+A guard of its own stands between the trainer and each run (:mod:`.run_supervisor`): it sets the
+limits, takes away what an unprivileged process can be made to give up, and kills all that the run
+leaves behind. What it cannot take away is listed in :attr:`SubprocessSandbox.missing`; how much
+that is depends on the kernel (Landlock) and on whether the trainer is root, who gives each run a
+user of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import stat
+import subprocess
+import tempfile
+import threading
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from torchrl_llm.errors import ResourceError
+from torchrl_llm.sandbox import run_supervisor
+from torchrl_llm.sandbox.interface import Limits
+from torchrl_llm.sandbox.limits import STACK_BYTES, unused_uid
+from torchrl_llm.sandbox.local_process import ENVIRONMENT, Contained, ProcessSandbox, data_fd
+from torchrl_llm.sandbox.process_watch import Capture, cpu_seconds
+from torchrl_llm.sandbox.pythons import candidates, own_python
+from torchrl_llm.sandbox.seccomp import filter_program
+
+__all__ = ["SubprocessSandbox"]
+
+_MARK = "TORCHRL_LLM_RUN"
+_READ = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc")
+_READ_FILES = ("/etc/ld.so.cache", "/dev/random", "/dev/urandom", "/etc/localtime")
+_WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+
+
+class SubprocessSandbox(ProcessSandbox):
+    """Runs programs as plain processes with limits; it warns of what that leaves open.
+
+    There are no sockets inside, and no program can change the mode, owner or times of a file by its
+    path. Where the trainer is an ordinary user, a run has that user's rights in all that the kernel
+    cannot forbid.
+
+    Args:
+        limits: of each run; ``None`` for the defaults.
+        python: the interpreter. ``None`` for the one that the trainer's environment was made from,
+            without the packages of that environment, or the system's where the run's user could
+            not enter its folder.
+        read_only: further folders that a run may read, where the kernel can forbid the others.
+
+    Raises:
+        ResourceError: the run's user can start no interpreter.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
+        read_only: Sequence[str] = (),
+    ) -> None:
+        super().__init__(limits)
+        self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
+        self._python, self._folders = _working_python(python)
+        warnings.warn(
+            "SubprocessSandbox runs code of the model as a plain process. Not contained: "
+            + "; ".join(self.missing)
+            + ". Install bubblewrap, or use a container, for code that you do not trust",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        return self._python
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this machine leaves open; see :attr:`Sandbox.missing`."""
+        return _missing(run_supervisor.landlock_version(), os.geteuid() == 0)
+
+    def _spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        limits: Limits,
+        files: Mapping[PurePosixPath, bytes],
+        stdin: int | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Contained:
+        return _spawn(
+            argv,
+            python=self._python,
+            read_only=(*self._folders, *self._read_only),
+            limits=limits,
+            files=files,
+            stdin=stdin,
+            pass_fds=pass_fds,
+        )
+
+
+def _missing(landlock: int, root: bool) -> tuple[str, ...]:
+    who = "every user" if root else "the trainer's user"
+    missing = [
+        "the size of all files in its folder together",
+        "the list of processes with their command lines",
+        # Landlock forbids to open and to list, but knows nothing of stat.
+        "sizes, owners, modes and times of files outside its folder",
+    ]
+    if landlock < 1:
+        missing += [f"files that {who} may read", f"folders that {who} may write to"]
+        if not root:
+            missing += ["the memory and open files of the trainer"]
+    if landlock < 6 and not root:
+        missing += ["the trainer and other processes of its user, which it can kill"]
+    if filter_program() is None:
+        missing += ["the network", "shared memory"]
+    return tuple(missing)
+
+
+class _Supervised(Contained):
+    """A process under a supervisor, and its folder."""
+
+    overhead = 1
+
+    def __init__(
+        self, argv: Sequence[str], *, folder: str, mark: str, report: Capture, **kwargs: Any
+    ) -> None:
+        self.folder = folder
+        self.mark = mark
+        self.report = report
+        super().__init__(argv, **kwargs)
+
+    @property
+    def outputs(self) -> tuple[Capture, ...]:
+        return (self.stdout, self.stderr, self.report)
+
+    def kill(self) -> None:
+        """Have the supervisor kill all; where somebody killed the supervisor, look for the rest."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.wait()
+        self.report.drain()
+        if self.process.returncode is None or self._reported("exit_code", absent=True):
+            self.process.kill()
+            self.wait()
+            _kill_marked(self.mark)
+
+    def exit_code(self) -> int | None:
+        if not self._reported("failed", absent=True):  # before the program was begun
+            return None
+        return self._reported("exit_code")
+
+    def _reported(self, key: str, *, absent: bool = False) -> Any:
+        for line in self.report.text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                report = json.loads(line)
+                if key in report:
+                    return False if absent else report[key]
+        return True if absent else None
+
+    def close(self) -> None:
+        super().close()
+        _remove(self.folder)
+
+
+def _spawn(
+    argv: Sequence[str],
+    *,
+    python: str,
+    read_only: Sequence[str],
+    limits: Limits,
+    files: Mapping[PurePosixPath, bytes],
+    stdin: int | None,
+    pass_fds: Sequence[int],
+) -> _Supervised:
+    uid = unused_uid() if os.geteuid() == 0 else None
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    report_r, report_w = os.pipe()
+    report = Capture(report_r, 4096)
+    opened = [report_w]
+    mark = uuid.uuid4().hex
+    try:
+        _write_files(Path(folder), files, uid)
+        orders = {
+            "argv": list(argv),
+            "env": {
+                **ENVIRONMENT,
+                "PATH": f"{os.path.dirname(python)}:/usr/bin:/bin",
+                "HOME": folder,
+                "TMPDIR": folder,
+                _MARK: mark,
+            },
+            "folder": folder,
+            "uid": uid,
+            "limits": _limits(limits),
+            "num_processes": limits.num_processes,
+            "landlock": True,
+            "filters": [_filter(sessions).hex() for sessions in ("ask", "refuse")],
+            "read": [*_READ, *_READ_FILES, *read_only],
+            "write": list(_WRITE),
+            "close": list(pass_fds),
+            "parent": os.getpid(),
+        }
+        opened.append(data_fd(json.dumps(orders).encode()))
+        return _Supervised(
+            [
+                own_python(),
+                "-I",
+                "-S",
+                "-B",
+                run_supervisor.__file__,
+                str(opened[1]),
+                str(report_w),
+            ],
+            folder=folder,
+            mark=mark,
+            report=report,
+            limits=limits,
+            env=ENVIRONMENT,
+            stdin=stdin,
+            pass_fds=(*opened, *pass_fds),
+        )
+    except BaseException:
+        report.close()
+        _remove(folder)
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _filter(sessions: Literal["ask", "refuse"]) -> bytes:
+    program = filter_program(families=(), attributes=False, others=False, sessions=sessions)
+    return program or b""
+
+
+def _limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    cpu_s = cpu_seconds(limits)
+    return {
+        "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
+        # One may ignore the signal at the first; none can ignore that at the second.
+        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
+        "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
+        "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
+        "RLIMIT_STACK": (STACK_BYTES, STACK_BYTES),
+        "RLIMIT_CORE": (0, 0),
+    }
+
+
+def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | None) -> None:
+    for path, data in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    if uid is not None:
+        for place in (folder, *folder.rglob("*")):
+            os.chown(place, uid, uid)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that still carry a run's mark in the environment that they began with."""
+    needle = f"{_MARK}={mark}".encode()
+    stopped: set[int] = set()
+    for _ in range(64):
+        new = set()
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
+                    new.add(int(name))
+        new -= stopped
+        if not new:
+            break
+        for pid in new:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder that a run may have left in any state; what takes long goes on behind."""
+    work = threading.Thread(target=_remove_all, args=(folder,), daemon=True)
+    work.start()
+    work.join(1.0)
+
+
+def _remove_all(folder: str) -> None:
+    # Folders are moved up before they are removed: a run can nest them deeper than a path is long,
+    # deeper than Python recurses, and so deep that rm takes ten seconds.
+    mark = uuid.uuid4().hex
+    waiting = [folder]
+    moved = itertools.count()
+    with contextlib.suppress(OSError):
+        while waiting:
+            place = waiting.pop()
+            os.chmod(place, stat.S_IRWXU)
+            with os.scandir(place) as entries:
+                for entry in list(entries):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                    elif place == folder:
+                        waiting.append(entry.path)
+                    else:
+                        os.chmod(entry.path, stat.S_IRWXU)
+                        waiting.append(os.path.join(folder, f"{mark}-{next(moved)}"))
+                        os.rename(entry.path, waiting[-1])
+            if place != folder:
+                os.rmdir(place)
+        os.rmdir(folder)
+
+
+@functools.lru_cache(maxsize=16)
+def _working_python(python: str | None) -> tuple[str, tuple[str, ...]]:
+    """The first interpreter that a run's user can start, and its folders.
+
+    Raises:
+        ResourceError: there is none.
+    """
+    said = ""
+    for path, folders in candidates(python):
+        with _spawn(
+            [path, "-I", "-c", "print('works')"],
+            python=path,
+            read_only=folders,
+            limits=Limits(wall_s=20.0),
+            files={},
+            stdin=None,
+            pass_fds=(),
+        ) as run:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(20.0)
+            run.kill()
+            run.stdout.drain()
+            run.stderr.drain()
+            if run.stdout.text() == "works\n":
+                return path, folders
+            said = run.stderr.text() or run.report.text()
+    raise ResourceError(
+        f"no interpreter can be started as the user of a run: {said.strip()!r}; install Python "
+        "where every user can read it (Debian: apt-get install python3), or pass python=..."
+    )

@@ -1,0 +1,490 @@
+"""Processes that run one function, and can be stopped in the middle of it.
+
+For work that keeps a CPU busy (several run at once, which Python's threads do not), and for work
+that may not end: a thread cannot be stopped, a process can, in the middle of a computation that
+never looks at a signal. It keeps the trainer's memory out of reach of what runs there, but it is no
+sandbox: the function is the user's own, and has the trainer's rights.
+
+Next: :mod:`torchrl_llm.sandbox.workers.worker_server` is the other end.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
+
+__all__ = [
+    "RemoteCallError",
+    "RemoteDiedError",
+    "RemoteRaisedError",
+    "RemoteTimeoutError",
+    "WorkerPool",
+]
+
+_SCRIPT = Path(__file__).with_name("worker_server.py")
+_LENGTH = struct.Struct("!Q")
+_COMMAND = struct.Struct("!cq")
+_ANSWER = struct.Struct("!q")
+_MAIN = ("__main__", "__mp_main__")
+# An interpreter that imports torch on a machine that is busy with much else.
+_START_TIMEOUT_S = 600.0
+_CONTROL_TIMEOUT_S = 60.0
+
+
+class RemoteCallError(TorchRLLLMError, RuntimeError):
+    """A call in another process gave no value, or no process could be started for it."""
+
+
+class RemoteRaisedError(RemoteCallError):
+    """The function raised.
+
+    Args:
+        kind: name of the exception's type.
+        message: what it said.
+        frames: file, line and function of each frame from the function on, the innermost last.
+    """
+
+    def __init__(self, kind: str, message: str, frames: Sequence[tuple[str, int, str]]) -> None:
+        super().__init__(message)
+        self.kind, self.frames = kind, frames
+
+
+class RemoteTimeoutError(RemoteCallError, TimeoutError):
+    """The call took too long, and its process was killed."""
+
+
+class RemoteDiedError(RemoteCallError):
+    """The process died.
+
+    Args:
+        exit_code: its exit status, negative for the signal that killed it; ``None`` where nobody
+            knows.
+    """
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(f"the process died ({_status(exit_code)})")
+        self.exit_code = exit_code
+
+
+class WorkerPool:
+    """Calls one function in processes of its own.
+
+    What the function needs is imported once, in a process that does nothing else; the others are
+    forked from it when they are needed (or, where what was imported has started threads, are
+    interpreters of their own) and are kept. One that takes too long is killed, with what it has
+    started, and one that died is replaced; the others never notice. All of them end with the pool
+    and with the program that made it, however that ends.
+
+    Args:
+        target: a function or callable object that can be pickled, which means that its module can
+            be imported by name; or a file of Python and the name of a function in it, which then
+            runs without anything that the file does not import. Where it is defined in the
+            program's own file, that file is run again under another name, and needs
+            ``if __name__ == "__main__":``, as always with processes.
+        num_workers: processes at a time; more callers than that wait for one.
+        memory_bytes: address space of each process; ``None`` for no limit.
+        start: what each process calls once, before the function; not counted in the time of a call.
+            It is sent together with ``target``, and may be a method of the same object.
+
+    Raises:
+        ConfigError: a target that another process cannot import, or impossible numbers.
+
+    Example:
+        >>> import operator
+        >>> pool = WorkerPool(operator.truediv, num_workers=1)
+        >>> pool.call(1, 4), pool.close()
+        (0.25, None)
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any] | tuple[str | Path, str],
+        *,
+        num_workers: int = 2,
+        memory_bytes: int | None = None,
+        start: Callable[[], Any] | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        self.num_workers = num_workers
+        self._setup = {**_importable(target, start), "memory_bytes": memory_bytes}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._free = threading.Semaphore(self.num_workers)
+        self._idle: list[_Worker] = []
+        self._servers: list[_Server] = []  # none or one
+        self._end = weakref.finalize(self, _stop_all, self._servers, self._pid)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes belong to the process that started them.
+        return {"num_workers": self.num_workers, "_setup": self._setup}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def start(self) -> None:
+        """Begin to import what the function needs, without waiting; a call does so by itself.
+
+        Raises:
+            RemoteCallError: no process can be started.
+            ConfigError: this is a program that runs a second time, for one of its own functions.
+        """
+        self._server()
+
+    def call(self, *arguments: Any, timeout: float | None = None) -> Any:
+        """Call the function in one of the processes; several threads may.
+
+        Args:
+            arguments: its arguments; they are pickled.
+            timeout: seconds that the call may take, once a process is up. Then it is stopped.
+
+        Returns:
+            Its value: a number, a string, a list of these, or a dict of the fields of a named
+            tuple.
+
+        Raises:
+            RemoteTimeoutError: no answer in time.
+            RemoteRaisedError: what the function raised.
+            RemoteDiedError: the process died.
+            RemoteCallError: it could not be started.
+        """
+        self._own()
+        content = pickle.dumps(arguments)
+        with self._free:
+            worker = self._take()
+            try:
+                reply = worker.ask(content, timeout)
+            except BaseException:
+                worker.end()  # it is in the middle of something, or dead
+                raise
+            with self._lock:
+                if worker.server in self._servers:
+                    self._idle.append(worker)
+                else:
+                    worker.close()  # the pool was closed meanwhile
+        if "error" in reply:
+            raise RemoteRaisedError(reply["error"], reply["message"], reply["frames"])
+        return _value(reply["value"])
+
+    def close(self) -> None:
+        """End the processes; the next call starts new ones."""
+        self._own()
+        with self._lock:
+            servers, self._servers[:] = list(self._servers), []
+            workers, self._idle = self._idle, []
+        _stop_all(servers, self._pid)
+        for worker in workers:
+            worker.close()
+
+    def _own(self) -> None:
+        if self._pid != os.getpid():
+            self._end.detach()  # after a fork: they are the parent's
+            self._forget()
+
+    def _server(self) -> _Server:
+        self._own()
+        with self._lock:
+            if self._servers and self._servers[0].gone:
+                self._servers.pop().stop()
+                self._idle.clear()
+            if not self._servers:
+                self._servers.append(_Server(self._setup))
+            return self._servers[0]
+
+    def _take(self) -> _Worker:
+        while True:
+            server = self._server()
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None:
+                worker = server.fork()
+                try:
+                    worker.wait_until_ready()
+                except BaseException:
+                    worker.end()
+                    raise
+                return worker
+            if worker.is_waiting():
+                return worker
+            worker.end()  # it was killed while nobody looked
+
+
+class _Server:
+    """The process that has loaded the function and forks those that call it."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        if getattr(sys.modules.get("__main__"), "torchrl_llm_is_loading", False):
+            raise ConfigError(
+                "the program's own file starts processes when it is imported; put what it does "
+                'under `if __name__ == "__main__":`'
+            )
+        self.gone = False
+        self._ready = False
+        self._failure = ""
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        self._control = ours
+        try:
+            self._process = subprocess.Popen(
+                # Isolated: neither the script's folder nor the environment adds to its path.
+                [sys.executable, "-I", str(_SCRIPT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            ours.close()
+            raise RemoteCallError(f"no process could be started: {error}") from error
+        finally:
+            theirs.close()
+        content = pickle.dumps({**setup, "path": list(sys.path), "pid": os.getpid()})
+        self._pending = _LENGTH.pack(len(content)) + content
+
+    def fork(self) -> _Worker:
+        """A new process.
+
+        Raises:
+            RemoteCallError: the function cannot be loaded, or there is no process to be had.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            pid = self._ask(b"F", 0, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        if pid < 0:
+            ours.close()
+            raise RemoteCallError(f"no process could be started: {os.strerror(-pid)}")
+        return _Worker(self, ours, pid)
+
+    def end(self, pid: int) -> int | None:
+        """Kill a process; its exit code."""
+        try:
+            code = self._ask(b"K", pid)
+        except RemoteCallError:  # the server is gone, and its processes with it
+            return None
+        return code if abs(code) < 1 << 32 else None
+
+    def _ask(self, what: bytes, pid: int, passed: socket.socket | None = None) -> int:
+        with self._lock:
+            if self._failure:
+                raise RemoteCallError(self._failure)
+            try:
+                self._wait_until_ready()
+                self._control.settimeout(_CONTROL_TIMEOUT_S)
+                command = _COMMAND.pack(what, pid)
+                fds = [] if passed is None else [passed.fileno()]
+                socket.send_fds(self._control, [command], fds)
+                return _ANSWER.unpack(_receive(self._control, _ANSWER.size, None))[0]
+            except OSError as error:
+                self._abandon()
+                raise RemoteCallError(
+                    f"the process that starts the others died ({_status(self._process.returncode)})"
+                ) from error
+            except BaseException:
+                self._abandon()  # an answer may be on its way that nobody waits for
+                raise
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        self._control.settimeout(_START_TIMEOUT_S)
+        if self._pending:
+            self._control.sendall(self._pending)
+            self._pending = b""
+        reply = _message(self._control, deadline)
+        if "error" in reply:
+            self._failure = (
+                f"the function cannot be loaded in a process: {reply['error']}: {reply['message']}"
+            )
+            raise RemoteCallError(self._failure)
+        self._ready = True
+
+    def _abandon(self) -> None:
+        self.gone = not self._failure
+        with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
+
+    def stop(self) -> None:
+        """End it and all of its processes."""
+        # Not with the lock: whoever holds it may wait for an import that never ends.
+        self.gone = True
+        if self._ready:
+            with suppress(OSError, subprocess.TimeoutExpired), self._lock:
+                self._control.settimeout(_CONTROL_TIMEOUT_S)
+                self._control.sendall(_COMMAND.pack(b"Q", 0))
+                self._process.wait(_CONTROL_TIMEOUT_S)
+        self._abandon()
+
+
+class _Worker:
+    """One process that calls the function."""
+
+    def __init__(self, server: _Server, its_socket: socket.socket, pid: int) -> None:
+        self.server, self.pid = server, pid
+        self._socket = its_socket
+        self._ended = False
+
+    def wait_until_ready(self) -> None:
+        """Wait for what it does before its first call."""
+        reply = self._exchange(b"", _START_TIMEOUT_S)
+        if "error" in reply:
+            raise RemoteCallError(
+                f"the function cannot be started in a process: {reply['error']}: {reply['message']}"
+            )
+
+    def is_waiting(self) -> bool:
+        """Whether it lives and owes nothing."""
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def ask(self, content: bytes, timeout: float | None) -> dict[str, Any]:
+        """Send a request and wait for the answer."""
+        return self._exchange(_LENGTH.pack(len(content)) + content, timeout)
+
+    def _exchange(self, request: bytes, timeout: float | None) -> dict[str, Any]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(request)
+            return _message(self._socket, deadline)
+        except TimeoutError:
+            raise RemoteTimeoutError(f"no answer within {timeout:g} s") from None
+        except OSError as error:
+            raise RemoteDiedError(self.end()) from error
+
+    def end(self) -> int | None:
+        """Kill it and what it has started; its exit code, the first time."""
+        if self._ended:
+            return None
+        self._ended = True
+        self._socket.close()
+        return self.server.end(self.pid)
+
+    def close(self) -> None:
+        """Let go of one that has been ended."""
+        self._socket.close()
+
+
+def _message(source: socket.socket, deadline: float | None) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_receive(source, _LENGTH.size, deadline))
+    return json.loads(_receive(source, length, deadline))
+
+
+def _receive(source: socket.socket, length: int, deadline: float | None) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            source.settimeout(left)
+        part = source.recv(min(length - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionResetError
+        parts += part
+    return bytes(parts)
+
+
+def _stop_all(servers: list[_Server], pid: int) -> None:
+    if pid == os.getpid():  # a fork that ends must not end what is its parent's
+        for server in list(servers):
+            server.stop()
+
+
+def _status(code: int | None) -> str:
+    if code is None:
+        return "nobody knows how"
+    if code >= 0:
+        return f"exit status {code}"
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, dict) and "items" in value:
+        return [_value(item) for item in value["items"]]
+    if isinstance(value, dict):
+        return {name: _value(item) for name, item in value["fields"].items()}
+    return value
+
+
+class _Pickler(pickle.Pickler):
+    """Notices what belongs to the program's own file."""
+
+    uses_main = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ in _MAIN:
+            self.uses_main = True
+        return NotImplemented
+
+
+def _importable(target: Any, start: Any) -> dict[str, Any]:
+    """What another process needs to get at the function."""
+    if isinstance(target, tuple):
+        path, name = target
+        if start is not None:
+            raise ConfigError("`start` goes with a function, not with a file and a name")
+        return {"target": ("file", str(path), name), "main": None}
+    content = io.BytesIO()
+    pickler = _Pickler(content)
+    try:
+        pickler.dump((target, start))
+    except Exception as error:
+        raise ConfigError(
+            f"{target!r} cannot be sent to another process: {error}; define it at the top of a "
+            "module, not inside a function, and no lambda"
+        ) from error
+    main = _program() if pickler.uses_main else None
+    return {"target": ("pickle", content.getvalue(), ""), "main": main}
+
+
+def _program() -> tuple[str, str]:
+    """How the program that runs can be imported again."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return "module", spec.name
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise ConfigError(
+            "what is defined at a prompt, in a notebook or by `python -c` cannot be imported by "
+            "another process; put it into a module of its own"
+        )
+    return "path", os.path.abspath(path)

@@ -1,0 +1,240 @@
+"""A web browser for a model: :class:`BrowserTool` and :class:`BrowserTransform`.
+
+The tool says what a model can do and makes results of what comes of it; the pages are
+:mod:`torchrl_llm.tools.browser_driver`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_llm._registry import register
+from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.tools.background_loop import BackgroundLoop
+from torchrl_llm.tools.browser_driver import BrowserDriver, BrowserError
+from torchrl_llm.tools.browser_rules import AddressRules
+from torchrl_llm.tools.call_parsers import ToolParser
+from torchrl_llm.tools.tool import Tool
+from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
+from torchrl_llm.tools.tool_transform import ToolTransform
+
+__all__ = ["BrowserTool", "BrowserTransform"]
+
+# What each action needs and may have.
+_ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "navigate": (("url",), ()),
+    "read": ((), ("offset",)),
+    "click": (("selector",), ()),
+    "type": (("selector", "text"), ("submit",)),
+    "scroll": ((), ("amount",)),
+    "extract": (("selector",), ("attribute",)),
+    "back": ((), ()),
+}
+_PROPERTIES: dict[str, Any] = {
+    "action": {
+        "type": "string",
+        "enum": list(_ACTIONS),
+        "description": "navigate (open url), read (the text from offset on), click (selector), "
+        "type (text into selector; submit presses Enter), scroll (by amount pixels), extract "
+        "(attribute of every element that fits selector), back",
+    },
+    "url": {"type": "string", "description": "an http or https address"},
+    "selector": {"type": "string", "description": "CSS selector, or text=words of a link"},
+    "text": {"type": "string"},
+    "submit": {"type": "boolean"},
+    "offset": {"type": "integer", "minimum": 0, "description": "character to read from"},
+    "amount": {"type": "integer"},
+    "attribute": {"type": "string", "description": '"text" (default), "html", "href", ...'},
+}
+# The whole of a call: waiting for a browser that starts, and for a page that is given up.
+_GRACE_S = 5.0
+
+
+@register("tools", "browser")
+class BrowserTool(Tool):
+    """Opens web pages and acts on them; one page a conversation, one browser for all.
+
+    What the model reads is a page's title, address and text. A page that never loads, an element
+    that is not there and an address that is not allowed are results with an error. The page of a
+    conversation is closed when that ends. The browser starts with the first call, and again after
+    it died.
+
+    Args:
+        allowed_domains: hosts that may be reached, by the page and by everything in it; see
+            :class:`~torchrl_llm.tools.browser_rules.AddressRules`. ``None`` for
+            every public one.
+        headless: without a window.
+        timeout: seconds that an action may take.
+        executable_path: the browser; by default a Chromium on the path, else Playwright's own.
+        chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
+        start_timeout: seconds that the browser may take to start.
+        page_chars: characters of a page that are shown at a time.
+
+    Raises:
+        ConfigError: an impossible argument.
+
+    Example:
+        >>> tool = BrowserTool(["example.org"])
+        >>> tool.run(ToolCall("browser", {"action": "navigate"})).content
+        "navigate needs 'url'"
+    """
+
+    name = "browser"
+    description = "A web browser. What is open stays open from one call to the next."
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": _PROPERTIES,
+        "required": ["action"],
+        "additionalProperties": False,
+    }
+    stateful = True
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str] | None = None,
+        *,
+        headless: bool = True,
+        timeout: float = 30.0,
+        executable_path: str | None = None,
+        chromium_sandbox: bool = False,
+        start_timeout: float = 60.0,
+        page_chars: int = 8000,
+    ) -> None:
+        if timeout <= 0 or start_timeout <= 0 or page_chars < 1:
+            raise ConfigError("timeout, start_timeout and page_chars must be above 0")
+        self.rules = AddressRules(allowed_domains)
+        self.page_timeout, self.start_timeout = timeout, start_timeout
+        self.timeout = timeout + _GRACE_S
+        self.settings = {
+            "headless": headless,
+            "executable_path": executable_path,
+            "chromium_sandbox": chromium_sandbox,
+            "page_chars": page_chars,
+        }
+        self._loop = BackgroundLoop("torchrl_llm-browser")
+        self._driver: BrowserDriver | None = None
+
+    def start(self) -> None:
+        """Start the browser.
+
+        Raises:
+            MissingExtraError: Playwright is not installed.
+            WorkerError: the browser did not start.
+        """
+        self._loop.run(self._started(), timeout_s=self.start_timeout + _GRACE_S)
+
+    async def _started(self) -> BrowserDriver:
+        if self._driver is None:
+            self._driver = BrowserDriver(
+                self.rules,
+                timeout_s=self.page_timeout,
+                start_timeout_s=self.start_timeout,
+                **self.settings,
+            )
+        await self._driver.start()
+        return self._driver
+
+    def run(self, call: ToolCall) -> ToolOutput:
+        """Carry out an action; its failure is a result."""
+        args = dict(call.args)
+        action = args.pop("action")
+        required, optional = _ACTIONS[action]
+        if missing := [name for name in required if name not in args]:
+            return ToolOutput(f"{action} needs {missing[0]!r}", "InvalidArguments")
+        # What another action would take is no reason to refuse this one.
+        args = {name: value for name, value in args.items() if name in required + optional}
+        try:
+            self.start()  # its time is none of the action's
+            return ToolOutput(self._loop.run(self._act(call, action, args), timeout_s=self.timeout))
+        except BrowserError as error:
+            return ToolOutput(str(error), "BrowserError")
+        except TimeoutError as error:
+            return ToolOutput(str(error), "TimeoutError")
+        except WorkerError as error:
+            return ToolOutput(str(error), "WorkerError")
+
+    async def _act(self, call: ToolCall, action: str, args: Mapping[str, Any]) -> str:
+        return await (await self._started()).act(call.session, action, args)
+
+    def end_session(self, session: int) -> None:
+        """Close the page of a conversation, with its cookies and everything else."""
+        if self._driver is not None and self._loop.running:
+            self._loop.submit(self._driver.end_session(session))
+
+    @property
+    def num_pages(self) -> int:
+        """How many conversations have a page open."""
+        return 0 if self._driver is None else self._driver.num_pages
+
+    def close(self) -> None:
+        """Close the browser."""
+        driver, self._driver = self._driver, None
+        if driver is not None and self._loop.running:
+            self._loop.run(driver.close(), timeout_s=3 * _GRACE_S)
+        self._loop.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy elsewhere starts a browser of its own.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_loop", "_driver")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._loop, self._driver = BackgroundLoop("torchrl_llm-browser"), None
+
+
+class BrowserTransform(ToolTransform):
+    """Gives a model a web browser.
+
+    Args:
+        allowed_domains: hosts that may be reached; ``None`` for every public one. See
+            :class:`BrowserTool`, which also explains what is not allowed.
+        headless: without a window.
+        timeout: seconds that an action may take.
+        tokenizer: with one, it is checked at once that its chat template writes calls and results.
+        tool_name: role of the appended messages.
+        parser: how calls are written; by default as the chat template writes them.
+        executable_path: the browser; by default a Chromium on the path, else Playwright's own.
+        chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
+        page_chars: characters of a page that are shown at a time.
+        kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
+
+    Raises:
+        ConfigError: an impossible argument.
+        TemplateError: the tokenizer's template drops calls or results.
+
+    Example:
+        >>> tools = BrowserTransform(["example.org"])
+        >>> [schema["function"]["name"] for schema in tools.schemas]
+        ['browser']
+    """
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str] | None = None,
+        headless: bool = True,
+        timeout: float = 30.0,
+        tokenizer: Any = None,
+        tool_name: str = "tool",
+        *,
+        parser: ToolParser | None = None,
+        executable_path: str | None = None,
+        chromium_sandbox: bool = False,
+        page_chars: int = 8000,
+        **kwargs: Any,
+    ) -> None:
+        if tokenizer is not None and parser is not None:
+            raise ConfigError("tokenizer has no effect with a parser: calls are not the template's")
+        browser = BrowserTool(
+            allowed_domains,
+            headless=headless,
+            timeout=timeout,
+            executable_path=executable_path,
+            chromium_sandbox=chromium_sandbox,
+            page_chars=page_chars,
+        )
+        super().__init__([browser], parser, tool_name=tool_name, timeout=timeout, **kwargs)
+        self.browser = browser
+        if tokenizer is not None:
+            ChatFormatter(tokenizer, tools=self.schemas)

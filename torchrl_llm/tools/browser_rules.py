@@ -1,0 +1,155 @@
+"""Which addresses a browser may open: a list of sites, or every public one.
+
+A list is handed to Chromium's own name resolution, so that it holds for redirects, frames,
+pictures, scripts and sockets of a page as much as for what a model asks for. Without one, all of
+that goes through :mod:`torchrl_llm.tools.browser_proxy`. Pure functions; the
+browser itself is :mod:`torchrl_llm.tools.browser_driver`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from torchrl_llm.errors import ConfigError
+
+__all__ = ["AddressRules", "is_public"]
+
+# IPv6 addresses of a network that translates them carry an IPv4 address.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class AddressRules:
+    """Says which addresses are allowed, to Python and to Chromium.
+
+    Args:
+        allowed_domains: hosts such as ``"example.org"`` (its subdomains are allowed too) or
+            ``"127.0.0.1:8000"`` (this port only); ``None`` allows every host but those of the
+            machine itself and of private networks.
+
+    Raises:
+        ConfigError: something that is not a host, or an empty list.
+
+    Example:
+        >>> rules = AddressRules(["example.org"])
+        >>> rules.problem("https://www.example.org/page"), rules.problem("file:///etc/passwd")
+        ('', "only http and https addresses can be opened, got 'file:///etc/passwd'")
+    """
+
+    def __init__(self, allowed_domains: Sequence[str] | None = None) -> None:
+        if isinstance(allowed_domains, str):
+            raise ConfigError(f"allowed_domains must be a list, got the string {allowed_domains!r}")
+        self.allowed = None if allowed_domains is None else tuple(map(_entry, allowed_domains))
+        if self.allowed == ():
+            raise ConfigError("allowed_domains is empty: nothing could be opened")
+
+    def problem(self, url: str) -> str:
+        """Why an address may not be opened, for the model to read; empty where it may.
+
+        The last word is Chromium's, by :attr:`resolver_rules`, or that of the proxy.
+
+        Args:
+            url: as the model wrote it.
+        """
+        try:
+            parts = urlsplit(url.strip())
+            host, port = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError:
+            return f"not an address: {url!r}"
+        if parts.scheme.lower() not in ("http", "https"):
+            return f"only http and https addresses can be opened, got {url!r}"
+        if not host:
+            return f"an address needs a host, got {url!r}"
+        if self.allowed is None:
+            return f"{host} is not a public site" if _is_private(host) else ""
+        for name, only_port in self.allowed:
+            known = host == name or (not _is_literal(name) and host.endswith(f".{name}"))
+            given = port or (443 if parts.scheme.lower() == "https" else 80)
+            if known and only_port in (None, given):
+                return ""
+        return f"{host} is not among the allowed sites: {', '.join(map(_spell, self.allowed))}"
+
+    @property
+    def resolver_rules(self) -> str:
+        """The same for Chromium's ``--host-resolver-rules``; the first rule that fits holds.
+
+        Without a list Chromium knows the proxy and nobody else: names are the proxy's.
+        """
+        if self.allowed is None:
+            return "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+        rules = []
+        for name, port in self.allowed:
+            for pattern in [name] if _is_literal(name) else [name, f"*.{name}"]:
+                # An exclusion knows no ports, and a subdomain cannot be mapped onto itself.
+                if port is None:
+                    rules.append(f"EXCLUDE {pattern}")
+                elif pattern == name:
+                    rules.append(f"MAP {_spell((name, port))} {_bracketed(name)}")
+        return ", ".join([*rules, "MAP * ~NOTFOUND"])
+
+
+def is_public(ip: str) -> bool:
+    """Whether an address is one that everybody can reach, and not of this machine or network.
+
+    Args:
+        ip: IPv4 or IPv6; of one that carries another the inner one counts.
+
+    Example:
+        >>> is_public("8.8.8.8"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1")
+        (True, False, False)
+    """
+    address = _literal(ip)
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address.sixtofour or address
+        if address in _NAT64 or int(address) < 1 << 32:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address is not None and address.is_global and not address.is_multicast
+
+
+def _entry(domain: str) -> tuple[str, int | None]:
+    if not isinstance(domain, str) or not domain.strip() or "/" in domain or "*" in domain:
+        raise ConfigError(
+            f"allowed_domains holds hosts such as 'example.org' or '127.0.0.1:8000', got {domain!r}"
+        )
+    text = domain.strip().lower()
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"allowed_domains holds {domain!r}: {error}") from None
+    if not host or any(c.isspace() or c == "," for c in host):
+        raise ConfigError(f"allowed_domains holds {domain!r}, which is not a host")
+    try:
+        host = host if _is_literal(host) else host.encode("idna").decode()
+    except UnicodeError as error:
+        raise ConfigError(f"allowed_domains holds {domain!r}: {error}") from None
+    return host.rstrip("."), port
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _is_literal(host: str) -> bool:
+    return _literal(host) is not None
+
+
+def _is_private(host: str) -> bool:
+    if _is_literal(host):
+        return not is_public(host)
+    return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _spell(entry: tuple[str, int | None]) -> str:
+    host, port = entry
+    return _bracketed(host) if port is None else f"{_bracketed(host)}:{port}"

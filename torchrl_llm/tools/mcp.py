@@ -1,0 +1,305 @@
+"""Tools of Model Context Protocol servers: :class:`MCPToolTransform` and what it is made of.
+
+The servers themselves, their starts and their ends, are
+:mod:`torchrl_llm.tools.mcp_client`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torchrl._utils import logger
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.tools.background_loop import BackgroundLoop
+from torchrl_llm.tools.call_parsers import ToolParser
+from torchrl_llm.tools.mcp_client import MCPConnection, MCPServerConfig
+from torchrl_llm.tools.tool import Tool, ToolKind
+from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
+from torchrl_llm.tools.tool_transform import ToolTransform
+
+__all__ = ["MCPServers", "MCPTool", "MCPToolTransform"]
+
+# How much longer than the call itself a thread waits: for a server that is started again.
+_GRACE_S = 5.0
+
+
+class MCPServers:
+    """Several servers in one background loop; its tools share it.
+
+    Args:
+        servers: name to a configuration, in the form of the ``mcpServers`` of other programs:
+            ``{"command": ..., "args": [...], "env": {...}}`` or ``{"url": ..., "headers": {...}}``,
+            or just the address.
+        timeout: seconds that a call may take.
+        start_timeout: seconds from a server's start to the list of its tools.
+        tools: names of the tools that the model gets; all by default.
+        actions: names of the tools of which a call is an action of the environment.
+        prefix: call every tool ``server.name``, not only those of which there are two.
+
+    Raises:
+        ConfigError: no server, or settings that are unknown or impossible.
+        MissingExtraError: the package ``mcp`` is not installed.
+
+    Example:
+        >>> servers = MCPServers({"time": {"command": "mcp-server-time"}})
+        >>> servers.running
+        False
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, MCPServerConfig | Mapping[str, Any] | str],
+        *,
+        timeout: float = 10.0,
+        start_timeout: float = 60.0,
+        tools: Collection[str] | None = None,
+        actions: Collection[str] = (),
+        prefix: bool = False,
+    ) -> None:
+        if not isinstance(servers, Mapping) or not servers:
+            raise ConfigError(
+                'servers must map names to {"command": ..., "args": [...]} or {"url": ...}, got '
+                f"{servers!r}"
+            )
+        if timeout <= 0 or start_timeout <= 0:
+            raise ConfigError("timeout and start_timeout must be above 0")
+        require("mcp", extra="mcp", feature="MCPToolTransform")
+        self.configs = {name: MCPServerConfig.read(name, value) for name, value in servers.items()}
+        self.timeout, self.start_timeout = timeout, start_timeout
+        self.chosen = None if tools is None else frozenset(tools)
+        self.actions = frozenset(actions)
+        self.prefix = prefix
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loop = BackgroundLoop("torchrl_llm-mcp")
+        self._connections: dict[str, MCPConnection] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether servers have been started."""
+        return bool(self._connections)
+
+    def num_starts(self, server: str) -> int:
+        """How often a server was started since this object was last closed.
+
+        Args:
+            server: its name.
+        """
+        connection = self._connections.get(server)
+        return 0 if connection is None else connection.num_starts
+
+    def start(self) -> list[MCPTool]:
+        """Start all servers that do not run, at once, and list their tools.
+
+        Raises:
+            WorkerError: a server did not start.
+            ConfigError: ``tools`` or ``actions`` name something that no server has.
+        """
+        limit = self.start_timeout + _GRACE_S
+        try:
+            found = self._loop.run(self._list(), timeout_s=limit)
+            return self._named(found)
+        except BaseException:
+            self.close()
+            raise
+
+    def _named(self, found: list[tuple[str, Any]]) -> list[MCPTool]:
+        taken = Counter(tool.name for _, tool in found)
+        everything = {n for server, tool in found for n in (tool.name, f"{server}.{tool.name}")}
+        if unknown := sorted(((self.chosen or frozenset()) | self.actions) - everything):
+            raise ConfigError(
+                f"no MCP server has a tool {unknown[0]!r}; there are "
+                f"{', '.join(sorted(f'{server}.{tool.name}' for server, tool in found))}"
+            )
+        listed = []
+        for server, tool in found:
+            whole = f"{server}.{tool.name}"
+            name = whole if self.prefix or taken[tool.name] > 1 else tool.name
+            if self.chosen is None or {tool.name, whole} & self.chosen:
+                kind = "action" if {tool.name, whole} & self.actions else "auxiliary"
+                listed.append(MCPTool(self, server, tool, name=name, kind=kind))
+        return listed
+
+    async def _list(self) -> list[tuple[str, Any]]:
+        for name, config in self.configs.items():
+            if name not in self._connections:
+                limit = self.start_timeout
+                self._connections[name] = MCPConnection(name, config, start_timeout_s=limit)
+        names = list(self._connections)
+        lists = await asyncio.gather(*(self._connections[name].tools() for name in names))
+        return [(name, tool) for name, tools in zip(names, lists, strict=True) for tool in tools]
+
+    def call(self, server: str, tool: str, args: Mapping[str, Any]) -> Any:
+        """Call a tool; raises as :meth:`MCPConnection.call` does.
+
+        Args:
+            server: name of the server.
+            tool: name that the tool has there.
+            args: its arguments.
+        """
+        if server not in self._connections:
+            self.start()
+        work = self._connections[server].call(tool, args, timeout_s=self.timeout)
+        return self._loop.run(work, timeout_s=self.timeout + self.start_timeout + _GRACE_S)
+
+    def close(self) -> None:
+        """End all servers; may be called twice, and a later call starts them again."""
+        connections, self._connections = self._connections, {}
+        if connections and self._loop.running:
+            self._loop.run(_close_all(connections), timeout_s=30.0)
+        self._loop.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy elsewhere starts servers of its own.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_loop", "_connections")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+class MCPTool(Tool):
+    """One tool of a server.
+
+    Args:
+        servers: where it is called.
+        server: name of its server.
+        tool: how the server describes it, ``mcp.types.Tool``.
+        name: what the model calls it.
+        kind: see :class:`~torchrl_llm.tools.tool.Tool`.
+    """
+
+    def __init__(
+        self, servers: MCPServers, server: str, tool: Any, *, name: str, kind: ToolKind
+    ) -> None:
+        self.servers, self.server, self.remote_name = servers, server, tool.name
+        self.name, self.kind = name, kind
+        self.description = tool.description or ""
+        self.parameters = {"type": "object", "properties": {}, **tool.input_schema}
+        self.timeout = servers.timeout + _GRACE_S
+
+    def start(self) -> None:
+        """Start all servers, where they do not run."""
+        if not self.servers.running:
+            self.servers.start()
+
+    def run(self, call: ToolCall) -> ToolOutput:
+        """Ask the server; its refusal, its silence and its death are results."""
+        mcp = require("mcp", extra="mcp", feature="MCPToolTransform")
+        try:
+            result = self.servers.call(self.server, self.remote_name, call.args)
+        except WorkerError as error:
+            logger.warning(str(error))
+            text = f"The server of {self.name} ended before it answered or could not be started."
+            return ToolOutput(text, "WorkerError")
+        except TimeoutError:
+            text = f"{self.name} did not answer within {self.servers.timeout:g} s."
+            return ToolOutput(text, "TimeoutError")
+        except mcp.MCPError as error:
+            return ToolOutput(error.message, "MCPError")
+        return ToolOutput(_text_of(result), "ToolError" if result.is_error else "")
+
+    def close(self) -> None:
+        """End all servers."""
+        self.servers.close()
+
+
+def _text_of(result: Any) -> str:
+    """What a model can read of a result; of pictures and sounds it gets the kind and the size."""
+    parts = [_block(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _block(block: Any) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        resource = block.resource
+        text = getattr(resource, "text", None)
+        return f"[{resource.mime_type} {resource.uri}]" if text is None else text
+    if block.type == "resource_link":
+        return f"[{block.name}: {block.uri}]"
+    size = len(block.data) * 3 // 4 - block.data[-2:].count("=")  # it is in base64
+    return f"[{block.mime_type}, {size} bytes]"
+
+
+async def _close_all(connections: Mapping[str, MCPConnection]) -> None:
+    await asyncio.gather(*(connection.close() for connection in connections.values()))
+
+
+class MCPToolTransform(ToolTransform):
+    """Gives a model the tools of Model Context Protocol servers.
+
+    The servers start with this transform, which asks them for their tools, and end with the
+    environment (``env.close()``). A server that dies during a call makes a result with an error;
+    the next call starts it again. A copy in another process starts servers of its own.
+
+    Args:
+        servers: see :class:`MCPServers`.
+        parser: how calls are written; by default as the chat template writes them.
+        tool_name: role of the appended messages.
+        timeout: seconds that a call may take; the server is told when it is given up.
+        start_timeout: seconds that a server may take to start and to list its tools.
+        tools: names of the tools that the model gets; all by default.
+        actions: names of those of which a call is an action of the environment.
+        prefix: call every tool ``server.name``, not only those of which there are two.
+        kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
+
+    Raises:
+        ConfigError: settings that are unknown or impossible.
+        MissingExtraError: the package ``mcp`` is not installed.
+        WorkerError: a server did not start; the message ends with what it wrote.
+
+    Example:
+        >>> import sys
+        >>> program = "from mcp.server import MCPServer; s = MCPServer('s');"
+        >>> program += "s.tool(name='half')(lambda x: x / 2); s.run()"
+        >>> servers = {"sums": {"command": sys.executable, "args": ["-c", program]}}
+        >>> tools = MCPToolTransform(servers)
+        >>> [schema["function"]["name"] for schema in tools.schemas]
+        ['half']
+        >>> tools.close()
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, MCPServerConfig | Mapping[str, Any] | str],
+        parser: ToolParser | None = None,
+        *,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+        start_timeout: float = 60.0,
+        tools: Collection[str] | None = None,
+        actions: Collection[str] = (),
+        prefix: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.servers = MCPServers(
+            servers,
+            timeout=timeout,
+            start_timeout=start_timeout,
+            tools=tools,
+            actions=actions,
+            prefix=prefix,
+        )
+        try:
+            super().__init__(
+                self.servers.start(), parser, tool_name=tool_name, timeout=timeout, **kwargs
+            )
+        except BaseException:
+            self.servers.close()
+            raise
+
+    def close(self) -> None:
+        """End the servers; a later call starts them again."""
+        super().close()
+        self.servers.close()

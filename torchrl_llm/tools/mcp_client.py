@@ -1,0 +1,362 @@
+"""One server of the Model Context Protocol: started, asked, watched, and started again.
+
+It speaks through the official ``mcp`` package, over the pipes of a process or streamable HTTP, and
+runs inside an asyncio loop. What a server's tools look like to a model is the business of
+:mod:`torchrl_llm.tools.mcp`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchrl._utils import logger
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import ConfigError, WorkerError
+
+__all__ = ["MCPConnection", "MCPServerConfig"]
+
+_FEATURE = "MCPToolTransform"
+# What is kept of a server's standard error, for the message of a start that failed.
+_TAIL_BYTES = 2000
+# The package's own limit, 1 MiB, turns longer results into errors; here they are cut later.
+_MAX_EVENT_BYTES = 64 << 20
+# Listing ends even where a server hands out new cursors for ever.
+_MAX_PAGES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MCPServerConfig:
+    """How a server is reached: a program to start, or an address.
+
+    Args:
+        command: program that speaks the protocol over its standard input and output.
+        args: its arguments.
+        env: its environment variables, beside ``PATH``, ``HOME`` and the like; the trainer's own
+            are not handed on.
+        cwd: its working directory.
+        url: address of a server that speaks streamable HTTP.
+        headers: sent with every request to ``url``.
+
+    Raises:
+        ConfigError: not exactly one of ``command`` and ``url``, or a value of the wrong kind.
+
+    Example:
+        >>> MCPServerConfig.read("time", {"command": "mcp-server-time"}).command
+        'mcp-server-time'
+    """
+
+    command: str | None = None
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.url is None):
+            raise ConfigError(
+                'an MCP server is either {"command": program, "args": [...]} or {"url": address}, '
+                f"got command={self.command!r} and url={self.url!r}"
+            )
+        if self.url is not None and urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError(f"the url of an MCP server begins with http, got {self.url!r}")
+        if isinstance(self.args, str) or not all(isinstance(arg, str) for arg in self.args):
+            raise ConfigError(f"args of an MCP server must be a list of strings, got {self.args!r}")
+        for name in ("env", "headers"):
+            values = getattr(self, name)
+            if not all(isinstance(text, str) for pair in values.items() for text in pair):
+                raise ConfigError(f"{name} of an MCP server must map strings to strings")
+        unused = {"url": ("args", "env", "cwd"), "command": ("headers",)}
+        kind = "url" if self.command is None else "command"
+        if ignored := [name for name in unused[kind] if getattr(self, name)]:
+            raise ConfigError(
+                f"{', '.join(ignored)} would have no effect on a server with a {kind}"
+            )
+
+    @classmethod
+    def read(cls, name: str, value: MCPServerConfig | Mapping[str, Any] | str) -> MCPServerConfig:
+        """A configuration from the form in which people write it.
+
+        Args:
+            name: of the server, for messages.
+            value: one, a mapping of its arguments, or an address.
+
+        Raises:
+            ConfigError: unknown or impossible settings.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(url=value)
+        known = cls.__slots__
+        if unknown := sorted(set(value) - set(known)):
+            raise ConfigError(
+                f"MCP server {name!r}: unknown settings {', '.join(unknown)}; known are "
+                f"{', '.join(known)}"
+            )
+        try:
+            return cls(**value)
+        except ConfigError as error:
+            raise ConfigError(f"MCP server {name!r}: {error}") from None
+
+
+class _Life:
+    """One life of a server, from its start to its end."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over = asyncio.Event()
+        self.client: Any = None
+        self.tools: list[Any] = []
+        self.errors = b""
+        self.task: asyncio.Task[None]
+
+    @property
+    def said(self) -> str:
+        """The end of its standard error, for messages."""
+        text = self.errors.decode(errors="replace").strip()
+        return f"; it wrote: {text}" if text else ""
+
+
+class MCPConnection:
+    """Keeps a server alive and asks it; every method runs in the same loop.
+
+    Args:
+        name: of the server, for messages.
+        config: how it is reached.
+        start_timeout_s: seconds from its start to the list of its tools.
+
+    Attributes:
+        num_starts: how often it was started.
+    """
+
+    def __init__(self, name: str, config: MCPServerConfig, *, start_timeout_s: float) -> None:
+        self.name, self.config, self.start_timeout_s = name, config, start_timeout_s
+        self.num_starts = 0
+        self._life: _Life | None = None
+        self._starting = asyncio.Lock()
+
+    async def tools(self) -> list[Any]:
+        """The tools that the server offers, ``mcp.types.Tool``; starts it if need be.
+
+        Raises:
+            WorkerError: it did not start.
+        """
+        return (await self._living()).tools
+
+    async def call(self, tool: str, args: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Call a tool; a server that has ended is started again first.
+
+        Args:
+            tool: its name on the server.
+            args: its arguments.
+            timeout_s: seconds for the call, the start not included.
+
+        Returns:
+            ``mcp.types.CallToolResult``.
+
+        Raises:
+            WorkerError: the server did not start, or ended before it answered.
+            TimeoutError: it did not answer in time; it is told that the call is cancelled.
+            mcp.MCPError: it refused the call.
+        """
+        types = require("mcp.types", extra="mcp", feature=_FEATURE)
+        error_type = require("mcp", extra="mcp", feature=_FEATURE).MCPError
+        life = await self._living()
+        # The end of the server must be noticed even where its pipe is held open by a child.
+        request = asyncio.create_task(life.client.call_tool(tool, dict(args)))
+        ending = asyncio.create_task(life.over.wait())
+        try:
+            await asyncio.wait(
+                {request, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not request.done() and not life.over.is_set():
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            if not request.done():
+                raise WorkerError(self._died(life))
+            return request.result()
+        except error_type as error:
+            if error.code != types.CONNECTION_CLOSED and not self._lost(error):
+                raise
+            life.over.set()
+            raise WorkerError(self._died(life)) from error
+        finally:
+            ending.cancel()
+            request.cancel()
+            await asyncio.gather(request, ending, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End the server's process or the connection; may be called twice."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.over.set()
+            await asyncio.wait({life.task}, timeout=10.0)
+
+    def _lost(self, error: Any) -> bool:
+        # A server behind an address that restarted no longer knows the session, or answers nothing.
+        text = str(error.message).lower()
+        return self.config.url is not None and ("session" in text or "connect" in text)
+
+    def _died(self, life: _Life) -> str:
+        # What it wrote may name files of the host, and the model reads this message.
+        logger.warning(f"MCP server {self.name!r} ended{life.said}")
+        return f"the MCP server {self.name!r} ended before it answered"
+
+    async def _living(self) -> _Life:
+        async with self._starting:
+            life = self._life
+            if life is not None and not life.over.is_set():
+                return life
+            await self.close()
+            return await self._start()
+
+    async def _start(self) -> _Life:
+        self.num_starts += 1
+        life = _Life()
+        life.task = asyncio.create_task(self._live(life))
+        try:
+            await asyncio.wait_for(asyncio.shield(life.ready), self.start_timeout_s)
+        except BaseException as error:
+            life.over.set()
+            life.task.cancel()
+            await asyncio.gather(life.task, return_exceptions=True)
+            if not isinstance(error, Exception):
+                raise
+            reason = (
+                f"no answer within {self.start_timeout_s:g} s"
+                if isinstance(error, TimeoutError)
+                else _first(error)
+            )
+            raise WorkerError(
+                f"the MCP server {self.name!r} ({self.config.command or self.config.url}) did not "
+                f"start: {reason}{life.said}"
+            ) from None
+        self._life = life
+        return life
+
+    async def _live(self, life: _Life) -> None:
+        # A transport must be left by the task that entered it, so one task is one life.
+        mcp = require("mcp", extra="mcp", feature=_FEATURE)
+        try:
+            async with mcp.Client(_watched(self._transport(life), life.over.set)) as client:
+                life.tools = await _list_tools(client)
+                life.client = client
+                life.ready.set_result(None)
+                await life.over.wait()
+        except Exception as error:
+            if not life.ready.done():
+                life.ready.set_exception(error)
+        finally:
+            life.over.set()
+
+    @asynccontextmanager
+    async def _transport(self, life: _Life) -> AsyncIterator[Any]:
+        config = self.config
+        async with AsyncExitStack() as stack:
+            if config.url is not None:
+                http = require("mcp.client.streamable_http", extra="mcp", feature=_FEATURE)
+                client = http.create_mcp_http_client(headers=dict(config.headers))
+                await stack.enter_async_context(client)
+                transport = http.streamable_http_client(
+                    config.url, http_client=client, max_sse_event_size=_MAX_EVENT_BYTES
+                )
+            else:
+                mcp = require("mcp", extra="mcp", feature=_FEATURE)
+                parameters = mcp.StdioServerParameters(
+                    command=config.command,
+                    args=list(config.args),
+                    env=dict(config.env),
+                    cwd=config.cwd,
+                )
+                errors = stack.enter_context(_Tail(life))
+                transport = mcp.stdio_client(parameters, errlog=errors)
+            yield await stack.enter_async_context(transport)
+
+
+class _Tail:
+    """A file for a server's standard error, of which the last bytes are kept."""
+
+    def __init__(self, life: _Life) -> None:
+        self.life = life
+
+    def __enter__(self) -> Any:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.loop = asyncio.get_running_loop()
+        self.loop.add_reader(self.reader, self._read)
+        self.writer = os.fdopen(writer, "w")
+        return self.writer
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self.loop.remove_reader(self.reader)
+        self.life.errors = (self.life.errors + data)[-_TAIL_BYTES:]
+
+    def __exit__(self, *exc: object) -> None:
+        self.writer.close()
+        self._read()
+        self.loop.remove_reader(self.reader)
+        os.close(self.reader)
+
+
+class _Watched:
+    """A stream of incoming messages that says when it ends."""
+
+    def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
+        self._stream, self._on_end = stream, on_end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __aiter__(self) -> _Watched:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._stream.__anext__()
+        except BaseException:
+            self._on_end()
+            raise
+
+    async def __aenter__(self) -> _Watched:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> bool | None:
+        return await self._stream.__aexit__(*exc)
+
+
+@asynccontextmanager
+async def _watched(transport: Any, on_end: Callable[[], None]) -> AsyncIterator[Any]:
+    async with transport as (read, write):
+        yield _Watched(read, on_end), write
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    tools: list[Any] = []
+    cursor = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _first(error: BaseException) -> str:
+    """The error itself, out of the groups that task groups put around it."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

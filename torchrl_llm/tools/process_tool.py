@@ -1,0 +1,127 @@
+"""Tools in processes of their own: for work that keeps the interpreter busy, or may never end.
+
+It is no sandbox: the processes have the trainer's rights
+(:mod:`torchrl_llm.sandbox` is where code of a model runs).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.sandbox.workers import (
+    RemoteDiedError,
+    RemoteRaisedError,
+    RemoteTimeoutError,
+    WorkerPool,
+)
+from torchrl_llm.tools.tool import FunctionTool, Tool, as_text, failure
+from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
+
+__all__ = ["ProcessTool"]
+
+
+class ProcessTool(Tool):
+    """Runs another tool in a pool of processes.
+
+    Python runs one thread at a time, so calls that compute gain nothing from threads; processes use
+    all cores. A call that takes too long is really ended: its process is killed, with what it
+    has started, and replaced. One that dies takes no other call with it.
+
+    The tool is sent by pickle, once: a function must be one that can be imported. A script that
+    defines the function itself needs ``if __name__ == "__main__":``, as always with processes. A
+    process uses one CPU thread, whatever the tool calls.
+
+    Args:
+        tool: the tool, or a function as for
+            :class:`~torchrl_llm.tools.tool.FunctionTool`.
+        num_processes: how many; one a core by default.
+        limit_s: seconds that a call may take, waiting for a free process not counted.
+
+    Raises:
+        ConfigError: a tool that keeps a state between calls (they meet different processes) or
+            cannot be pickled, or impossible numbers.
+
+    Example:
+        >>> import math
+        >>> schema = {"name": "gcd", "parameters": {"type": "object"}}
+        >>> tool = ProcessTool(FunctionTool(math.gcd, schema=schema), num_processes=2)
+        >>> tool.name, tool.num_processes
+        ('gcd', 2)
+    """
+
+    def __init__(
+        self,
+        tool: Tool | Callable[..., Any],
+        *,
+        num_processes: int | None = None,
+        limit_s: float = 10.0,
+    ) -> None:
+        self.tool = tool if isinstance(tool, Tool) else FunctionTool(tool)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        self.num_processes = (
+            cores or os.cpu_count() or 1 if num_processes is None else num_processes
+        )
+        self.limit_s = limit_s
+        if self.num_processes < 1 or not limit_s > 0:
+            raise ConfigError(
+                f"num_processes and limit_s must be positive, got {num_processes} and {limit_s}"
+            )
+        if self.tool.stateful:
+            raise ConfigError(
+                f"{self.tool.name!r} keeps something between calls, which would meet different "
+                "processes; use it without ProcessTool"
+            )
+        self.name, self.description = self.tool.name, self.tool.description
+        self.parameters, self.kind = self.tool.parameters, self.tool.kind
+        self.timeout = math.inf  # a call always ends here, and its own limit says why
+        self._pool = WorkerPool(
+            _Answers(self.tool), start=self.tool.start, num_workers=self.num_processes
+        )
+
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """That of the tool."""
+        return self.tool.argument_schema
+
+    def start(self) -> None:
+        """Begin to import what the tool needs; the first call waits for it."""
+        self._pool.start()
+
+    def run(self, call: ToolCall) -> ToolOutput:
+        """Have a process answer the call."""
+        try:
+            output = self._pool.call(replace(call, state=None), timeout=self.limit_s)
+        except RemoteTimeoutError:
+            text = f"No answer within {self.limit_s:g} s; the call was ended."
+            return ToolOutput(text, "ToolTimeout")
+        except RemoteDiedError as error:
+            code = error.exit_code
+            return ToolOutput(f"The tool's process died (exit code {code}).", "ToolDied", code)
+        except RemoteRaisedError as error:  # of the way there and back, not of the tool
+            return ToolOutput(f"{error.kind}: {error}", error.kind)
+        return ToolOutput(**output)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+class _Answers:
+    """What a process does with a call."""
+
+    def __init__(self, tool: Tool) -> None:
+        self._tool = tool
+
+    def __call__(self, call: ToolCall) -> ToolOutput:
+        try:
+            value = self._tool.run(call)
+            if isinstance(value, ToolOutput):
+                return value._replace(content=as_text(value.content))
+            return ToolOutput(as_text(value))
+        except BaseException as error:  # the end of a call, not of the process
+            return failure(error)

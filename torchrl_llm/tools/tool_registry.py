@@ -1,0 +1,225 @@
+"""Services as tools: objects with a name that are called with keywords and return a dict.
+
+This is TorchRL's way of writing a tool. A :class:`ServiceTool` makes a
+:class:`~torchrl_llm.tools.tool.Tool` of one, which is the richer interface: write
+that for something new.
+
+Next: :mod:`torchrl_llm.tools.ordered` runs the calls of services in order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.tools.tool import Tool, as_text, closed_schema
+from torchrl_llm.tools.tool_call import ToolCall
+
+__all__ = ["ServiceTool", "ToolRegistry", "ToolService", "json_schema", "signature_schema"]
+
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+@runtime_checkable
+class ToolService(Protocol):
+    """Something with a name that takes keywords and returns a dict.
+
+    Attributes:
+        name: what the model calls it.
+        schema_in: its arguments: a JSON schema of an object, or of each argument by name, or a
+            Python type of each.
+        schema_out: what it returns, for people.
+    """
+
+    name: str
+    schema_in: Mapping[str, Any]
+    schema_out: Mapping[str, Any]
+
+    def __call__(self, **kwargs: Any) -> dict[str, Any]:
+        """Do it."""
+        ...
+
+
+class ToolRegistry:
+    """Services by name, in the order of their registration.
+
+    Args:
+        services: to begin with.
+
+    Raises:
+        ConfigError: two of one name.
+
+    Example:
+        >>> class Echo:
+        ...     name, schema_in, schema_out = "echo", {"text": str}, {"text": str}
+        ...     def __call__(self, text, **kwargs):
+        ...         return {"text": text}
+        >>> registry = ToolRegistry([Echo()])
+        >>> "echo" in registry, registry.get("echo")(text="hi")
+        (True, {'text': 'hi'})
+    """
+
+    def __init__(self, services: Iterable[ToolService] = ()) -> None:
+        self._services: dict[str, ToolService] = {}
+        for service in services:
+            self.register(service)
+
+    def register(self, service: ToolService) -> None:
+        """Add a service.
+
+        Raises:
+            ConfigError: it has no name or cannot be called, or its name is taken.
+        """
+        name = getattr(service, "name", None)
+        if not isinstance(name, str) or not name or not callable(service):
+            raise ConfigError(f"a service has a name and can be called, got {service!r}")
+        if name in self._services:
+            raise ConfigError(f"a service named {name!r} is registered already")
+        self._services[name] = service
+
+    def get(self, name: str) -> ToolService:
+        """The service of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if name not in self._services:
+            near = difflib.get_close_matches(name, self._services, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise KeyError(f"no service {name!r}; there are {sorted(self._services)}{hint}")
+        return self._services[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._services
+
+    def __len__(self) -> int:
+        return len(self._services)
+
+    def __iter__(self) -> Iterator[ToolService]:
+        return iter(self._services.values())
+
+
+class ServiceTool(Tool):
+    """A service, or any function of keywords, as a tool.
+
+    Args:
+        function: what is called.
+        name: what the model calls it.
+        parameters: JSON schema of its arguments.
+        description: what the model reads about it.
+        pass_state: hand the row that calls over as ``_state``, where the function takes it.
+        stateful: see :class:`~torchrl_llm.tools.tool.Tool`.
+
+    Example:
+        >>> tool = ServiceTool(lambda text: {"loud": text.upper()}, name="shout")
+        >>> tool.parameters["required"], tool.run(ToolCall("shout", {"text": "hi"}))
+        (['text'], '{"loud": "HI"}')
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        parameters: Mapping[str, Any] | None = None,
+        description: str | None = None,
+        pass_state: bool = False,
+        stateful: bool = False,
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.parameters = signature_schema(function) if parameters is None else parameters
+        written = inspect.getdoc(function) if inspect.isroutine(function) else None
+        self.description = (written or "") if description is None else description
+        self.stateful = stateful
+        self._pass_state = pass_state and _takes(function, "_state")
+
+    @classmethod
+    def of(cls, service: ToolService, *, pass_state: bool, stateful: bool) -> ServiceTool:
+        """The tool of a service."""
+        schema = getattr(service, "schema_in", None)
+        return cls(
+            service,
+            name=service.name,
+            parameters=None if schema is None else json_schema(schema),
+            description=getattr(service, "description", None),
+            pass_state=pass_state,
+            stateful=stateful,
+        )
+
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """``parameters``, closed where the function takes no other arguments."""
+        return closed_schema(self.parameters, self.function)
+
+    def run(self, call: ToolCall) -> str:
+        """Call the function; what it returns is written as JSON."""
+        state = {"_state": call.state} if self._pass_state else {}
+        return as_text(self.function(**{**call.args, **state}))
+
+
+def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema that a service's ``schema_in`` means.
+
+    Args:
+        arguments: a JSON schema of an object, or by the name of each argument its schema, a Python
+            type or the name of a JSON type. All of the latter are required.
+
+    Example:
+        >>> json_schema({"n": int})["properties"], json_schema({"n": int})["required"]
+        ({'n': {'type': 'integer'}}, ['n'])
+    """
+    if arguments.get("type") == "object" or "$schema" in arguments or "properties" in arguments:
+        return dict(arguments)
+    named = {name: _schema_of(kind) for name, kind in arguments.items()}
+    return {"type": "object", "properties": named, "required": list(named)}
+
+
+def signature_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments, from its signature alone.
+
+    Example:
+        >>> signature_schema(lambda a, b=2.0: a)["required"]
+        ['a']
+    """
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except (NameError, TypeError, ValueError):  # hints of names that are not there, or C code
+        return {"type": "object"}
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in parameters if p.kind not in rest and p.name != "_state"]
+    return {
+        "type": "object",
+        "properties": {p.name: _schema_of(p.annotation) for p in named},
+        "required": [p.name for p in named if p.default is inspect.Parameter.empty],
+    }
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, Mapping):
+        return dict(kind)
+    if isinstance(kind, str) and kind in _TYPES.values():
+        return {"type": kind}
+    found = _TYPES.get(kind) if isinstance(kind, type) else None
+    return {} if found is None else {"type": found}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return any_name or name in parameters

@@ -1,0 +1,455 @@
+"""Brings tools into an environment: calls out of the model's turn, results behind it.
+
+:class:`ToolTransform` reads the calls (a parser), has them answered (an executor) and appends what
+came of them to the conversation. What the tools are, how calls are written and how they are run are
+three parts that can be exchanged.
+
+Next: :mod:`~torchrl_llm.tools.tool` for a tool of your own,
+:mod:`~torchrl_llm.tools.call_parsers` and
+:mod:`~torchrl_llm.tools.call_formats` for ways to write calls.
+
+Shape legend: ``B`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose, Transform
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.formatter.codec import whole_characters
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.tools.call_parsers import (
+    MessageCallParser,
+    ToolParser,
+    as_parser,
+)
+from torchrl_llm.tools.executor import ToolExecutor
+from torchrl_llm.tools.tool import FunctionTool, Tool
+from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolResult
+
+__all__ = ["ToolTransform", "as_tool"]
+
+Calls = list[ToolCall | BrokenCall]
+# Names of tools that there are not may be as long as a turn.
+_MOST_NAME_CHARS = 200
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+_CUT_ANSWER = "No tool was called: your answer was cut before its end."
+
+
+class ToolTransform(Transform):
+    """Answers the tool calls of a conversation.
+
+    At each step the calls in the model's turn of every row are carried out, those of different rows
+    at once, and one message for each is appended to ``("next", <input mode>, "prompt")``: the next
+    prompt of the model ends with them. No sampled token is encoded again, and the tokens of results
+    have the source ``TOOL``, so they are never trained. Rows that are done or not stepped, and rows
+    whose turn holds no call, are left as they are.
+
+    It writes under ``("next", "tools")``, and zeros at reset:
+
+    - ``"calls"``: a column of tuples, of each call of this turn its
+      :meth:`~torchrl_llm.tools.tool_call.ToolResult.record`;
+    - ``"num_calls"``, ``"num_failed"``: int64 ``[B]``;
+    - ``"auxiliary"``: bool ``[B, 1]``, this turn was a part of thinking: it called tools, and none
+      of kind ``"action"``. Such a turn is no step of the environment: a reward does not score it
+      and a :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
+    - ``"auxiliary_turns"``: int64 ``[B]``, how many such turns there were since the last step.
+
+    A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
+    names, arguments that do not fit, calls that cannot be read. Nothing of it raises. Calls in a
+    response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
+    carried out, for nobody knows what it would have gone on to say; the answer tells so.
+
+    Append it in front of rewards and step counters. Tools are started at the first call and closed
+    with the environment (``env.close()``). Several of these transforms can stand in one
+    environment; a call is answered by the one that knows its tool, so no two may have a tool of
+    one name.
+
+    Args:
+        tools: tools, or functions with type hints and a Google-style docstring.
+        parser: how calls are written; by default as the chat template writes them, see
+            :class:`~torchrl_llm.tools.call_parsers.MessageCallParser`. A function from a
+            text to ``{"calls": [...]}`` will do, too.
+        tool_name: role of the appended messages.
+        timeout: seconds that a call may take, where the tool has no limit of its own.
+        max_concurrency: calls that run at a time.
+        max_calls: calls of one turn that are carried out; the others are answered all together.
+        max_result_chars: characters of a result that the model reads.
+        max_auxiliary_turns: turns that may do nothing but think with tools between two steps of the
+            environment. The calls of the turn behind them are refused, and it is a step; so no
+            episode goes on for ever.
+
+    Raises:
+        ConfigError: for tools that cannot be described, two of one name, or impossible numbers;
+            and where it is appended, for a tool of a name that another transform there has.
+
+    Example:
+        >>> from torchrl_llm.envs import ChatEnv
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: one of them.
+        ...         b: the other.
+        ...     '''
+        ...     return a + b
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(ToolTransform([add]))
+        >>> td = env.reset(TensorDict({"query": ["1+2?"]}, batch_size=(1,)))
+        >>> call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        >>> turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        >>> prompt = td["history"].prompt
+        >>> td["history"].full = type(prompt).of([prompt.chats[0] + [turn]])
+        >>> td = env.step(td)["next"]
+        >>> td["history"].prompt[0, -1].content, td["tools", "auxiliary"]
+        ('3', tensor([[True]]))
+        >>> env.close()
+    """
+
+    hands_over_state = False
+    """Whether calls carry the row that they come from, as ``ToolCall.state``."""
+
+    def __init__(
+        self,
+        tools: Iterable[Tool | Callable[..., Any]] = (),
+        parser: ToolParser | Callable[[str], Mapping[str, Any]] | None = None,
+        *,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+        max_concurrency: int = 64,
+        max_calls: int = 16,
+        max_result_chars: int = 16_384,
+        max_auxiliary_turns: int = 16,
+    ) -> None:
+        super().__init__()
+        if max_calls < 1 or max_auxiliary_turns < 1:
+            raise ConfigError(
+                "max_calls and max_auxiliary_turns must be at least 1, got "
+                f"{max_calls} and {max_auxiliary_turns}"
+            )
+        self.parser = MessageCallParser() if parser is None else as_parser(parser)
+        self.tool_name = tool_name
+        self.max_calls = max_calls
+        self.max_auxiliary_turns = max_auxiliary_turns
+        self.executor = ToolExecutor(
+            [as_tool(tool) for tool in tools],
+            timeout=timeout,
+            max_concurrency=max_concurrency,
+            max_result_chars=max_result_chars,
+        )
+        self._sessions: dict[int, int] = {}
+
+    # -- tools ------------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """The tools by name."""
+        return self.executor.tools
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates take them, for the ``tools`` argument of a policy."""
+        return [tool.schema for tool in self.tools.values()]
+
+    def start(self) -> None:
+        """Start the tools now instead of at the first call."""
+        self.executor.start()
+
+    def close(self) -> None:
+        """Close the tools; they start again where they are called again."""
+        self._sessions.clear()
+        self.executor.close()
+        super().close()
+
+    def set_container(self, container: Any) -> None:
+        """Refuses a place beside a tool of the same name."""
+        others = container if _is_stack(container) else ()
+        for other in others:
+            if isinstance(other, ToolTransform) and other is not self:
+                for name in self.tools.keys() & other.tools.keys():
+                    raise ConfigError(
+                        f"{type(self).__name__} and {type(other).__name__} both have a tool named "
+                        f"{name!r}, and a call of it would be answered twice; rename one of them"
+                    )
+        super().set_container(container)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        turns = _Turns.of(tensordict, next_tensordict, self._mode().turns(tensordict))
+        calls = [
+            self._calls(message) if message is not None and active else []
+            for message, active in zip(turns.messages, turns.active, strict=True)
+        ]
+        results = self._answer(calls, turns)
+        if any(results):
+            added = [self.result_messages(row) if row else [] for row in results]
+            self._mode().append(tensordict, next_tensordict, added)
+        self._write(tensordict, next_tensordict, results, turns)
+        return next_tensordict
+
+    def _mode(self) -> Any:
+        if self.parent is None:
+            raise ConfigError(f"{type(self).__name__} works in an environment only: append it")
+        return self.parent.mode
+
+    def _calls(self, message: Any) -> Calls:
+        """The calls of a turn that are this transform's to answer."""
+        found = self._found(message)
+        earlier, later = self._beside()
+        if not earlier and not later:
+            return found
+        # Others that find the same calls may know a tool that this one does not; what nobody
+        # knows is answered by the first that finds it.
+        theirs = [(other, other._found(message)) for other in (*earlier, *later)]
+        known = {_sign(c) for other, calls in theirs for c in calls if _sign(c) in other.tools}
+        first = {_sign(call) for _, calls in theirs[: len(earlier)] for call in calls}
+        return [
+            call for call in found if _sign(call) in self.tools or _sign(call) not in known | first
+        ]
+
+    def _found(self, message: Any) -> Calls:
+        """All calls that the parser finds in a turn."""
+        schemas = {name: tool.parameters for name, tool in self.tools.items()}
+        try:
+            return [_whole(call) for call in self.parser.parse(message, schemas)]
+        except Exception as error:  # of what a model wrote nothing may end the batch
+            return [BrokenCall(f"{type(error).__name__}: {error}")]
+
+    def _beside(self) -> tuple[list[ToolTransform], list[ToolTransform]]:
+        """The other tool transforms here: those in front of this one, and those behind it."""
+        stack = getattr(self.container, "transform", None)
+        found = [t for t in stack if isinstance(t, ToolTransform)] if _is_stack(stack) else [self]
+        place = next(at for at, transform in enumerate(found) if transform is self)
+        return found[:place], found[place + 1 :]
+
+    def _answer(self, calls: Sequence[Calls], turns: _Turns) -> list[list[ToolResult]]:
+        wanted: list[Calls] = []
+        refused: list[list[ToolResult]] = []
+        for row, found in enumerate(calls):
+            session = turns.sessions[row]
+            if found and session is not None:
+                self._sessions[row] = session
+            state = turns.rows(row) if found and self.hands_over_state else None
+            ready = [
+                replace(call, session=session, state=state) if isinstance(call, ToolCall) else call
+                for call in found
+            ]
+            more = turns.thought[row] < self.max_auxiliary_turns and not turns.cut[row]
+            allowed = self.max_calls if more else 0
+            wanted.append(ready[:allowed])
+            refused.append(self._refusal(ready[allowed:], allowed, cut=turns.cut[row]))
+        answered = self.executor.run(wanted)
+        return [a + b for a, b in zip(answered, refused, strict=True)]
+
+    def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
+        """One answer to all calls that are too many, or stand in a response that was cut."""
+        if not calls:
+            return []
+        first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
+        if cut:
+            return [ToolResult(first, _CUT_ANSWER, error="CutResponse")]
+        text = f"{len(calls)} further calls were not run: at most {allowed} a turn."
+        if not allowed:
+            text = (
+                f"No tool was called: {self.max_auxiliary_turns} turns with calls are the limit. "
+                "Answer without tools now."
+            )
+        return [ToolResult(first, text, error="TooManyCalls")]
+
+    def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+        """The messages that tell the model what came of the calls of its turn.
+
+        Args:
+            results: at least one, in the order of the calls.
+
+        Returns:
+            Here a message each, of role ``tool_name``, with the tool's ``name`` and the call's id
+            where there are any. A result whose call has a tag begins with it.
+        """
+        return [self._result_message(result) for result in results]
+
+    def _result_message(self, result: ToolResult) -> dict[str, Any]:
+        call = result.call
+        content = result.content if call.tag is None else f"[{call.tag}] {result.content}"
+        message = {"role": self.tool_name, "content": content}
+        if call.tool:
+            message["name"] = call.tool[:_MOST_NAME_CHARS]
+        if call.id is not None:
+            message["tool_call_id"] = call.id
+        return message
+
+    # -- columns ----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        results: Sequence[Sequence[ToolResult]],
+        turns: _Turns,
+    ) -> None:
+        before = next_td.get("tools", None)  # of another transform, in this step
+        num_before = [0] * len(results) if before is None else before.get("num_calls").tolist()
+        was = [True] * len(results)
+        records: list[tuple] = [()] * len(results)
+        failed = [0] * len(results)
+        if before is not None:
+            was = before.get("auxiliary").flatten().tolist()
+            records, failed = before.get("calls").tolist(), before.get("num_failed").tolist()
+        auxiliary, thought = [], []
+        for row, found in enumerate(results):
+            refused = turns.thought[row] >= self.max_auxiliary_turns
+            thinks = not refused and not any(self._acts(result.call) for result in found)
+            thinks = (bool(found) or num_before[row] > 0) and thinks
+            thinks = thinks and (was[row] or not num_before[row])
+            auxiliary.append(thinks)
+            kept = turns.thought[row] if not turns.active[row] else 0
+            thought.append(turns.thought[row] + 1 if thinks else kept)
+        node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
+        rows = zip(records, results, strict=True)
+        node.set("calls", Column.of((*old, *(r.record() for r in new)) for old, new in rows))
+        counts = {
+            "num_calls": [a + len(b) for a, b in zip(num_before, results, strict=True)],
+            "num_failed": [
+                a + sum(not r.ok for r in b) for a, b in zip(failed, results, strict=True)
+            ],
+            "auxiliary_turns": thought,
+        }
+        for name, values in counts.items():
+            node.set(name, torch.tensor(values, dtype=torch.int64, device=next_td.device))
+        node.set("auxiliary", torch.tensor(auxiliary, device=next_td.device).unsqueeze(-1))
+        next_td.set("tools", node)
+
+    def _acts(self, call: ToolCall) -> bool:
+        tool = self.tools.get(call.tool)
+        if tool is not None:
+            return tool.kind == "action"
+        # What was meant by it nobody knows; where there are actions only, it was one of them.
+        return bool(self.tools) and all(tool.kind == "action" for tool in self.tools.values())
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        ids = tensordict_reset.get("traj_id", None)
+        begun = [] if ids is None else (ids.flatten() >= 0).nonzero().flatten().tolist()
+        for row in begun:
+            if (session := self._sessions.pop(row, None)) is not None:
+                self.executor.end_session(session)
+        tensordict_reset.set("tools", _no_calls(tensordict_reset))
+        return tensordict_reset
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the ``"tools"`` node."""
+        size, device = observation_spec.shape, observation_spec.device
+        count = Unbounded(shape=size, dtype=torch.int64, device=device)
+        observation_spec["tools"] = Composite(
+            calls=ColumnSpec((*size, -1), example_data=()),
+            num_calls=count,
+            num_failed=count.clone(),
+            auxiliary_turns=count.clone(),
+            auxiliary=Unbounded(shape=(*size, 1), dtype=torch.bool, device=device),
+            shape=size,
+            device=device,
+        )
+        return observation_spec
+
+
+def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
+    """A tool from a tool or a function.
+
+    Raises:
+        ConfigError: it is neither, or cannot be described.
+    """
+    if isinstance(tool, Tool):
+        return tool
+    if not callable(tool):
+        raise ConfigError(f"a tool must be a Tool or a function, got {type(tool).__name__}")
+    return FunctionTool(tool)
+
+
+class _Turns(NamedTuple):
+    """The rows of one step.
+
+    Attributes:
+        messages: what the model wrote in each, ``None`` where it did not.
+        active: rows that are stepped and not done.
+        sessions: ``traj_id`` of each.
+        thought: auxiliary turns of each since the last step of the environment.
+        cut: rows whose response was cut, by its length or by an abort.
+        rows: a row as the policy left it, by its index.
+    """
+
+    messages: Sequence[Any]
+    active: list[bool]
+    sessions: list[int | None]
+    thought: list[int]
+    cut: list[bool]
+    rows: Callable[[int], TensorDictBase]
+
+    @classmethod
+    def of(cls, td: TensorDictBase, next_td: TensorDictBase, messages: Sequence[Any]) -> _Turns:
+        size = len(messages)
+        active = [True] * size
+        mask, done = td.get("_step", None), next_td.get("done", None)
+        if mask is not None:
+            active = mask.reshape(size, -1).any(-1).tolist()
+        if done is not None:
+            over = done.reshape(size, -1).any(-1).tolist()
+            active = [a and not b for a, b in zip(active, over, strict=True)]
+        ids, thought = td.get("traj_id", None), td.get(("tools", "auxiliary_turns"), None)
+        reasons = read_rows(td, ("tokens", "finish_reason"), None)
+        return cls(
+            messages,
+            active,
+            [None] * size if ids is None else ids.flatten().tolist(),
+            [0] * size if thought is None else thought.tolist(),
+            [False] * size if reasons is None else [int(reason) in _CUT for reason in reasons],
+            lambda row: td[row].lock_(),
+        )
+
+
+def _sign(call: ToolCall | BrokenCall) -> str:
+    """What tells whether two parsers have found the same: the tool, or what is wrong."""
+    return call.tool if isinstance(call, ToolCall) else call.problem
+
+
+def _whole(call: ToolCall | BrokenCall) -> ToolCall | BrokenCall:
+    """The call without halves of characters, which JSON can spell and nothing else can take."""
+    if isinstance(call, BrokenCall):
+        return call
+    try:
+        args = _whole_tree(dict(call.args))
+    except RecursionError:
+        return BrokenCall("its arguments are nested too deeply")
+    return replace(call, tool=whole_characters(call.tool), args=args)
+
+
+def _whole_tree(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, Mapping):
+        return {_whole_tree(key): _whole_tree(item) for key, item in value.items()}
+    return [_whole_tree(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_stack(stack: Any) -> bool:
+    return isinstance(stack, Compose)
+
+
+def _no_calls(td: TensorDictBase) -> TensorDict:
+    size = td.batch_size.numel()
+    node = TensorDict(batch_size=td.batch_size, device=td.device)
+    node.set("calls", Column.of([()] * size))
+    for name in ("num_calls", "num_failed", "auxiliary_turns"):
+        node.set(name, torch.zeros(size, dtype=torch.int64, device=td.device))
+    node.set("auxiliary", torch.zeros((size, 1), dtype=torch.bool, device=td.device))
+    return node

@@ -1,0 +1,212 @@
+"""A proof that an engine computes with the weights that were trained.
+
+A digest proves that bytes arrived. Engines fuse, pad, cast and repack weights after that, and some
+loads return without an error and are wrong. What is left to compare is what both compute: the
+log-probs of fixed rows of tokens. What they prove is decided in
+:mod:`torchrl_llm.weights.canary_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
+from torchrl_llm.weights.canary_rule import (
+    FAR,
+    CanaryJudge,
+    CanaryReport,
+    CanaryTarget,
+    score_rows,
+)
+
+__all__ = ["CanaryCheck"]
+
+# Sampled rows begin with so many random tokens, which are not scored.
+_PREFIX = 4
+# The rows beside the first ones, which are scored in doubt, are so many times as many.
+_MORE = 3
+# Float32 kernels add up in another order each; beside their own 2**-24 that makes so much of what
+# rounding to bfloat16 does.
+_FLOAT32_OF_BFLOAT16 = 2.0**-14
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class CanaryCheck:
+    """Compares the log-probs of an engine with the trainer's on fixed rows.
+
+    The rows are sampled from the trainer, so that their tokens are likely ones, whose log-probs
+    rounding moves little. How much it does is measured on each token, by scoring the trainer at two
+    precisions; see :class:`~torchrl_llm.weights.CanaryJudge` for what follows from that.
+
+    Args:
+        reference: the trainer's scorer, e.g. a
+            :class:`~torchrl_llm.modules.backends.TransformersBackend` over the trained model.
+        prompts: rows of token ids, int64 ``[T]`` with at least 2 tokens, all but the first of which
+            are scored. By default ``num_prompts`` rows that the reference samples, and three times
+            as many for cases of doubt; random ids where it cannot sample.
+        dtype: what the engine computes in; by default what the reference does.
+        tolerance: median difference in nats that is accepted whatever was measured.
+        num_prompts: rows to sample, where none are given.
+        num_tokens: of each.
+        seed: of the rows.
+
+    Attributes:
+        prompts: the rows that are scored first.
+        report: of the last check; ``None`` before the first.
+
+    Raises:
+        ConfigError: for a tolerance that is not positive, a row that has nothing to score, or no
+            prompts and a reference that does not know its vocabulary.
+
+    Example:
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> trained = FakeBackend(vocab_size=16, eos_token_ids=(2,))
+        >>> other = FakeBackend(vocab_size=16, eos_token_ids=(2,), seed=1)
+        >>> canary = CanaryCheck(trained)
+        >>> canary.check(trained).difference
+        0.0
+        >>> canary.check(other)
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.WeightUpdateError: ...
+    """
+
+    def __init__(
+        self,
+        reference: TokenScorer,
+        prompts: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        tolerance: float = 5e-6,
+        num_prompts: int = 4,
+        num_tokens: int = 16,
+        seed: int = 0,
+    ) -> None:
+        if tolerance <= 0:
+            raise ConfigError(f"tolerance must be above 0 nats, got {tolerance}")
+        self._reference, self._dtype, self._tolerance = reference, dtype, tolerance
+        self._start, self._probe = 1, torch.bfloat16
+        if prompts is None:
+            rows = self._draw(num_prompts * (1 + _MORE), num_tokens, seed)
+        else:
+            rows, num_prompts = list(prompts), len(prompts)
+        short = [row for row, ids in enumerate(rows) if len(ids) <= self._start]
+        if short or not rows:
+            raise ConfigError(f"canary rows need 2 tokens or more each; these have less: {short}")
+        rows = [ids.to("cpu", torch.int64) for ids in rows]
+        self.prompts = rows[:num_prompts]
+        self._rows = tuple(tuple(ids.tolist()) for ids in rows)
+        self.report: CanaryReport | None = None
+        self._judges: WeakKeyDictionary[Hashable, CanaryJudge] = WeakKeyDictionary()
+
+    def _draw(self, number: int, tokens: int, seed: int) -> list[Tensor]:
+        """Rows of likely tokens, as long as the reference can sample."""
+        vocabulary = self._reference.vocab_size
+        if vocabulary is None:
+            raise ConfigError("pass prompts=: the reference does not know its vocabulary")
+        generator = torch.Generator().manual_seed(seed)
+        sampler = getattr(self._reference, "backend", self._reference)
+        if not isinstance(sampler, Backend):
+            shape = (number, tokens)
+            return list(torch.randint(vocabulary, shape, generator=generator).unbind())
+        self._start = _PREFIX
+        shape = (number, _PREFIX)
+        begun = list(torch.randint(vocabulary, shape, generator=generator).unbind())
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=seed)
+        with _precision(self._dtype):
+            sampled = sampler.generate(begun, params)
+        return [
+            torch.cat([ids, done.token_ids]) for ids, [done] in zip(begun, sampled, strict=True)
+        ]
+
+    def scores(self, scorer: TokenScorer) -> Tensor:
+        """Log-probs of the tokens of the rows that are scored first.
+
+        Args:
+            scorer: an engine, or the reference.
+
+        Returns:
+            Float32 ``[N]`` on the CPU, row after row.
+        """
+        return score_rows(scorer, self._rows[: len(self.prompts)], self._start)
+
+    def target(self) -> CanaryTarget:
+        """What an engine should compute with the weights that the reference has now.
+
+        It is small and may be sent with the weights, to be judged where the engine is.
+        """
+        exact = self._score(None)
+        low = self._dtype in _LOW
+        rounded = self._score(self._dtype) if low else exact
+        spread = (rounded - exact).abs()
+        if not low or not spread.any():
+            spread = self._rounding(exact)
+        floor = torch.tensor(self._tolerance / FAR)
+        return CanaryTarget(
+            self._rows, self._start, len(self.prompts), exact, rounded, spread.maximum(floor)
+        )
+
+    def _score(self, dtype: torch.dtype | None) -> Tensor:
+        with _precision(dtype):
+            return score_rows(self._reference, self._rows, self._start)
+
+    def _rounding(self, exact: Tensor) -> Tensor:
+        """What rounding does to a reference of the engine's own precision."""
+        spread = (self._score(self._probe) - exact).abs()
+        if not spread.any() and self._probe is torch.bfloat16:
+            # The reference rounds to bfloat16 itself.
+            self._probe = torch.float16
+            return self._rounding(exact)
+        if self._probe is torch.bfloat16:
+            spread = spread * _FLOAT32_OF_BFLOAT16
+        # Float16 overflows in some models; then from the rounding of the log-prob itself.
+        return spread.where(spread.isfinite(), torch.finfo(torch.bfloat16).eps * (1 + exact.abs()))
+
+    def observe(self, engine: TokenScorer) -> CanaryReport:
+        """Compare without judging, and without counting as a check.
+
+        Args:
+            engine: what was given the weights.
+        """
+        return self._judges.get(engine, CanaryJudge()).observe(engine, self.target())
+
+    def check(
+        self,
+        engine: TokenScorer,
+        *,
+        version: int | None = None,
+        target: CanaryTarget | None = None,
+    ) -> CanaryReport:
+        """Compare an engine with the trainer, and refuse weights that it does not have.
+
+        Args:
+            engine: what was given the weights.
+            version: their number, for the message.
+            target: what it should compute; by default what the trainer computes now.
+
+        Raises:
+            WeightUpdateError: the engine does not compute with these weights.
+        """
+        target = self.target() if target is None else target
+        judge = self._judges.setdefault(engine, CanaryJudge())
+        self.report = judge.check(engine, target, version=version)
+        return self.report
+
+
+@contextmanager
+def _precision(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast to a type of 16 bits, or none at all, whatever holds outside."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for kind in {"cpu"} | ({accelerator.type} if accelerator is not None else set()):
+            low = dtype in _LOW
+            cast = torch.autocast(kind, dtype=dtype if low else torch.bfloat16, enabled=low)
+            stack.enter_context(cast)
+        yield
