@@ -21,8 +21,6 @@ from urllib.parse import urlsplit
 
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
-__all__ = ["Cancellation", "HTTPClient", "Reply"]
-
 # Nothing was computed for these, or a proxy lost its server; the same request may be sent again.
 _RETRIED = {429: "is busy", 502: "has no server behind it", 503: "is not available"}
 _FIRST_PAUSE_S = 0.25

@@ -17,17 +17,6 @@ from typing import Any, Literal
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
-__all__ = [
-    "CALL_TIMEOUT_S",
-    "START_TIMEOUT_S",
-    "ActorOptions",
-    "RemoteObject",
-    "actor_exists",
-    "check_resources",
-    "get",
-    "require_ray",
-]
-
 CALL_TIMEOUT_S = 300.0
 """Seconds that a call of an actor may take unless its caller says otherwise."""
 

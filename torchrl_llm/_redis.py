@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
-__all__ = ["PASSWORD_VARIABLE", "RECONNECT_S", "RedisLink", "masked"]
-
 RECONNECT_S = 60.0
 """Seconds for which a Redis that went away may stay away, unless its caller says otherwise."""
 

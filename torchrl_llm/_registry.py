@@ -25,17 +25,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = [
-    "KINDS",
-    "constructor_arguments",
-    "find",
-    "import_named",
-    "is_file",
-    "names",
-    "register",
-    "summaries",
-]
-
 KINDS: dict[str, tuple[str, ...]] = {
     "losses": ("torchrl_llm.objectives",),
     "advantages": ("torchrl_llm.objectives.credit",),

@@ -25,25 +25,6 @@ from the built-in exception that a caller would expect, so ``except ValueError``
 
 from __future__ import annotations
 
-__all__ = [
-    "AmbiguousTextError",
-    "BackendError",
-    "CheckpointError",
-    "ConfigError",
-    "DamagedCheckpointError",
-    "DataError",
-    "MissingExtraError",
-    "OverlongError",
-    "ResourceError",
-    "RewardError",
-    "RewardTimeoutError",
-    "TemplateError",
-    "TokenizerError",
-    "TorchRLLLMError",
-    "WeightUpdateError",
-    "WorkerError",
-]
-
 
 class TorchRLLLMError(Exception):
     """Root of every error that this package raises on purpose."""

@@ -10,8 +10,6 @@ from torchrl.envs import Transform
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.objectives import CreditAssigner, TokenLoss
 
-__all__ = ["Algorithm"]
-
 B = TypeVar("B", bound=ReplayBuffer)
 
 

@@ -12,8 +12,6 @@ from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import RetrieveTeacherLogProb
 from torchrl_llm.objectives import MCAdvantage, PolicyLossSettings
 
-__all__ = ["make_mopd", "make_opd"]
-
 Estimator = Literal["advantage", "k2", "full_vocabulary"]
 
 

@@ -14,8 +14,6 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import split_batch
 from torchrl_llm.errors import CheckpointError, ConfigError
 
-__all__ = ["AsyncTrajectoryRollout"]
-
 
 class AsyncTrajectoryRollout(Rollout):
     """Whole trajectories of a pool whose environments step on their own.

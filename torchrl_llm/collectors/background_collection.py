@@ -10,8 +10,6 @@ from typing import Any
 from torchrl_llm.collectors.collecting_thread import BackgroundLoop, PauseGate
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["BesideTraining"]
-
 _POLL_S = 0.05
 
 

@@ -29,8 +29,6 @@ from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryCheck, WeightLedger, WeightUpdater
 
-__all__ = ["ChannelCollector"]
-
 _POLL_S = 1.0
 # Nobody holds a claim and nothing comes, for so long: what is granted is too little to claim.
 _STARVED_S = 5.0

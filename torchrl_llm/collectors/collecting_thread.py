@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 from torchrl._utils import logger
 
-__all__ = ["BackgroundLoop", "PauseGate"]
-
 _EXIT_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _HURRY_S = 0.5

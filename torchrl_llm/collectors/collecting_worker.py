@@ -26,8 +26,6 @@ from torchrl_llm.weights import CanaryJudge, engine_weights
 from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["CollectorWorker"]
-
 _WAIT_S = 1.0
 """Longest single wait, so that a stop is noticed and waiting is a sign of life."""
 

@@ -13,8 +13,6 @@ from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights.weight_source import WeightSource
 
-__all__ = ["WeightFollower"]
-
 _POLL_S = 0.1
 
 

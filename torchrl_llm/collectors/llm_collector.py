@@ -30,8 +30,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.weights import InProcessWeights, WeightUpdater
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["LLMCollector", "put_batch"]
-
 _POLL_S = 0.05
 
 

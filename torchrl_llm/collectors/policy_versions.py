@@ -12,8 +12,6 @@ from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, load_into
 
-__all__ = ["VersionedPolicy"]
-
 
 class VersionedPolicy:
     """A policy, and the version of its weights in both places where it is written.

@@ -25,8 +25,6 @@ from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["CollectorActor", "actor_options"]
-
 _POLL_S = 0.2
 _THREADS = 4
 _numbers = itertools.count()

@@ -28,8 +28,6 @@ from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.weights import WeightUpdater, engine_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["RayLLMCollector"]
-
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 

@@ -19,8 +19,6 @@ from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["CollectorHost", "InFlight", "PackedBatch"]
-
 # Where the ids of a process may begin, and how many it can give out before the next such place.
 _STARTS, _APART = 2**13, 2**21
 

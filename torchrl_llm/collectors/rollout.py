@@ -21,8 +21,6 @@ from torchrl_llm.collectors.collecting_thread import PauseGate
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.errors import CheckpointError
 
-__all__ = ["Lockstep", "Rollout", "StepRollout", "env_state"]
-
 Stamp = Callable[[TensorDictBase], TensorDictBase]
 
 

@@ -26,8 +26,6 @@ from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["Pacer", "StalenessRule", "age_histogram", "age_metrics", "sampled_versions"]
-
 _FREE = 1 << 30
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from torchrl_llm.collectors.transport.channel import Delivery, WorkerCounts
 
-__all__ = ["TokenAccounts"]
-
 
 @dataclass
 class TokenAccounts:

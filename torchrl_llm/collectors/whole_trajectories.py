@@ -20,8 +20,6 @@ from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_bat
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["Assembly", "TrajectoryRollout", "WaveRollout"]
-
 
 class Assembly:
     """Rows by place in the environment until their trajectory is done.

@@ -18,8 +18,6 @@ from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import plain_node
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["TorchRLBufferDataset"]
-
 
 class TorchRLBufferDataset(IterableDataset):
     """A replay buffer as an iterable data set of flat dicts, one a row.

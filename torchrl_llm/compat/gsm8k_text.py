@@ -22,8 +22,6 @@ from torchrl_llm.envs.transforms.step_counter import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.gsm8k import GSM8KRewardParser
 
-__all__ = ["GSM8KPrepareQuestion", "make_gsm8k_env"]
-
 _FRAME = (
     "A user asks a question, and an assistant answers it. The assistant thinks first, between "
     "<think> and </think>, and then gives the final number between <answer> and </answer>.\n"

@@ -21,8 +21,6 @@ from torchrl.envs import EnvBase
 from torchrl_llm.data.column import Column
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["LLMHashingEnv"]
-
 _HASH_KEY = "hashing"
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["create_infinite_iterator", "get_dataloader"]
-
 
 def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     """Iterate again and again.

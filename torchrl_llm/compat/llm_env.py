@@ -24,8 +24,6 @@ from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["LLMEnv"]
-
 _TEXT, _TEXT_ACTION = "text", "text_response"
 _TOKENS, _TOKENS_ACTION = "tokens", "tokens_response"
 

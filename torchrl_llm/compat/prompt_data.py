@@ -22,8 +22,6 @@ from torchrl_llm.compat.tokenized_dataset import (
 )
 from torchrl_llm.errors import DataError, TokenizerError
 
-__all__ = ["PromptData", "PromptTensorDictTokenizer"]
-
 
 class PromptData(TensorClass["nocast"]):
     """Prompts and their labels, padded on the right.

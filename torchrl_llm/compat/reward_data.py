@@ -15,8 +15,6 @@ from torch import Tensor
 from torchrl_llm.compat.tokenized_dataset import TensorDictTokenizer, TokenizedDatasetLoader
 from torchrl_llm.errors import DataError
 
-__all__ = ["PairwiseDataset", "RewardData", "pre_tokenization_hook"]
-
 
 class RewardData(TensorClass["nocast"]):
     """Texts that a reward model scores.

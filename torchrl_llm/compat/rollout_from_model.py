@@ -26,8 +26,6 @@ from torchrl_llm.data.ragged import pad_rows
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.functional import selective_log_softmax
 
-__all__ = ["Generated", "RolloutFromModel"]
-
 
 class Generated(NamedTuple):
     """Answers of a model.

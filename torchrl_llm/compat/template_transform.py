@@ -20,8 +20,6 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["TemplateTransform"]
-
 
 class TemplateTransform(Transform):
     r"""Renders what the environment says with a chat template, and takes the answer out again.

@@ -25,8 +25,6 @@ from torchrl_llm.data.ragged import pad_rows, read_rows, write_rows
 from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError, TokenizerError
 
-__all__ = ["Tokenizer"]
-
 
 class Tokenizer(Transform):
     """Writes the token ids of texts, and in the other direction the text of token ids.

@@ -13,8 +13,6 @@ from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["TopKRewardSelector"]
-
 
 class TopKRewardSelector(GroupTransform):
     """Writes the best trajectories of a prompt into a replay buffer, and only them.

@@ -18,8 +18,6 @@ from torchrl_llm.weights.weight_receiver import backend_of
 from torchrl_llm.weights.weight_source import WeightReceipt
 from torchrl_llm.weights.whole_model import EngineWeights
 
-__all__ = ["vLLMUpdater", "vLLMUpdaterV2"]
-
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 

@@ -19,24 +19,6 @@ from torchrl_llm.data.column import Chat, Column, rebuild_chat
 from torchrl_llm.data.messages import canonical_message
 from torchrl_llm.errors import DataError
 
-__all__ = [
-    "Message",
-    "build_node",
-    "cell_node",
-    "cells_of",
-    "chat_of",
-    "conversations",
-    "flattened",
-    "is_message",
-    "nested",
-    "pick_messages",
-    "read_messages",
-    "row_node",
-    "single_messages",
-    "virtual_shape",
-]
-
-
 _ROW = torch.Size([])
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from torchrl_llm.data.record import TokenRecord
 
-__all__ = ["Chat", "Column", "set_as_column"]
-
 Message = dict[str, Any]
 
 

@@ -18,8 +18,6 @@ from torchrl._utils import logger
 
 from torchrl_llm.errors import TorchRLLLMError
 
-__all__ = ["ERROR_KEYS", "Frame", "place_among", "place_of", "tell_failures"]
-
 Frame = tuple[str, int, str]
 ERROR_KEYS = ("type", "message", "place")
 """What rows hold under ``"error"``."""

@@ -14,8 +14,6 @@ history at each user message. Use it for training and serving alike.
 
 from __future__ import annotations
 
-__all__ = ["BUILTIN_TEMPLATES", "CHATML_TOOLS", "FAMILY_KEYWORDS", "LLAMA_TOOLS"]
-
 # (before, after) the tool schemas, one a line, in the system message.
 CHATML_TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["json_at"]
-
 _DECODERS = {strict: json.JSONDecoder(strict=strict) for strict in (True, False)}
 _WINDOW = 256
 # No literal and no escape is longer: an error this near to the end of a window may be its end's.

@@ -11,8 +11,6 @@ from typing import Any
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import adapted_kl_coefficient
 
-__all__ = ["AdaptiveKLController", "ConstantKLController", "KLController"]
-
 
 class KLController(ABC):
     """Says how much a divergence costs.

@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args
 
 from torchrl_llm.errors import DataError
 
-__all__ = ["ContentBase", "canonical_message"]
-
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 _FIELDS = frozenset(
     ("type", "text", "url", "data", "mime_type", "name", "size", "function_name", "function_args")

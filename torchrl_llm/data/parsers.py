@@ -22,8 +22,6 @@ from torchrl_llm.data.families import BUILTIN_TEMPLATES, CHATML_TOOLS, LLAMA_TOO
 from torchrl_llm.data.json_at import json_at
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
 
-__all__ = ["BUILTIN_PARSERS", "InverseParser", "parser_for_template", "split_tool_calls"]
-
 Message = dict[str, Any]
 Hook = Callable[[list[Message]], list[Message]]
 

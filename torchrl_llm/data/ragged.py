@@ -16,8 +16,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-__all__ = ["lazy_rows", "pad_rows", "ragged_rows", "read_rows", "unpad_rows", "write_rows"]
-
 _ROW = torch.Size([])
 
 

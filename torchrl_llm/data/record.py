@@ -22,8 +22,6 @@ from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, find_fact
 
-__all__ = ["TokenRecord"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRecord:

@@ -31,8 +31,6 @@ from torchrl_llm.data.parsers import InverseParser
 from torchrl_llm.data.templates import TemplateSpec
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
 
-__all__ = ["EncodedChat", "encode_chats", "read_text", "render_chats"]
-
 
 class EncodedChat(NamedTuple):
     """Ids of one conversation.

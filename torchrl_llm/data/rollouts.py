@@ -27,8 +27,6 @@ from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, typed_node
 
-__all__ = ["ends_trajectory", "row_list", "sampled_tokens", "split_batch", "split_rollout"]
-
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
 _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace, TokenSupport)
 

@@ -26,8 +26,6 @@ from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import set_copied
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["RowTransform", "RowView", "pieces_under_budget"]
-
 Path = tuple[str, ...]
 
 

@@ -33,8 +33,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import DataError
 
-__all__ = ["from_bytes", "to_bytes"]
-
 _MAGIC = b"trlLLM\x00\x01"
 _HEAD = struct.Struct("<8sIQ")
 _ALIGN = 8

@@ -48,8 +48,6 @@ from torchrl_llm.data.wire import (
 )
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["names_of_rows", "rows_from_bytes", "rows_to_bytes", "safe_class"]
-
 _MAX_ROWS = 1 << 20
 _MAX_PATH = 32
 # A lazy stack of lazy stacks takes twice as long to build with each dimension.

@@ -19,15 +19,6 @@ from torch import Tensor
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import take_support
 
-__all__ = [
-    "HeadStates",
-    "ScoreExtras",
-    "Support",
-    "TokenScorer",
-    "TokenScores",
-    "check_same_vocabulary",
-]
-
 
 class Support(NamedTuple):
     """The ids that truncated sampling (top-k, top-p, min-p) kept for each token.

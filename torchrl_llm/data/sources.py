@@ -19,8 +19,6 @@ from typing import Any
 from torchrl_llm._imports import require
 from torchrl_llm.errors import DataError
 
-__all__ = ["load_rows", "read_jsonl"]
-
 Row = Mapping[str, Any]
 
 

@@ -17,8 +17,6 @@ from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.ragged import ragged_rows
 
-__all__ = ["ColumnSpec", "RaggedSpec"]
-
 
 class ColumnSpec(NonTensor):
     """A column of objects, one a row, each with a length of its own (messages, characters).

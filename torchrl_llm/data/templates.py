@@ -20,14 +20,6 @@ from torchrl_llm.data.families import BUILTIN_TEMPLATES, FAMILY_KEYWORDS
 from torchrl_llm.data.parsers import BUILTIN_PARSERS, InverseParser, parser_for_template
 from torchrl_llm.errors import TemplateError
 
-__all__ = [
-    "TemplateSpec",
-    "add_chat_template",
-    "has_generation",
-    "remove_chat_template",
-    "resolve_template",
-]
-
 DEFAULT_TEMPLATE = "chatml_format"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

@@ -27,20 +27,6 @@ from torch import Tensor
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = [
-    "FACTS",
-    "RECORD_COLUMNS",
-    "TokenFact",
-    "added_facts",
-    "by_node",
-    "carried_facts",
-    "find_fact",
-    "node_dtypes",
-    "padding_of",
-    "register_fact",
-    "unregister_fact",
-]
-
 Side = Literal["left", "right"]
 
 # Names of a row that a fact's node would replace.

@@ -14,8 +14,6 @@ from torchrl_llm.data.ragged import pad_rows, ragged_rows
 from torchrl_llm.data.rendering import EncodedChat
 from torchrl_llm.errors import ConfigError, TokenizerError
 
-__all__ = ["TokenizeOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:

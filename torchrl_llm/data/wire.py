@@ -31,18 +31,6 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import RECORD_COLUMNS
 
-__all__ = [
-    "PackedRows",
-    "cell",
-    "own_rows",
-    "pack_rows",
-    "plain_node",
-    "set_copied",
-    "typed_node",
-    "unpack_row_list",
-    "unpack_rows",
-]
-
 Path = tuple[str, ...]
 # A storage of this many bytes may be shared: copying flags and ids one by one costs more than a
 # kept row can waste by it.

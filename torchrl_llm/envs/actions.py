@@ -18,17 +18,6 @@ from torchrl_llm.tools.call_parsers import MessageCallParser, ToolParser
 from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall
 
-__all__ = [
-    "ActionError",
-    "ActionForm",
-    "ActionParser",
-    "ActionTool",
-    "BareAction",
-    "CallAction",
-    "TagAction",
-    "make_action_parser",
-]
-
 ActionForm = Literal["tag", "call", "bare"]
 
 

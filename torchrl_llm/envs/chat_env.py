@@ -30,8 +30,6 @@ from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["ChatEnv", "DatasetChatEnv"]
-
 Mode = Literal["history", "text", "tokens"]
 
 

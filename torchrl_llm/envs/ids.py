@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["IdCounter", "set_process_number"]
-
 _COUNTER_BITS = 35
 _INSTANCE_BITS = 12
 _MAX_WORKER = 2**28

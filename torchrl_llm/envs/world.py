@@ -35,8 +35,6 @@ from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["ModelTurn", "Reaction", "WorldEnv", "WorldTransform"]
-
 _NUM_TRAIN, _NUM_TEST = 65_536, 1_024
 CUT_OFF = "Your answer was cut off."
 

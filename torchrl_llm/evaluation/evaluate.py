@@ -18,8 +18,6 @@ from torchrl_llm.data.input_modes.history_mode import message_text
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["Evaluation", "Outcome", "evaluate"]
-
 
 class Outcome(NamedTuple):
     """What came of one conversation.

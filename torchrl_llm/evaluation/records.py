@@ -14,8 +14,6 @@ from torch import Tensor
 
 from torchrl_llm.evaluation.evaluate import Outcome
 
-__all__ = ["answer_record", "pass_at_k"]
-
 # Tensors that environments and policies write, beside the columns of the data.
 _OWN = {"done", "terminated", "truncated", "truncation_reason", "group_id", "traj_id", "turn"}
 _OWN |= {"step_count", "policy_version", "_step"}

@@ -17,14 +17,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "batch_normalize",
-    "discounted_returns",
-    "group_advantages",
-    "hybrid_advantages",
-    "leave_one_out",
-]
-
 Deviation = Literal["sample", "population", "none"]
 _DEVIATIONS = ("sample", "population", "none")
 EpsilonAs = Literal["floor", "added"]

@@ -37,8 +37,6 @@ from torchrl_llm.functional.head_tiles import (
     without_autocast,
 )
 
-__all__ = ["HeadScores", "chunked_log_probs"]
-
 
 class HeadScores(NamedTuple):
     """Scores of tokens under a language-model head.

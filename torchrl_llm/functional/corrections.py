@@ -19,8 +19,6 @@ from torch import Tensor
 
 from torchrl_llm.functional.ratios import geometric_log_ratio, sequence_log_ratio
 
-__all__ = ["LEVELS", "Level", "level_log_ratio", "sequence_mask"]
-
 Level = Literal["token", "sequence", "geometric"]
 LEVELS: tuple[str, ...] = get_args(Level)
 """The names of the levels."""

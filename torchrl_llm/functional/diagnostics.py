@@ -12,14 +12,6 @@ from torch import Tensor
 
 from torchrl_llm.functional.kl import k1, k3
 
-__all__ = [
-    "PolicyMismatch",
-    "effective_sample_size",
-    "ess_from_moments",
-    "ess_moments",
-    "policy_mismatch",
-]
-
 # exp(2 * 20) = 2e17: squares of weights stay far from overflow.
 _LOG_RATIO_LIMIT = 20.0
 

@@ -24,8 +24,6 @@ from torchrl_llm.functional.head_tiles import (
     without_autocast,
 )
 
-__all__ = ["Direction", "chunked_divergence", "divergence_from_logits"]
-
 Direction = Literal["reverse", "forward"]
 
 

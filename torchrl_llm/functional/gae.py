@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GAE", "gae", "value_loss"]
-
 
 class GAE(NamedTuple):
     """Advantages and the returns that a critic should have predicted.

@@ -14,17 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HeadGradients",
-    "HeadSettings",
-    "HeadTiles",
-    "KeptTiles",
-    "add_product",
-    "matmul_dtype",
-    "without_autocast",
-    "write_product",
-]
-
 # Logits alive at once. On a CPU a tile should stay in the cache; on a GPU it should fill the
 # device.
 _TILE = {"cpu": 1 << 21, "cuda": 1 << 26}

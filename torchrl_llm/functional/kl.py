@@ -20,8 +20,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["KL_ESTIMATORS", "KLEstimator", "LossKLEstimator", "k1", "k2", "k3", "weighted_k3"]
-
 _MAX_LOG_WEIGHT = 20.0
 
 KLEstimator = Literal["k1", "k2", "k3"]

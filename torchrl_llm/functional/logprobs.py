@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["entropy_from_logits", "selective_log_softmax", "token_log_probs"]
-
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     """Log-softmax at one index a row, without keeping the whole log-softmax.

@@ -17,18 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AttentionBlock",
-    "Prefix",
-    "PrefixView",
-    "RowCosts",
-    "block_attention",
-    "block_mask",
-    "blocks_cost",
-    "length_buckets",
-    "prefix_views",
-]
-
 
 class Prefix(NamedTuple):
     """What the rows of a block continue.

@@ -11,8 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["flatten_padded", "length_mask", "pad_flat", "row_counts", "row_index"]
-
 Side = Literal["left", "right"]
 
 

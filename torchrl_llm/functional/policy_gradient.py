@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["policy_gradient_loss"]
-
 
 def policy_gradient_loss(
     log_probs_BT: Tensor,

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrl_llm.functional.padding import row_counts
 
-__all__ = ["geometric_log_ratio", "masked_weights", "sequence_log_ratio", "truncated_weights"]
-
 
 def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     """Log-ratio of whole sequences, the sum over their tokens.

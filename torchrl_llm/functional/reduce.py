@@ -37,8 +37,6 @@ from torch import Tensor
 
 from torchrl_llm.functional.padding import row_counts
 
-__all__ = ["MODES", "Mode", "Normalizer", "aggregate", "token_weights"]
-
 Mode = Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"]
 MODES: tuple[str, ...] = get_args(Mode)
 """The names of the modes."""

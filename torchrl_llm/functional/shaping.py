@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["adapted_kl_coefficient", "overlong_penalty"]
-
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     r"""DAPO's soft punishment of responses that come near the limit, arXiv:2503.14476 equation 13.

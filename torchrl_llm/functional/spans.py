@@ -10,8 +10,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["mask_to_spans", "run_lengths", "spans_to_mask"]
-
 
 def run_lengths(values_T: Tensor) -> tuple[Tensor, Tensor]:
     """Run-length encoding of a row.

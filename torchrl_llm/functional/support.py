@@ -23,8 +23,6 @@ from torch import Tensor
 from torchrl_llm.functional.chunked_head import HeadScores, chunked_log_probs
 from torchrl_llm.functional.head_tiles import matmul_dtype, without_autocast
 
-__all__ = ["kept_ids", "restrict_logits", "support_log_probs", "take_support"]
-
 # Numbers of gathered weight rows alive at once, as (ids x hidden size).
 _GATHERED = {"cpu": 1 << 22, "cuda": 1 << 26}
 

@@ -14,8 +14,6 @@ from torchrl_llm._imports import require
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["context_length", "load_model", "load_tokenizer"]
-
 
 def load_model(
     name_or_path: str | PathLike[str] | None = None,

@@ -15,8 +15,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
-__all__ = ["AdapterDisabled"]
-
 
 class AdapterDisabled(TokenScorer):
     """Scores tokens with a PEFT policy whose adapters are off: the base model, at no memory.

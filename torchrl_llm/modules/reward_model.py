@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torchrl_llm.data.ragged import pad_rows, read_rows
 from torchrl_llm.errors import DataError, RewardError
 
-__all__ = ["HFRewardModelWrapper"]
-
 
 class HFRewardModelWrapper(TensorDictModuleBase):
     """Scores rows with a sequence classifier that has one output, such as TRL's reward trainer's.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["ValueHead"]
-
 
 class ValueHead(nn.Module):
     r"""The value of a state, :math:`V(s) = w^\top h(s) + b`, from the model's last hidden state.

@@ -18,8 +18,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["CISPOLoss", "CISPOLossOutput"]
-
 
 class CISPOLossOutput(PolicyLossOutput):
     """Output of :class:`CISPOLoss`; ``clip_fraction`` is the share of weights that are cut."""

@@ -21,8 +21,6 @@ from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 
-__all__ = ["CompositeLoss", "CompositeLossOutput", "CompositeNormalizer"]
-
 
 class CompositeNormalizer(NamedTuple):
     """What each term of a composite loss is divided by.

@@ -24,8 +24,6 @@ from torchrl_llm.functional import (
     truncated_weights,
 )
 
-__all__ = ["Correction"]
-
 _BOUNDS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 

@@ -25,8 +25,6 @@ from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.sft import SFTLoss, SFTReduction
 from torchrl_llm.objectives.token_loss import LLMLossOutput, check_scores
 
-__all__ = ["DistillationLoss", "DistillationLossOutput", "k3_kl_token_estimate"]
-
 
 def k3_kl_token_estimate(target_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     r"""Estimate of a divergence per token, :math:`e^d - 1 - d` with :math:`d` target minus own.

@@ -17,16 +17,6 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
-__all__ = [
-    "RowKeys",
-    "flatten",
-    "kept_positions",
-    "key_name",
-    "optional_column",
-    "positions",
-    "read_column",
-]
-
 
 @dataclass
 class RowKeys:

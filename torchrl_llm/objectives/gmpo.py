@@ -17,8 +17,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["GMPOLoss"]
-
 
 @register("losses", "gmpo")
 class GMPOLoss(PolicyGradientLoss):

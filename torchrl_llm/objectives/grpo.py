@@ -28,8 +28,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["DAPO", "DAPOLossOutput", "DrGRPOLoss", "GRPOLoss", "GRPOLossOutput"]
-
 
 class GRPOLossOutput(PolicyLossOutput):
     """Output of :class:`GRPOLoss`; the fields are those of ``PolicyLossOutput``."""

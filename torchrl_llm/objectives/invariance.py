@@ -31,8 +31,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.token_loss import TokenLoss
 
-__all__ = ["InvarianceReport", "check_invariance"]
-
 # Below this, gradients are compared absolutely: they are sums that cancel, and rounding is left.
 _SMALL = 1e-3
 

@@ -15,8 +15,6 @@ from torchrl_llm.objectives.correction import Correction
 from torchrl_llm.objectives.loss_rows import MaskingStrategy
 from torchrl_llm.objectives.policy_loss import KLEstimator
 
-__all__ = ["Bounds", "PolicyLossSettings"]
-
 
 class PolicyLossSettings(TypedDict, total=False):
     """What any policy-gradient loss takes beside its own arguments and the aggregation.

@@ -34,8 +34,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["OnPolicyDistillationLoss", "OnPolicyDistillationLossOutput"]
-
 # A weight beyond this would only overflow.
 _MAX_WEIGHT = 1e8
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from torchrl_llm.functional import ess_from_moments
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 
-__all__ = ["PolicyLossOutput", "PolicyTokens", "Surrogate"]
-
 
 class PolicyLossOutput(TensorClass["nocast"], LLMLossOutput):
     """Output of a policy-gradient loss; fields are float32 scalars.

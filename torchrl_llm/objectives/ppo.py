@@ -28,8 +28,6 @@ from torchrl_llm.objectives.policy_loss import (
     PolicyTokens,
 )
 
-__all__ = ["PPOLoss", "PPOLossOutput"]
-
 
 class PPOLossOutput(PolicyLossOutput):
     """Output of :class:`PPOLoss`: the fields of ``PolicyLossOutput``, and the critic's.

@@ -19,8 +19,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["ReinforceLoss", "ReinforcePlusPlusLoss"]
-
 # Larger weights count as this one, 5e8: an infinite weight times an advantage of 0 is NaN.
 _MAX_WEIGHT = 2.0**29
 

@@ -16,8 +16,6 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives.flat_columns import RowKeys, flatten, optional_column, positions
 
-__all__ = ["RowMasks"]
-
 
 class RowMasks:
     """Masks over the ``L`` tokens of all rows.

@@ -19,8 +19,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["SAPOLoss"]
-
 
 @register("losses", "sapo")
 class SAPOLoss(PolicyGradientLoss):

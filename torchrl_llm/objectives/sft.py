@@ -29,8 +29,6 @@ from torchrl_llm.objectives.loss_rows import (
 )
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
 
-__all__ = ["SFTLoss", "SFTLossOutput", "minor_sft_loss", "sft_loss"]
-
 Reduction = Literal["mean", "sum", "none"]
 SFTReduction = Literal["mean", "sum", "none", "token_mean"]
 

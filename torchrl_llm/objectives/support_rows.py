@@ -21,8 +21,6 @@ from torchrl_llm.errors import DataError
 from torchrl_llm.objectives.flat_columns import optional_column
 from torchrl_llm.objectives.loss_rows import TokenRows
 
-__all__ = ["read_support"]
-
 
 def read_support(tensordict: Any, rows: TokenRows, key: NestedKey) -> Support | None:
     """The kept ids of the tokens that count.

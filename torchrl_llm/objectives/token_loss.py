@@ -20,8 +20,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.loss_rows import TokenRows
 
-__all__ = ["LLMLossOutput", "TokenLoss", "check_scores"]
-
 
 class LLMLossOutput:
     """What the outputs of all losses can do; a mixin of tensorclasses of named scalars.

@@ -18,8 +18,6 @@ from torchrl_llm.objectives.policy_loss import (
     Surrogate,
 )
 
-__all__ = ["TOPRLoss"]
-
 
 @register("losses", "topr")
 class TOPRLoss(PolicyGradientLoss):

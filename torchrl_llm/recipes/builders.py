@@ -52,30 +52,6 @@ from torchrl_llm.recipes.tool_config import add_tools
 from torchrl_llm.trainers.batch_source import trained_rows
 from torchrl_llm.trainers.run import EvalConfig
 
-__all__ = [
-    "RecipeConfig",
-    "autocast",
-    "device_of",
-    "make_envs",
-    "make_eval_env",
-    "make_evaluation",
-    "make_policy",
-    "make_reference",
-    "make_step_buffer",
-    "make_tokenizer",
-    "make_train_env",
-    "max_turns",
-    "minibatches",
-    "naming",
-    "overlong_metrics",
-    "present_device",
-    "reference_device",
-    "samples_in_bfloat16",
-    "seed_everything",
-    "set_threads",
-    "wrapper_options",
-]
-
 
 class RecipeConfig(Protocol):
     """The groups that are read here."""

@@ -40,14 +40,6 @@ from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.sampling_engine import engine_arguments
 from torchrl_llm.trainers.run import EvalConfig
 
-__all__ = [
-    "CollectionConfig",
-    "make_collecting_env",
-    "make_collecting_policy",
-    "rollout_options",
-    "sent_dtype",
-]
-
 
 @dataclass(kw_only=True)
 class CollectionConfig:

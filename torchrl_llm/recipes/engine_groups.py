@@ -15,15 +15,6 @@ from torchrl_llm.recipes.groups import (
 )
 from torchrl_llm.recipes.strict_config import ensure
 
-__all__ = [
-    "AsyncTrainConfig",
-    "AsyncTrainModelConfig",
-    "AsyncWeightSyncConfig",
-    "EngineConfig",
-    "RayConfig",
-    "WeightSyncConfig",
-]
-
 _ENGINE_KEYS = (
     "num_devices",
     "gpu_memory_utilization",

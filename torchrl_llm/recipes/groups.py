@@ -12,17 +12,6 @@ from torchrl_llm.recipes.tasks import check_options, check_task
 from torchrl_llm.recipes.tool_config import check_tools
 from torchrl_llm.trainers.optim import check_schedule
 
-__all__ = [
-    "EnvConfig",
-    "InferenceModelConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RefModelConfig",
-    "TrainConfig",
-    "TrainModelConfig",
-]
-
 
 @dataclass(kw_only=True)
 class EnvConfig:

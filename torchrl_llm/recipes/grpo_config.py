@@ -43,15 +43,6 @@ from torchrl_llm.recipes.strict_config import (
 )
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
-__all__ = [
-    "RENAMED",
-    "AsyncGRPOConfig",
-    "GRPOConfig",
-    "GRPOGroups",
-    "check_arguments",
-    "load_config",
-]
-
 
 @dataclass(kw_only=True)
 class GRPOGroups:

@@ -17,15 +17,6 @@ from torchrl_llm.recipes.components import Component, Variants, variant
 from torchrl_llm.recipes.reward_config import check_components, has_token_rewards
 from torchrl_llm.recipes.strict_config import ensure
 
-__all__ = [
-    "AdvantageConfig",
-    "CorrectionConfig",
-    "FilterConfig",
-    "LossConfig",
-    "RewardComponentsConfig",
-    "RewardConfig",
-]
-
 
 class LossConfig(Component):
     """The objective; ``type`` names it, and its constructor's arguments are the keys.

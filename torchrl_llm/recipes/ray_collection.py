@@ -33,8 +33,6 @@ from torchrl_llm.recipes.collector_builders import (
 )
 from torchrl_llm.weights import CanaryTarget, engine_weights
 
-__all__ = ["RayCollection", "ray_collection"]
-
 # Deliveries that may wait for each collector, before it waits itself.
 _WAITING = 4
 

@@ -23,15 +23,6 @@ from torchrl_llm.weights import (
     WeightUpdater,
 )
 
-__all__ = [
-    "SamplerConfig",
-    "canary_metrics",
-    "engine_arguments",
-    "make_canary",
-    "make_sampler",
-    "sync_type",
-]
-
 # The ranks that vLLM has kernels for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Kernels of a GPU may compute float32 with 10 bits (TF32).

@@ -19,8 +19,6 @@ from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.components import Component
 
-__all__ = ["check_device", "check_override_keys", "dotted", "ensure", "from_mapping", "valid_keys"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from torchrl_llm._registry import find, names
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["check_options", "check_task", "task_class", "task_options"]
-
 
 def __getattr__(name: str) -> object:
     """``TASKS``: name to ``"module:class"`` of every task that is registered."""

@@ -12,8 +12,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools import Tool, ToolTransform
 from torchrl_llm.tools.tool_transform import as_tool
 
-__all__ = ["add_tools", "check_tools"]
-
 
 def check_tools(names: Sequence[str]) -> None:
     """Refuse names that no tool can be made of; no tool is started.

@@ -13,8 +13,6 @@ from tensordict.utils import NestedKey
 
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract_tags
 
-__all__ = ["AnswerBlockParser"]
-
 
 class AnswerBlockParser(RewardParser):
     """1.0 for a right ``<answer>`` block, 0.1 for another block, 0.0 for none.

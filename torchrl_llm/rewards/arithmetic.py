@@ -7,8 +7,6 @@ from typing import Any
 
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 
-__all__ = ["ArithmeticRewardParser"]
-
 # ASCII digits only: the answer is compared as it is written.
 _NUMBER = re.compile(r"-?[0-9]+")
 

@@ -31,16 +31,6 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract
 from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult
 from torchrl_llm.tools.code_blocks import python_blocks
 
-__all__ = [
-    "CodeProblem",
-    "CodeResult",
-    "CodeRewardParser",
-    "CodeRunner",
-    "HumanEvalRewardParser",
-    "defines",
-    "extract_code",
-]
-
 CompileStatus = Literal["success", "syntax", "import", "timeout", "unknown", "not_run"]
 RunStatus = Literal[
     "success", "wrong", "runtime", "timeout", "memory", "killed", "not_run", "sandbox_error"

@@ -28,8 +28,6 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.reward_runner import Outcome
 from torchrl_llm.rewards.written_reward import WrittenReward
 
-__all__ = ["CompositeReward"]
-
 _TOKEN_NODE = "token_reward"
 _NEUTRAL = Outcome(RewardScore(0.0))
 

@@ -11,8 +11,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.graders import EndpointGrader
 from torchrl_llm.rewards.judge import PROMPT, JudgeReward, read_score, read_verdict
 
-__all__ = ["endpoint_judge"]
-
 _READ = {"score": read_score, "verdict": read_verdict}
 
 

@@ -8,8 +8,6 @@ from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.reward_components import Sample, Scorer
 
-__all__ = ["FormatReward"]
-
 
 @register("rewards", "format")
 class FormatReward(Scorer):

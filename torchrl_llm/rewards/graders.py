@@ -19,8 +19,6 @@ from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.judge import Grader, Messages
 from torchrl_llm.rewards.reward_runner import run_rows
 
-__all__ = ["EndpointGrader", "WrapperGrader"]
-
 _PATH = "/v1/chat/completions"
 _RESERVED = {"model", "messages", "n", "stream"}
 

@@ -10,8 +10,6 @@ from typing import Any
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 
-__all__ = ["GSM8KRewardParser", "parse_number"]
-
 # A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
 # where no word or number stands before it.
 _NUMBER = re.compile(

@@ -19,8 +19,6 @@ from typing import Any
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample
 
-__all__ = ["Grader", "JudgeReward", "read_score", "read_verdict"]
-
 Messages = tuple[Mapping[str, str], ...]
 _Key = tuple[tuple[str, str], ...]
 _FIELD = re.compile(r"\{(\w+)\}")

@@ -13,8 +13,6 @@ from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.reward_components import Sample, Scorer
 
-__all__ = ["LengthReward"]
-
 Unit = Literal["tokens", "words", "characters"]
 _WORD = re.compile(r"\S+")
 

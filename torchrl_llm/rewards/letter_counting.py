@@ -14,8 +14,6 @@ from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.text_blocks import split_response
 
-__all__ = ["LetterCountingRewardParser", "score_counts"]
-
 # int() would also take a sign, underscores and the digits of other scripts.
 _NUMBER = re.compile(r"[0-9]{1,9}")
 

@@ -21,8 +21,6 @@ from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.reward_runner import call_reward
 from torchrl_llm.sandbox.workers import WorkerPool
 
-__all__ = ["MATHRewardParser", "last_boxed"]
-
 _CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
 _MEMORY_BYTES = 2 << 30
 # The longest reference of the data set has less than a tenth of it.

@@ -25,8 +25,6 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, checked
 from torchrl_llm.rewards.reward_runner import Outcome, call_reward, check_limits, run_rows
 from torchrl_llm.sandbox.workers import WorkerPool
 
-__all__ = ["BatchScorer", "Component", "Sample", "Scorer", "WeightedTotal", "weighted_total"]
-
 Where = Literal["inline", "threads", "processes"]
 
 

@@ -29,8 +29,6 @@ from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.rewards.reward_runner import Outcome, check_limits, run_rows
 
-__all__ = ["RewardParser", "RewardScore", "checked_score", "extract_block", "extract_tags"]
-
 _AUXILIARY_KEY = ("tools", "auxiliary")
 _INPUT_MODES = ("history", "text", "tokens")
 _FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -28,8 +28,6 @@ from torchrl_llm.sandbox.workers import (
     WorkerPool,
 )
 
-__all__ = ["Outcome", "RemoteRewardError", "call_reward", "run_rows"]
-
 _LONGEST_MESSAGE = 2000
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ResponseParts", "extract_blocks", "split_response"]
-
 
 class ResponseParts(NamedTuple):
     """Parts of a response, each stripped.

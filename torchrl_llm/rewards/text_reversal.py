@@ -8,8 +8,6 @@ from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.text_blocks import split_response
 
-__all__ = ["TextReversalRewardParser", "common_subsequence"]
-
 
 def common_subsequence(first: str, second: str) -> int:
     r"""Length of the longest common subsequence.

@@ -11,8 +11,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["TokenRewards"]
-
 
 class TokenRewards(RowTransform):
     """Puts the reward of each token in the place of the row's reward, in a replay buffer.

@@ -14,8 +14,6 @@ from torchrl_llm.rewards.reward_components import Sample, Scorer
 from torchrl_llm.rewards.reward_parser import RewardScore
 from torchrl_llm.rewards.reward_runner import Outcome
 
-__all__ = ["WrittenReward"]
-
 
 class WrittenReward(Scorer):
     """Takes the reward that a task, a game or a server wrote for the step, as it is.

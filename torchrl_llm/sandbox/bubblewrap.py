@@ -41,8 +41,6 @@ from torchrl_llm.sandbox.process_watch import Capture
 from torchrl_llm.sandbox.pythons import ROOT_FOLDERS, candidates
 from torchrl_llm.sandbox.seccomp import filter_program
 
-__all__ = ["BubblewrapSandbox"]
-
 FOLDER = "/sandbox"
 NOBODY = 65534
 

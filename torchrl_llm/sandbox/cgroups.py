@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OVERHEAD_BYTES", "ControlGroup", "control_group", "groups_work"]
-
 OVERHEAD_BYTES = 32 << 20
 """What bubblewrap and its shell, or the guard of a plain process, may use besides the run."""
 

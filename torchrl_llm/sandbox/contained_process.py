@@ -11,8 +11,6 @@ from torchrl_llm.sandbox.cgroups import control_group
 from torchrl_llm.sandbox.interface import Limits
 from torchrl_llm.sandbox.process_watch import Capture, Tree
 
-__all__ = ["Contained"]
-
 GRACE_S = 1.5
 """How long a killed process may take to be gone."""
 

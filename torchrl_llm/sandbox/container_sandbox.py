@@ -25,8 +25,6 @@ from torchrl_llm.sandbox.local_process import ENVIRONMENT, Contained, ProcessSan
 from torchrl_llm.sandbox.process_watch import Capture, Tree, cpu_seconds
 from torchrl_llm.sandbox.sandbox_session import INTERPRETER, PipeSession
 
-__all__ = ["ContainerSandbox"]
-
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
 _ENGINES = ("docker", "podman")

@@ -16,8 +16,6 @@ from typing import Literal
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["Limits", "Sandbox", "SandboxResult", "SandboxSession", "Status"]
-
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed", "sandbox_error"]
 
 

@@ -15,8 +15,6 @@ import shutil
 from torchrl_llm.sandbox.interface import Limits
 from torchrl_llm.sandbox.process_watch import cpu_seconds
 
-__all__ = ["counts_processes_by_namespace", "find", "prlimit_argv", "unused_uid"]
-
 STACK_BYTES = 8 << 20
 
 # The range that systemd keeps for users who exist only while a service runs.

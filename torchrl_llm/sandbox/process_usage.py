@@ -15,8 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["ProcessTable", "Use", "committed_bytes", "socket_bytes"]
-
 # What may lie in a socket until somebody reads it: Linux's default, which a run cannot raise.
 _SOCKET_BYTES = 212_992
 # Descriptors that any program may have open without being taken for a hoard of sockets.

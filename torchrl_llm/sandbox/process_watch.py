@@ -20,8 +20,6 @@ from torchrl_llm.sandbox.cgroups import OVERHEAD_BYTES, ControlGroup
 from torchrl_llm.sandbox.interface import Limits, SandboxResult, Status
 from torchrl_llm.sandbox.process_usage import ProcessTable, committed_bytes, socket_bytes
 
-__all__ = ["Capture", "Ended", "Feed", "Tree", "classify", "cpu_seconds", "pump"]
-
 Ended = Literal["exit", "ready", "timeout", "output", "memory", "processes"]
 
 OUTPUT_FACTOR = 64

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torchrl_llm.errors import ResourceError
 
-__all__ = ["ROOT_FOLDERS", "candidates", "own_python"]
-
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders of the system beside ``/usr``; links into it on most distributions."""
 

@@ -26,8 +26,6 @@ from torchrl_llm.sandbox.contained_process import Contained
 from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession, check_seconds
 from torchrl_llm.sandbox.process_watch import Capture, Feed, classify, cpu_seconds, pump
 
-__all__ = ["INTERPRETER", "PipeSession"]
-
 INTERPRETER = Path(__file__).with_name("interpreter.py")
 """The program that runs inside."""
 

@@ -17,8 +17,6 @@ import platform
 import struct
 from typing import Literal
 
-__all__ = ["filter_program"]
-
 AF_UNIX = 1
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 

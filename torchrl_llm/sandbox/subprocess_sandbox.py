@@ -34,8 +34,6 @@ from torchrl_llm.sandbox.process_watch import Capture, cpu_seconds
 from torchrl_llm.sandbox.pythons import candidates, own_python
 from torchrl_llm.sandbox.seccomp import filter_program
 
-__all__ = ["SubprocessSandbox"]
-
 _MARK = "TORCHRL_LLM_RUN"
 _READ = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc")
 _READ_FILES = ("/etc/ld.so.cache", "/dev/random", "/dev/urandom", "/etc/localtime")

@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-__all__ = ["BackgroundLoop"]
-
 Result = TypeVar("Result")
 
 

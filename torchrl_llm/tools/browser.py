@@ -20,8 +20,6 @@ from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["BrowserTool", "BrowserTransform"]
-
 # What each action needs and may have.
 _ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "navigate": (("url",), ()),

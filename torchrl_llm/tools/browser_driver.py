@@ -18,8 +18,6 @@ from torchrl_llm.errors import TorchRLLLMError, WorkerError
 from torchrl_llm.tools.browser_proxy import PublicProxy
 from torchrl_llm.tools.browser_rules import AddressRules
 
-__all__ = ["BrowserDriver", "BrowserError"]
-
 _FEATURE = "BrowserTransform"
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 # How long an element may take to appear, and a click to lead somewhere.

@@ -15,8 +15,6 @@ import socket
 
 from torchrl_llm.tools.browser_rules import is_public
 
-__all__ = ["PublicProxy"]
-
 _CONNECT_S = 10.0
 _CHUNK = 1 << 16
 # SOCKS 5 (RFC 1928): its version, "no password", and the two answers; no address is told.

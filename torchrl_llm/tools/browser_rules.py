@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["AddressRules", "is_public"]
-
 # IPv6 addresses of a network that translates them carry an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 

@@ -11,8 +11,6 @@ from torchrl_llm._registry import register
 from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
-__all__ = ["Calculator", "evaluate_expression"]
-
 _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<mark>[-+*/()]))")
 _SPELLINGS = str.maketrans(
     {

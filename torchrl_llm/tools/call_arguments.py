@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["ArgumentError", "argument_checker", "describe_parameters"]
-
 _LONGEST = 300
 # Branches within branches could take time that doubles with every level.
 _MOST_VALUES = 10_000

@@ -22,16 +22,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import Calls, Schemas, TextCalls, TextParser
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall
 
-__all__ = [
-    "HermesParser",
-    "JSONCallParser",
-    "LlamaParser",
-    "PatternParser",
-    "SyntaxParser",
-    "ToolTagParser",
-    "XMLBlockParser",
-]
-
 _FENCED = re.DOTALL | re.IGNORECASE
 _BLANKS = re.compile(r"\s*")
 

@@ -20,8 +20,6 @@ from torchrl_llm.data.input_modes.history_mode import message_text
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall
 
-__all__ = ["MessageCallParser", "TextCalls", "TextParser", "ToolParser", "as_parser", "spoken_text"]
-
 Schemas = Mapping[str, Mapping[str, Any]]
 Calls = list[ToolCall | BrokenCall]
 

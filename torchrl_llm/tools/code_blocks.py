@@ -14,8 +14,6 @@ from itertools import accumulate
 from torchrl_llm.tools.call_parsers import ToolParser, spoken_text
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall
 
-__all__ = ["CodeBlockParser", "python_blocks"]
-
 _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
 # Every fence is tried once, from its beginning: the time stays linear in the text.
 _FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"

@@ -31,8 +31,6 @@ from torchrl_llm.tools.call_arguments import (
 from torchrl_llm.tools.tool import Tool, as_text, failure
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolResult
 
-__all__ = ["ToolExecutor", "shorten"]
-
 
 class ToolExecutor:
     """Answers the tool calls of many conversations.

@@ -23,8 +23,6 @@ from torchrl_llm.tools.tool import Tool, ToolKind
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["MCPServers", "MCPTool", "MCPToolTransform"]
-
 # How much longer than the call itself a thread waits: for a server that is started again.
 _GRACE_S = 5.0
 

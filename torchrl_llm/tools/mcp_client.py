@@ -20,8 +20,6 @@ from torchrl._utils import logger
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = ["MCPConnection", "MCPServerConfig"]
-
 _FEATURE = "MCPToolTransform"
 # What is kept of a server's standard error, for the message of a start that failed.
 _TAIL_BYTES = 2000

@@ -10,8 +10,6 @@ from torchrl_llm.tools.tool_call import ToolResult
 from torchrl_llm.tools.tool_registry import ServiceTool, ToolRegistry
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["ExecuteToolsInOrder"]
-
 
 class ExecuteToolsInOrder(ToolTransform):
     """Runs the calls of a turn strictly one after another and reports them in one message.

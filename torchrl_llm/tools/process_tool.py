@@ -22,8 +22,6 @@ from torchrl_llm.sandbox.workers import (
 from torchrl_llm.tools.tool import FunctionTool, Tool, as_text, failure
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
-__all__ = ["ProcessTool"]
-
 
 class ProcessTool(Tool):
     """Runs another tool in a pool of processes.

@@ -25,8 +25,6 @@ from torchrl_llm.tools.tool import Tool, ToolKind
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput, ToolResult
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["PythonInterpreter", "PythonTool"]
-
 # What a call may take beyond the limit of the code: a place in the pool, the end of its processes.
 _GRACE_S = 5.0
 _ERRORS = {

@@ -19,8 +19,6 @@ from torchrl_llm._ray import ActorOptions, RemoteObject
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox import Limits, Sandbox, SandboxResult, SandboxSession, make_sandbox
 
-__all__ = ["PythonExecutorService", "RayPythonExecutor"]
-
 # Of a kept interpreter, which has no end of its own; each piece of code has its time limit.
 _SESSION_CPU_S = 3600.0
 

@@ -11,8 +11,6 @@ from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.tool_registry import ServiceTool, json_schema
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["SimpleToolTransform"]
-
 
 class SimpleToolTransform(ToolTransform):
     r"""A :class:`~torchrl_llm.tools.ToolTransform` from plain functions.

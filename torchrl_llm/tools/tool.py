@@ -21,8 +21,6 @@ from transformers.utils.chat_template_utils import get_json_schema
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
-__all__ = ["FunctionTool", "Tool", "ToolKind", "as_text", "failure"]
-
 ToolKind = Literal["auxiliary", "action"]
 
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["BrokenCall", "ToolCall", "ToolOutput", "ToolResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -18,8 +18,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.tool import Tool, as_text, closed_schema
 from torchrl_llm.tools.tool_call import ToolCall
 
-__all__ = ["ServiceTool", "ToolRegistry", "ToolService", "json_schema", "signature_schema"]
-
 _TYPES = {
     str: "string",
     int: "integer",

@@ -37,8 +37,6 @@ from torchrl_llm.tools.executor import ToolExecutor
 from torchrl_llm.tools.tool import FunctionTool, Tool
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolResult
 
-__all__ = ["ToolTransform", "as_tool"]
-
 Calls = list[ToolCall | BrokenCall]
 # Names of tools that there are not may be as long as a turn.
 _MOST_NAME_CHARS = 200

@@ -26,14 +26,6 @@ from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.ledger import TokenLedger
 
-__all__ = [
-    "BatchSource",
-    "mark_truncated",
-    "rollout_metrics",
-    "tokens_by_reason",
-    "trained_rows",
-]
-
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
 

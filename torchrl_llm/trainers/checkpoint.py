@@ -26,14 +26,6 @@ from torch import nn
 from torchrl_llm.data.safe_wire import names_of_rows
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = [
-    "CheckpointStore",
-    "load_rng_state",
-    "lock_folder",
-    "rng_state",
-    "save_pretrained",
-]
-
 _STATE_FILE = "trainer_state.pt"
 _STEP = re.compile(r"step_(\d+)")
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["save_curves", "terminal_curve"]
-
 Series = tuple[Sequence[int], Sequence[float]]
 
 # Bits of a braille cell, two dots wide and four high, by column and row from the top.

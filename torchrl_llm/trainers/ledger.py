@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from torchrl_llm.errors import DataError
 
-__all__ = ["TokenLedger"]
-
 _FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")
 
 

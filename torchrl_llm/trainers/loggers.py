@@ -12,8 +12,6 @@ from torchrl_llm._imports import require
 from torchrl_llm._registry import find, names, register
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["make_loggers"]
-
 
 @register("loggers", "csv")
 def no_logger(*, run_dir: str, experiment_name: str) -> None:

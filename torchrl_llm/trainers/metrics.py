@@ -20,8 +20,6 @@ from torchrl.record.loggers import Logger
 from torchrl_llm._imports import lazy
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 
-__all__ = ["LossMeter", "MetricsTable"]
-
 STEP = "train/step"
 __getattr__ = lazy(__name__, {"torchrl_llm.trainers.loggers": "make_loggers"})
 

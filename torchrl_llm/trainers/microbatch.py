@@ -19,8 +19,6 @@ from tensordict.utils import NestedKey
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 
-__all__ = ["micro_batches", "plan_micro_batches", "plan_packed_batches"]
-
 
 def plan_micro_batches(lengths: Sequence[int], budget: int | None) -> list[list[int]]:
     """Cut rows into pieces of at most ``budget`` padded tokens (rows x longest row).

@@ -17,8 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["clipped_step", "make_optimizer", "make_scheduler", "schedule_factor"]
-
 # LBFGS needs a closure and SparseAdam sparse gradients: neither can take the recipe's step.
 _UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
 

@@ -12,8 +12,6 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-__all__ = ["ProgressBar", "StopRequest", "compare_conversations"]
-
 
 class ProgressBar:
     """A bar with step, reward, tokens per second and the time left.

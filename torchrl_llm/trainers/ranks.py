@@ -30,8 +30,6 @@ from torchrl_llm.objectives.token_loss import LLMLossOutput
 
 Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
 
-__all__ = ["global_normalizer", "sum_over_ranks"]
-
 
 def _in_group(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1

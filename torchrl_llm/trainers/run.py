@@ -38,7 +38,6 @@ from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conv
 _MOST_WITHOUT_REWARD = 10
 _SEE = ": the weights are as they were. The log says what failed, as ('next', 'error') of the rows"
 
-__all__ = ["CheckpointConfig", "EvalConfig", "EvalResult", "LoggingConfig", "TrainingRun"]
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
 _FREE_ON_RESUME = (

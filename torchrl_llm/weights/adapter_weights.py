@@ -22,8 +22,6 @@ from torchrl_llm.weights.weight_source import (
 )
 from torchrl_llm.weights.whole_model import EngineWeights, Sender
 
-__all__ = ["AdapterWeights"]
-
 
 @register("weights", "adapter")
 class AdapterWeights(EngineWeights):

@@ -45,8 +45,6 @@ from torchrl_llm.weights.process_group import (
 )
 from torchrl_llm.weights.weight_source import WeightReceipt
 
-__all__ = ["BroadcastSender"]
-
 _POLL_S = 0.002
 _KEPT = 8  # announcements that stay in the store, for receivers that are late with an answer
 

@@ -16,8 +16,6 @@ from torchrl_llm.weights.broadcast_source import Announcement, BroadcastSource
 from torchrl_llm.weights.process_group import bounded, open_store
 from torchrl_llm.weights.weight_receiver import WeightReceiver
 
-__all__ = ["BroadcastReceiver"]
-
 _WAIT_S = 1.0
 _RECONNECT_S = 0.2
 

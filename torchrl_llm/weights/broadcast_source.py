@@ -31,8 +31,6 @@ from torchrl_llm.weights.process_group import (
 )
 from torchrl_llm.weights.weight_source import WeightSource
 
-__all__ = ["GO", "Announcement", "BroadcastSource", "Deadline", "Kind"]
-
 Kind = Literal["full", "delta"]
 
 GO = "go"

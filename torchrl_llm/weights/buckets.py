@@ -17,17 +17,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = [
-    "Bucket",
-    "Metadata",
-    "Piece",
-    "flatten",
-    "metadata_from_json",
-    "metadata_to_json",
-    "plan_buckets",
-    "split",
-]
-
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Name to dtype and shape."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torchrl_llm.errors import WeightUpdateError
 
-__all__ = ["CallGroup"]
-
 
 class CallGroup:
     """Starts calls at once; their threads end with the process if a call never returns.

@@ -26,8 +26,6 @@ from torchrl_llm.weights.canary_rule import (
     score_rows,
 )
 
-__all__ = ["CanaryCheck"]
-
 # Sampled rows begin with so many random tokens, which are not scored.
 _PREFIX = 4
 # The rows beside the first ones, which are scored in doubt, are so many times as many.

@@ -20,8 +20,6 @@ from torch import Tensor
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import WeightUpdateError
 
-__all__ = ["CanaryJudge", "CanaryReport", "CanaryTarget"]
-
 # The figures come from test/benchmarks/bench_canary.py. In right updates the differences were at
 # most 3.1 times the measured rounding (median; the 9th tenth: 10 times), and what an engine seemed
 # to have missed of a move was 12 times.

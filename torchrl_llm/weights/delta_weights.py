@@ -14,8 +14,6 @@ from torchrl_llm.weights.weight_names import engine_weights
 from torchrl_llm.weights.weight_source import DeltaSource, TensorSource, WeightReceipt
 from torchrl_llm.weights.whole_model import EngineWeights, Sender, Weights
 
-__all__ = ["DeltaWeights"]
-
 
 @register("weights", "delta")
 class DeltaWeights(EngineWeights):

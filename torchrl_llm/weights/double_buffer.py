@@ -35,14 +35,6 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_receiver import WeightReceiver
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = [
-    "BufferHeader",
-    "DoubleBufferReceiver",
-    "DoubleBufferSource",
-    "DoubleBufferWriter",
-    "newest_update",
-]
-
 _POLL_S = 0.05
 _TRIES = 3
 

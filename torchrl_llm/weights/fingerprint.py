@@ -13,8 +13,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["WeightDigest", "weights_digest"]
-
 # Bytes that are copied and then hashed while the processor still has them in its cache.
 _CHUNK = 1 << 20
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.weights.weight_updater import WeightUpdater, named_weights
 
-__all__ = ["InProcessWeights", "SharedWeights"]
-
 Source = nn.Module | TensorDictBase | Mapping[str, Any]
 
 

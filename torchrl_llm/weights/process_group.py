@@ -25,18 +25,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
-__all__ = [
-    "Pending",
-    "WeightGroup",
-    "bounded",
-    "collective_device",
-    "free_port",
-    "join_group",
-    "open_store",
-    "stateless_init_process_group",
-    "stateless_init_process_group_async",
-]
-
 JOIN_TIMEOUT_S = 60.0
 """Seconds that the members of a group have to come together, unless the caller says otherwise."""
 

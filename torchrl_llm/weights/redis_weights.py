@@ -25,8 +25,6 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_names import Weights, engine_weights
 from torchrl_llm.weights.weight_source import WeightSource
 
-__all__ = ["RedisWeightReader", "RedisWeightSource", "RedisWeightWriter"]
-
 _MOST_BYTES = 500 << 20
 _KEPT_S = 3600
 _FIELDS = {"version": int, "digest": str, "upload": str, "chunks": int}

@@ -27,8 +27,6 @@ from torchrl_llm.weights.weight_source import WeightReceipt
 from torchrl_llm.weights.weight_updater import WeightUpdater
 from torchrl_llm.weights.whole_model import EngineWeights, Sender
 
-__all__ = ["BroadcastWeights", "DoubleBufferWeights", "RankZeroWeights", "fitted"]
-
 
 def fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, Tensor]:
     """Weights in the types that receivers expect.

@@ -17,8 +17,6 @@ from torchrl_llm.weights.weight_names import engine_weights
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt
 from torchrl_llm.weights.whole_model import EngineWeights, Sender, Weights
 
-__all__ = ["SharedEngineWeights"]
-
 
 @register("weights", "shared")
 class SharedEngineWeights(EngineWeights):

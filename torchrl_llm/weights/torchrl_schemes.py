@@ -27,16 +27,6 @@ from torchrl_llm.weights.weight_names import engine_weights
 from torchrl_llm.weights.weight_receiver import backend_of
 from torchrl_llm.weights.weight_source import WeightReceipt
 
-__all__ = [
-    "VLLMDoubleBufferSyncScheme",
-    "VLLMDoubleBufferWeightReceiver",
-    "VLLMDoubleBufferWeightSender",
-    "VLLMWeightReceiver",
-    "VLLMWeightSender",
-    "VLLMWeightSyncScheme",
-    "WeightSender",
-]
-
 Strategy = Literal["tensordict", "state_dict"]
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torchrl_llm.errors import WeightUpdateError
 
-__all__ = ["WeightLedger"]
-
 
 class WeightLedger:
     """Version to digest of the weights that were proven to have arrived.

@@ -20,8 +20,6 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.weights.weight_updater import named_weights
 
-__all__ = ["engine_weights", "get_model_metadata", "normalized_name"]
-
 # What wrappers insert between a parent and its child, wherever the wrapper sits.
 _SEGMENTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Tables that every engine computes; a tensordict of a module has them, its state dict has not.

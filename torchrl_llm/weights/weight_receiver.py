@@ -14,8 +14,6 @@ from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["WeightReceiver", "backend_of"]
-
 _STOP_POLL_S = 0.5
 
 

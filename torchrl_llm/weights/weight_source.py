@@ -19,20 +19,6 @@ from torch import Tensor, nn
 from torchrl_llm.errors import WeightUpdateError
 from torchrl_llm.weights.fingerprint import WeightDigest, weights_digest
 
-__all__ = [
-    "UNHASHED",
-    "AdapterSource",
-    "DeltaSource",
-    "Incoming",
-    "TensorSource",
-    "WeightReceipt",
-    "WeightSource",
-    "copy_checked",
-    "load_into",
-    "open_source",
-]
-
-
 UNHASHED = "unhashed-"
 """What the digest of weights that nobody hashed begins with; their version follows."""
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["WeightUpdater", "named_weights"]
-
 
 def named_weights(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights by their dotted names.

@@ -25,8 +25,6 @@ from torchrl_llm.weights.weight_names import engine_weights
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 from torchrl_llm.weights.weight_updater import WeightUpdater
 
-__all__ = ["EngineWeights"]
-
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 Sender = Callable[[Backend], list[WeightReceipt]]
 Source = TypeVar("Source", bound=WeightSource)

@@ -23,15 +23,6 @@ from dataclasses import dataclass, field, replace
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = [
-    "ChannelClosedError",
-    "ChannelState",
-    "Delivery",
-    "LocalChannel",
-    "RowChannel",
-    "WorkerCounts",
-]
-
 
 class ChannelClosedError(WorkerError):
     """The learner wants no further rows; a worker ends."""

@@ -23,8 +23,6 @@ from torchrl_llm.collectors.transport.channel import (
 )
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["RayChannel"]
-
 _CALLS_AT_ONCE = 10_000
 
 

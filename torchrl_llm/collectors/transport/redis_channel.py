@@ -29,8 +29,6 @@ from torchrl_llm.collectors.transport.redis_scripts import FORGET, KEYS, LEAD, W
 from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError, WorkerError
 
-__all__ = ["RedisChannel", "delivery_from_bytes", "delivery_to_bytes"]
-
 _MOST_BYTES = 500 << 20
 # What the scripts take for a number of rows, and for any number.
 _MOST_CLAIMS, _MOST = 1 << 20, 1 << 53

@@ -23,8 +23,6 @@ the learner.
 
 from __future__ import annotations
 
-__all__ = ["FORGET", "KEYS", "LEAD", "WORK"]
-
 KEYS = (
     *("state", "queue", "queued", "taken"),
     *("claimed", "generated", "delivered", "sent", "seen", "forgotten"),

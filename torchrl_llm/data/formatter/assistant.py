@@ -17,8 +17,6 @@ from torch import Tensor
 from torchrl_llm.data.formatter.formatter import ChatFormatter
 from torchrl_llm.errors import TemplateError
 
-__all__ = ["assistant_mask"]
-
 
 def assistant_mask(
     formatter: ChatFormatter, messages: Sequence[Mapping[str, Any]], *, include_header: bool = False

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from torchrl_llm.data.formatter.probe import NAME, VALUE
 from torchrl_llm.data.json_at import json_at
 
-__all__ = ["Call", "CallSyntax", "ParsedCalls", "syntax_of"]
-
 # The bound keeps the time linear where a name may hold the mark in front of it.
 _NAME_PATTERN = r"([\w.\-/]{1,200}?)"
 _SPACE = re.compile(r"\s*")

@@ -17,8 +17,6 @@ import numpy as np
 from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.errors import TokenizerError
 
-__all__ = ["Codec", "Encoding", "Piece", "whole_characters"]
-
 # One of these stands for a literal while the text around it is encoded: a character that has no
 # merges with its neighbours, so that they are tokenised as they would be beside any odd symbol.
 _ANCHORS = ("\ue000", "\uf8fe", "\U000fabcd")

@@ -14,8 +14,6 @@ from torchrl_llm.data.formatter.probe import Probe
 from torchrl_llm.data.formatter.render import Rendered, Renderer
 from torchrl_llm.errors import TemplateError, TokenizerError
 
-__all__ = ["Composed", "Composer"]
-
 Messages = Sequence[Mapping[str, Any]]
 _ASSISTANT = 8  # added to the source code of a character inside a model's turn
 

@@ -20,8 +20,6 @@ from torchrl_llm.data.formatter.compose import Composed, Composer, Messages
 from torchrl_llm.data.formatter.render import Rendered
 from torchrl_llm.errors import TemplateError, TokenizerError
 
-__all__ = ["Continuation", "Extension", "ForkCause", "OnRewrite"]
-
 OnRewrite = Literal["fork", "keep", "error"]
 ForkCause = Literal["think_dropped", "prompt_changed", "closer_changed", "history_changed"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["REASONING_KEYS", "calls_of", "reasoning_of", "texts_of"]
-
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 

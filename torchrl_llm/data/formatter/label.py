@@ -13,8 +13,6 @@ from torchrl_llm.data.formatter.probe import Probe
 from torchrl_llm.data.formatter.render import Rendered
 from torchrl_llm.data.formatter.splice import first_closer
 
-__all__ = ["assistant_regions", "char_sources", "label_tokens"]
-
 
 def assistant_regions(
     rendered: Rendered, messages: Sequence[Mapping[str, Any]], probe: Probe

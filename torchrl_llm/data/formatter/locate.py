@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from torchrl_llm.data.formatter.fields import texts_of
 from torchrl_llm.data.formatter.shield import ESCAPE, Shield
 
-__all__ = ["Locator", "Mark", "Span"]
-
 _MARK, _END_MARK, _MAX_MARKED = 0xF0000, 0x100000, 0xFFFD
 _PRIVATE_USE = re.compile("[\U000f0000-\U0010fffd]")
 _MARKS = re.compile("[\U000f0000-\U0010fffd]|" + ESCAPE + ".", re.DOTALL)

@@ -16,8 +16,6 @@ A turn without a thought is written with an empty block where the generation pro
 
 from __future__ import annotations
 
-__all__ = ["PRESERVING_TEMPLATES"]
-
 _DEEPSEEK_R1 = r"""
 {{- bos_token -}}
 {%- if messages and messages[0]['role'] == 'system' -%}

@@ -18,8 +18,6 @@ from torchrl_llm.data.formatter.render import Form, Renderer
 from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.errors import TemplateError
 
-__all__ = ["Closer", "Probe", "probe_template"]
-
 USER, ANSWER, NEXT = "kqxuser", "kqxanswer", "kqxnext"
 THOUGHT, NAME, VALUE, RESULT = "kqxthought", "kqxname", "kqxvalue", "kqxresult"
 _SECOND = "kqxsecond"

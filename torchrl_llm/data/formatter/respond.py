@@ -20,8 +20,6 @@ from torchrl_llm.data.formatter.shield import Shield
 from torchrl_llm.data.formatter.splice import read_ending
 from torchrl_llm.data.formatter.thoughts import split_thoughts
 
-__all__ = ["ResponseParser"]
-
 
 class ResponseParser:
     """Parse responses for one tokenizer and one template.

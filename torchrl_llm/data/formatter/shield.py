@@ -15,8 +15,6 @@ from typing import Any
 
 from torchrl_llm.errors import TokenizerError
 
-__all__ = ["ESCAPE", "Shield", "covers"]
-
 ESCAPE = "\uf8ff"
 _FIRST = 0xE000
 _CAPACITY = 0xF8FF - _FIRST

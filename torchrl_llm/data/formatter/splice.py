@@ -18,17 +18,6 @@ from torchrl_llm.data.formatter.probe import Closer, Probe
 from torchrl_llm.data.formatter.render import Rendered
 from torchrl_llm.data.formatter.shield import covers
 
-__all__ = [
-    "Cut",
-    "Ending",
-    "find_cut",
-    "first_closer",
-    "fork_cause",
-    "read_ending",
-    "thoughts_of",
-    "window_start",
-]
-
 _WORDS = re.compile(r"\S+")
 _SPACE = re.compile(r"\s*")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["split_thoughts"]
-
 _MARKS = re.compile("<think>|</think>")
 
 

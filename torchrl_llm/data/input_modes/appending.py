@@ -25,8 +25,6 @@ from torchrl_llm.data.ragged import read_rows, unpad_rows
 from torchrl_llm.data.token_facts import find_fact
 from torchrl_llm.errors import TemplateError
 
-__all__ = ["Grown", "NewText", "aligned_rows", "append_ids", "read_turns", "valid_rows"]
-
 Message = Mapping[str, Any]
 
 

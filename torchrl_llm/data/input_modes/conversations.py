@@ -17,8 +17,6 @@ from torchrl_llm.data.input_modes.input_mode import missing_key
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.errors import DataError
 
-__all__ = ["history_spec", "read_chats", "write_chats"]
-
 
 def history_spec(field: str, chat: Chat, size: int) -> Composite:
     """The spec of ``("history", field)``.

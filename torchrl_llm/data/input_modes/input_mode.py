@@ -21,8 +21,6 @@ from torchrl_llm.data.column import Chat
 from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.errors import DataError
 
-__all__ = ["InputMode", "Message", "merge_rows", "message_text", "missing_key"]
-
 Message = Mapping[str, Any]
 
 

@@ -33,8 +33,6 @@ from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.data.token_facts import TokenFact, by_node, carried_facts
 from torchrl_llm.errors import DataError
 
-__all__ = ["TextMode", "TokensMode"]
-
 
 class _TokenCarrier(InputMode):
     """Text and tokens mode: ids and what is carried with them travel as keys of their own."""

@@ -24,8 +24,6 @@ from torchrl_llm.data.rollouts import row_list, split_rollout
 from torchrl_llm.data.wire import PackedRows, new_node, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["ReplayBuffer"]
-
 _STATE_FILE = "rows.pt"
 
 

@@ -21,8 +21,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import as_path, group_val
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["PromptGroupSampler"]
-
 _STATE_FILE = "groups.pt"
 
 

@@ -19,8 +19,6 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.wire import leaf
 
-__all__ = ["Selector", "drop_incomplete", "drop_truncated"]
-
 Selector = Callable[[Sequence[Trajectory]], Sequence[bool]]
 """One flag for each trajectory of a group: whether it takes part."""
 

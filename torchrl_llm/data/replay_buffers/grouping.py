@@ -29,8 +29,6 @@ from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["GroupTransform"]
-
 _COUNTS = (
     "completed_trajectories",
     "invalid_trajectories",

@@ -31,8 +31,6 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, TokenFact
 from torchrl_llm.data.wire import cell, leaf, new_node, plain_node, set_copied, typed_node
 
-__all__ = ["JoinTurns"]
-
 
 class JoinTurns(Transform):
     """Inverse transform of a replay buffer: the turns of one trajectory become one row.

@@ -17,8 +17,6 @@ from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["RayReplayBuffer"]
-
 
 class _Host:
     """What runs in the actor."""

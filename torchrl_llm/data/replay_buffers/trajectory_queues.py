@@ -22,8 +22,6 @@ from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.wire import leaf, pack_rows, plain_node, unpack_row_list
 from torchrl_llm.errors import DataError
 
-__all__ = ["GroupQueue", "Trajectory", "TrajectoryQueue", "as_path", "group_value"]
-
 
 def as_path(key: NestedKey) -> tuple[str, ...]:
     """A key as a tuple of names.

@@ -17,8 +17,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.arithmetic import ArithmeticRewardParser
 
-__all__ = ["ArithmeticEnv", "addition_pairs", "addition_problem"]
-
 _NUM_HELD_OUT = 512
 _SPLIT_SEED = 20_240_607
 

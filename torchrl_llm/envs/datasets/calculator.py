@@ -22,8 +22,6 @@ from torchrl_llm.rewards.arithmetic import ArithmeticRewardParser
 from torchrl_llm.tools.calculator import Calculator
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-__all__ = ["CalculatorEnv", "calculator_problem", "calculator_problems"]
-
 _FIRST, _SECOND = range(100, 1000), range(10, 100)
 _OPERATORS = "*-"
 _NUM_HELD_OUT = 512

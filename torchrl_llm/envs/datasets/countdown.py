@@ -19,8 +19,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.countdown import CountdownProblem, CountdownRewardParser
 
-__all__ = ["CountdownEnv", "countdown_problem"]
-
 _NUM_ROWS = {"train": 2**18, "test": 1024}
 # One problem in so many is held out.
 _HELD_OUT = 16

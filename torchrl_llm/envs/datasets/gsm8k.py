@@ -10,8 +10,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import DataError
 from torchrl_llm.rewards.gsm8k import GSM8KRewardParser
 
-__all__ = ["GSM8KEnv"]
-
 
 @register("tasks", "gsm8k")
 class GSM8KEnv(TaskEnv):

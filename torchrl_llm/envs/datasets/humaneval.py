@@ -10,8 +10,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.code import CodeProblem, HumanEvalRewardParser
 
-__all__ = ["HumanEvalEnv"]
-
 
 @register("tasks", "humaneval")
 class HumanEvalEnv(TaskEnv):

@@ -12,8 +12,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.rewards.ifeval.data import read_row
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer
 
-__all__ = ["IFEvalEnv"]
-
 
 @register("tasks", "ifeval")
 class IFEvalEnv(TaskEnv):

@@ -20,8 +20,6 @@ from torchrl_llm.envs.datasets.words import word_list
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.letter_counting import LetterCountingRewardParser
 
-__all__ = ["TIERS", "LetterCountingEnv", "LetterProblem", "Tier", "letter_problem"]
-
 _NUM_ROWS = {"train": 100_000, "test": 1_000}
 
 

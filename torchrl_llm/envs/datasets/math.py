@@ -10,8 +10,6 @@ from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import DataError
 from torchrl_llm.rewards.math import MATHRewardParser, last_boxed
 
-__all__ = ["MATHEnv"]
-
 
 @register("tasks", "math")
 class MATHEnv(TaskEnv):

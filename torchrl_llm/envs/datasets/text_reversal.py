@@ -14,8 +14,6 @@ from torchrl_llm.envs.datasets.words import word_list
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.text_reversal import TextReversalRewardParser
 
-__all__ = ["TextReversalEnv", "reversal_problem"]
-
 _NUM_ROWS = {"train": 100_000, "test": 1_000}
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["word_list"]
-
 _FILE = Path(__file__).parents[2] / "assets" / "words.txt"
 
 

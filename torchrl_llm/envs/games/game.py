@@ -19,8 +19,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
 
-__all__ = ["Agent", "Game", "IllegalAction", "Outcome", "Turn", "expert", "play", "random_agent"]
-
 State = TypeVar("State")
 Agent = Callable[["Game", Any], str]
 """Game and state to action."""

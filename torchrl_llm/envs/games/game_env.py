@@ -19,8 +19,6 @@ from torchrl_llm.envs.games.steps import STATE_KEY, GameSteps
 from torchrl_llm.envs.world import ModelTurn, WorldEnv
 from torchrl_llm.errors import DataError
 
-__all__ = ["GameEnv"]
-
 
 class GameEnv(WorldEnv):
     """A game that language models play, one game a row.

@@ -14,8 +14,6 @@ from torchrl_llm.envs.games.game import Game, Outcome
 from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["KeyDoor", "KeyDoorEnv", "KeyDoorState"]
-
 Cell = tuple[int, int]
 
 _MOVES: dict[str, Cell] = {"north": (-1, 0), "south": (1, 0), "west": (0, -1), "east": (0, 1)}

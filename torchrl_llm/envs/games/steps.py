@@ -20,8 +20,6 @@ from torchrl_llm.envs.games.game import Game, IllegalAction
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["STATE_KEY", "GameSteps"]
-
 STATE_KEY = "game_state"
 
 

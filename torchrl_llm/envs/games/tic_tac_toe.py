@@ -12,8 +12,6 @@ from torchrl_llm.envs.games.game import Game, Outcome
 from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["Opponent", "TicTacToe", "TicTacToeEnv", "TicTacToeState"]
-
 Opponent = Literal["random", "minimax"]
 
 _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))

@@ -23,8 +23,6 @@ from torchrl_llm.envs.actions import ActionError, ActionParser
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import ConfigError, MissingExtraError, WorkerError
 
-__all__ = ["CommandAction", "MLGymSession", "MLGymWrapper", "make_mlgym"]
-
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _SCORE = r"{} Score: \{{'[^']*': ([-+.\deE]+)"
 _WORKING_FOLDER = threading.RLock()

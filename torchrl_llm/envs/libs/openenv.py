@@ -22,8 +22,6 @@ from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_a
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
 
-__all__ = ["OpenEnvClient", "OpenEnvEnv", "OpenEnvSession", "observation_text"]
-
 _MAX_MESSAGE = 100 * 2**20
 
 

@@ -24,8 +24,6 @@ from torchrl_llm.envs.actions import ActionError, ActionParser, CallAction
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
-__all__ = ["Observed", "Session", "SessionEnv", "SessionSteps"]
-
 OPTIONS_KEY = "reset_options"
 
 

@@ -9,8 +9,6 @@ from torchrl.envs import Transform, TransformedEnv
 if TYPE_CHECKING:
     from torchrl_llm.envs.chat_env import ChatEnv
 
-__all__ = ["chat_env_of"]
-
 
 def chat_env_of(transform: Transform) -> ChatEnv | None:
     """The chat environment under all transforms; ``None`` where there is none (yet).

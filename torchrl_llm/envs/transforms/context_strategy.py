@@ -27,16 +27,6 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 
-__all__ = [
-    "ContextStrategy",
-    "FullDialog",
-    "SlidingWindow",
-    "TruncatedThinking",
-    "forked",
-    "slide_window",
-    "truncate_thoughts",
-]
-
 Message = Mapping[str, Any]
 _OPEN, _CLOSE = "<think>", "</think>"
 

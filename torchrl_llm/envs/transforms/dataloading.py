@@ -27,8 +27,6 @@ from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["DataLoadingPrimer", "as_nested_tensor", "as_padded_tensor"]
-
 Row = Mapping[str, Any]
 
 

@@ -13,8 +13,6 @@ from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import overlong_penalty
 
-__all__ = ["OverlongPenalty"]
-
 
 class OverlongPenalty(RowTransform):
     r"""Adds DAPO's soft overlong punishment to the reward.

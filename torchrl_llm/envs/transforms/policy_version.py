@@ -14,8 +14,6 @@ from torchrl.envs import Transform
 from torchrl_llm.data.column import Column
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["PolicyVersion"]
-
 
 class PolicyVersion(Transform):
     """Writes ``"policy_version"`` at reset and step.

@@ -21,8 +21,6 @@ from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["RayDataLoadingPrimer"]
-
 # Ids of groups that actors give out begin where those of ordinary processes end.
 _worker_ids = itertools.count(2**28 - 1, -1)
 

@@ -20,8 +20,6 @@ from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["RetrieveLogProb"]
-
 
 class RetrieveLogProb(RowTransform):
     """Scores ``("tokens", "full")`` of each row with a model of its own.

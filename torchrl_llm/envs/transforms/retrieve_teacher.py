@@ -16,8 +16,6 @@ from torchrl_llm.data.scoring import TokenScorer, check_same_vocabulary
 from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.errors import ConfigError, DataError
 
-__all__ = ["RetrieveTeacherLogProb"]
-
 
 class RetrieveTeacherLogProb(RowTransform):
     """Scores each row with its teacher, for distillation.

@@ -17,8 +17,6 @@ from torchrl_llm.data.row_transform import (
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["RetrieveValues"]
-
 
 class RetrieveValues(RowTransform):
     """Writes what a critic says about each sampled token, into the rows of a replay buffer.

@@ -9,8 +9,6 @@ from torchrl.envs import StepCounter as _StepCounter
 
 from torchrl_llm.data.enums import TruncationReason
 
-__all__ = ["StepCounter"]
-
 
 class StepCounter(_StepCounter):
     """TorchRL's :class:`~torchrl.envs.StepCounter`, for environments of conversations.

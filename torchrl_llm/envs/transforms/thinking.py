@@ -27,8 +27,6 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["AddThinkingPrompt", "edit_turn"]
-
 _CAUSE = "turn_edited"
 
 

@@ -19,8 +19,6 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["IncrementalTokenizer"]
-
 
 class IncrementalTokenizer(Transform):
     """Writes ``("tokens", "prompt")`` for ``("history", "prompt")``, encoding only what is new.

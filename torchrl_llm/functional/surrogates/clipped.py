@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_LOG_RATIO", "ppo_clip", "sapo"]
-
 MAX_LOG_RATIO = 20.0
 """Larger log-ratios count as this one: exp(20) = 5e8 is far beyond any ratio that means something
 and well below overflow."""

@@ -19,8 +19,6 @@ from torchrl_llm.functional.corrections import Level, level_log_ratio
 from torchrl_llm.functional.ratios import geometric_log_ratio
 from torchrl_llm.functional.surrogates.clipped import MAX_LOG_RATIO, ppo_clip
 
-__all__ = ["gmpo", "gspo", "gspo_token"]
-
 
 def gspo(
     log_ratio_N: Tensor,

@@ -16,8 +16,6 @@ from torch import Tensor
 from torchrl_llm.functional.ratios import sequence_log_ratio
 from torchrl_llm.functional.surrogates.clipped import MAX_LOG_RATIO
 
-__all__ = ["cispo", "reinforce", "sequence_weights", "topr"]
-
 
 def reinforce(log_probs: Tensor, advantage: Tensor, weights: Tensor | None = None) -> Tensor:
     r"""The score-function loss :math:`-w A \log \pi`, whose gradient is the policy gradient.

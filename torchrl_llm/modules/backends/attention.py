@@ -29,8 +29,6 @@ from torchrl_llm.functional import (
 )
 from torchrl_llm.modules.backends.head import causal_model, evaluating, model_body
 
-__all__ = ["RowMask", "longest_plain_row", "row_mask", "why_not_packed"]
-
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # What a mask may be asked on its way; everything else would need its entries.

@@ -24,8 +24,6 @@ from torchrl_llm.data.scoring import Support, TokenScorer
 from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["Backend", "Completion", "EngineStatus", "SamplingParams"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

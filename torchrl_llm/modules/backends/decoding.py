@@ -21,8 +21,6 @@ from torchrl_llm.functional import kept_ids, take_support
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
 
-__all__ = ["Decoder", "StopStrings", "decode"]
-
 # A smaller batch must pay for copying the caches of the rows that stay.
 _COMPACT_BELOW = 0.75
 # Asking a GPU whether all rows have ended waits for it; on the CPU it is free.

@@ -30,8 +30,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["Answer", "BigramModel", "FakeBackend"]
-
 _HIDDEN = 8
 
 

@@ -32,8 +32,6 @@ from torchrl_llm.functional import (
     support_log_probs,
 )
 
-__all__ = ["LMHead", "causal_model", "evaluating", "model_body"]
-
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")

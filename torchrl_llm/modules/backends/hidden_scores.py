@@ -17,8 +17,6 @@ from torchrl_llm.functional import HeadScores
 from torchrl_llm.modules.backends.head import LMHead
 from torchrl_llm.modules.value_head import ValueHead
 
-__all__ = ["score_hidden"]
-
 
 def score_hidden(
     head: LMHead,

@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-__all__ = ["make_cache"]
-
 _MOST_ROOM = 64
 
 

@@ -33,8 +33,6 @@ from torchrl_llm.functional import (
 )
 from torchrl_llm.modules.backends.head import causal_model, model_body
 
-__all__ = ["LAYOUTS", "ModelSize", "RowStream", "Rows", "lay_out"]
-
 LAYOUTS = ("padded", "bucketed", "packed", "shared")
 
 # Seconds, forward and backward: a floating point operation, a layer's share of a call, a weight's

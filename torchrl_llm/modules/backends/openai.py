@@ -31,8 +31,6 @@ from torchrl_llm.modules.backends.backend_port import Backend, Completion, Sampl
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["OpenAIBackend"]
-
 _Result = TypeVar("_Result")
 _COOLEST = 0.01
 

@@ -21,18 +21,6 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 
-__all__ = [
-    "NATIVE_ARGUMENTS",
-    "completion_body",
-    "last_distribution",
-    "only_choice",
-    "read_completion",
-    "read_last_scores",
-    "read_prompt_distributions",
-    "read_prompt_scores",
-    "scoring_body",
-]
-
 NATIVE_ARGUMENTS = frozenset(
     {
         "allowed_token_ids",

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
-__all__ = ["draw", "penalize_repetition", "sampling_log_probs"]
-
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
     """Make tokens that were seen less probable (arXiv:1909.05858, section 4.1).

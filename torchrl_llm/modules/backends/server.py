@@ -35,8 +35,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["EXTENSION", "InFlight", "VLLMServer"]
-
 EXTENSION = "torchrl_llm.modules.backends.vllm.receiver.WeightReceiver"
 """What ``--worker-extension-cls`` must be for weights to be taken."""
 

@@ -29,8 +29,6 @@ from torchrl_llm.modules.backends.hidden_scores import score_hidden
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
 from torchrl_llm.modules.value_head import ValueHead
 
-__all__ = ["CausalScorer"]
-
 
 class CausalScorer(nn.Module, TokenScorer):
     """Scores selected tokens under a Hugging Face causal model, without ``[B, T, V]`` logits.

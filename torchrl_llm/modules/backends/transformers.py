@@ -38,8 +38,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["NATIVE_ARGUMENTS", "TransformersBackend", "native_processors", "sampling_mode"]
-
 
 @contextmanager
 def sampling_mode(module: nn.Module) -> Iterator[None]:

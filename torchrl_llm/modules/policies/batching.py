@@ -15,8 +15,6 @@ from typing import Any
 
 from torchrl_llm.errors import BackendError, ConfigError
 
-__all__ = ["RequestBatcher", "make_batcher"]
-
 Run = Callable[[list[Any], Any], list[Any]]
 
 

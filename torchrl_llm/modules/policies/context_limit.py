@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, get_args
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import ConfigError, OverlongError
 
-__all__ = ["OnOverlong", "fit_context"]
-
 OnOverlong = Literal["error", "drop", "truncate"]
 
 

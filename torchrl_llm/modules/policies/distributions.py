@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
-__all__ = ["LogProbDistribution", "TokenDistribution"]
-
 
 class TokenDistribution(Categorical):
     """What each token was drawn from: index ``t`` is p(x_t | x_<t), not the model's next token.

@@ -8,8 +8,6 @@ from typing import Any
 from torchrl_llm.modules.backends.fake import FakeBackend, Rule, Script
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
-__all__ = ["FakeWrapper"]
-
 
 class FakeWrapper(LLMWrapperBase):
     """Answers by script or rule, or by sampling from a tiny bigram model.

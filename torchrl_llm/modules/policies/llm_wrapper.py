@@ -60,8 +60,6 @@ from torchrl_llm.modules.policies.sampling_arguments import (
 )
 from torchrl_llm.modules.policies.text_codec import TextCodec
 
-__all__ = ["LLMWrapperBase"]
-
 InputMode = Literal["history", "text", "tokens"]
 _READERS: dict[str, type[RowReader]] = {
     "history": HistoryRows,

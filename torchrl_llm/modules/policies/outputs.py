@@ -32,8 +32,6 @@ from torchrl_llm.errors import DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.policies.row_readers import KeyNames, continues
 
-__all__ = ["answered_columns", "pad_columns", "respond", "scored_columns", "with_tool_calls"]
-
 
 def respond(
     prompts: Sequence[TokenRecord], completions: Sequence[Completion], policy_version: int

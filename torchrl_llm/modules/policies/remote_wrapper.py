@@ -15,8 +15,6 @@ from torchrl_llm.modules.model_loading import load_model, load_tokenizer
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.remote.pool import EnginePool
 
-__all__ = ["RemoteTransformersWrapper"]
-
 
 class RemoteTransformersWrapper(LLMWrapperBase):
     """:class:`~torchrl_llm.modules.TransformersWrapper` over a model in an actor of its own.

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 
-__all__ = ["chat_rows", "deliver", "flat_blocks", "nest", "object_rows", "tensor_rows"]
-
 
 def flat_blocks(td: TensorDictBase) -> list[TensorDictBase]:
     """One-dimensional blocks that hold the rows of a batch in row-major order.

@@ -30,17 +30,6 @@ from torchrl_llm.modules.backends.backend_port import Completion
 from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tensor_rows
 from torchrl_llm.modules.policies.text_codec import TextCodec
 
-__all__ = [
-    "HistoryRows",
-    "KeyNames",
-    "Prompts",
-    "RowReader",
-    "Sequences",
-    "TextRows",
-    "TokensRows",
-    "continues",
-]
-
 Blocks = Sequence[TensorDictBase]
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 

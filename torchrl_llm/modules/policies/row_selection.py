@@ -17,8 +17,6 @@ from torchrl_llm.errors import DataError
 from torchrl_llm.modules.policies.row_blocks import tensor_rows
 from torchrl_llm.modules.policies.row_readers import KeyNames
 
-__all__ = ["select_tokens", "support_extras", "temperatures"]
-
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
     """What each row was sampled at, float32 ``[B]``, or 1.0 where the rows do not say."""

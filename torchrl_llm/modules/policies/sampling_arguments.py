@@ -12,15 +12,6 @@ import torch
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
 
-__all__ = [
-    "DEFAULT_MAX_NEW_TOKENS",
-    "GenerationArguments",
-    "check_mode",
-    "override_generation",
-    "parse_generate_kwargs",
-    "settle_generation",
-]
-
 DEFAULT_MAX_NEW_TOKENS = 256
 """Length of a response when ``max_new_tokens`` is not given."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from torchrl_llm.data.formatter.codec import Codec, Piece
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["TextCodec"]
-
 _ARGUMENTS = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})
 
 

@@ -12,8 +12,6 @@ from torchrl_llm.modules.backends.transformers import TransformersBackend
 from torchrl_llm.modules.model_loading import load_model, load_tokenizer
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
-__all__ = ["TransformersWrapper"]
-
 
 class TransformersWrapper(LLMWrapperBase):
     """Samples and scores with a ``transformers`` model.

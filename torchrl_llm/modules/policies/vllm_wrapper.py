@@ -12,8 +12,6 @@ from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
-__all__ = ["vLLMWrapper"]
-
 
 class vLLMWrapper(LLMWrapperBase):
     """Samples and scores with vLLM: the modes, columns and arguments of every other policy.

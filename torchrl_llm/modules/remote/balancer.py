@@ -18,8 +18,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError, WorkerError
 
-__all__ = ["LoadBalancer", "LoadBook", "LoadSnapshot", "Strategy"]
-
 Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
 """What a choice goes by."""
 

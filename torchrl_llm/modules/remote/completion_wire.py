@@ -18,8 +18,6 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import find_fact
 from torchrl_llm.modules.backends.backend_port import Completion
 
-__all__ = ["PackedCompletions", "PackedIds"]
-
 
 class PackedIds(NamedTuple):
     """Rows of ids, or of flags.

@@ -20,8 +20,6 @@ from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnap
 from torchrl_llm.modules.remote.replica import VersionMismatch
 from torchrl_llm.modules.remote.replica_supervisor import PoolTable, ReplicaAddress
 
-__all__ = ["Balancing", "Dispatcher", "Part"]
-
 _REFRESH_S = 0.5
 _PAUSE_S = 0.1
 

@@ -43,8 +43,6 @@ from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor, 
 from torchrl_llm.modules.remote.store import ObjectStoreSource
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
-__all__ = ["EnginePool"]
-
 
 class EnginePool(Backend):
     """A backend whose engines run in Ray actors, each with weights of its own.

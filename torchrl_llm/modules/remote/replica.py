@@ -20,8 +20,6 @@ from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
 from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
-__all__ = ["Replica", "ReplicaFacts", "ReplicaStatus", "VersionMismatch", "Versions"]
-
 
 class VersionMismatch(WorkerError):
     """A replica does not hold the weights that a request asks for; another one may."""

@@ -32,8 +32,6 @@ from torchrl_llm.modules.remote.replica import Replica, ReplicaFacts, ReplicaSta
 from torchrl_llm.modules.remote.store import ObjectStoreSource
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-__all__ = ["PoolSpec", "PoolTable", "ReplicaAddress", "Supervisor", "free_place"]
-
 _STARTERS = 256
 _BACKOFF_S = 0.5
 _MOST_DELTAS = 8

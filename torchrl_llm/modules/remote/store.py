@@ -15,8 +15,6 @@ from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import WeightSource
 
-__all__ = ["ObjectStoreSource"]
-
 _ALIGNMENT = 64
 
 

@@ -11,8 +11,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajec
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
 
-__all__ = ["BatchStatistics"]
-
 
 class BatchStatistics(CreditAssigner):
     """Base of the rules whose ``assign_all`` looks at all groups of a batch at once.

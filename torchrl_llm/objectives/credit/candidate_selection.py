@@ -12,8 +12,6 @@ from torch import Tensor
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["MCAdvantageSelector"]
-
 
 class MCAdvantageSelector:
     """Chooses the trajectories of a group out of its candidates.

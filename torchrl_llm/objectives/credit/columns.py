@@ -13,8 +13,6 @@ from torchrl_llm.data.enums import Source
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
-__all__ = ["along_tokens", "sampled_in_response"]
-
 
 def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
     """An advantage column of a row.

@@ -22,16 +22,6 @@ from torchrl_llm.functional.padding import row_index
 from torchrl_llm.objectives.credit.candidate_selection import MCAdvantageSelector
 from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
 
-__all__ = [
-    "RETURNS",
-    "ComparingCredit",
-    "TrajectoryReturn",
-    "check_choice",
-    "check_deviation",
-    "check_group",
-    "trajectory_returns",
-]
-
 TrajectoryReturn = Literal["sum", "max", "mean", "last"]
 
 _RETURNS = {

@@ -23,8 +23,6 @@ from torch import Tensor
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 
-__all__ = ["CreditAssigner"]
-
 
 class CreditAssigner(GroupTransform):
     """Writes the advantage of rows as they enter a replay buffer, group by group.

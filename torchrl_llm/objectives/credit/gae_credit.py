@@ -23,8 +23,6 @@ from torchrl_llm.objectives.credit.batch import BatchStatistics
 from torchrl_llm.objectives.credit.columns import sampled_in_response
 from torchrl_llm.objectives.credit.comparing import check_choice
 
-__all__ = ["GAEAdvantage"]
-
 
 @register("advantages", "gae")
 class GAEAdvantage(BatchStatistics):

@@ -24,8 +24,6 @@ from torchrl_llm.objectives.credit.comparing import (
     check_group,
 )
 
-__all__ = ["HybridNormalizedReturn", "LeaveOneOutAdvantage", "MCAdvantage"]
-
 
 @register("advantages", "group")
 class MCAdvantage(ComparingCredit):

@@ -22,8 +22,6 @@ from torchrl_llm.objectives.credit.comparing import (
 )
 from torchrl_llm.objectives.credit.return_credit import returns_to_go
 
-__all__ = ["BatchNormalizedReturn"]
-
 
 @register("advantages", "batch")
 class BatchNormalizedReturn(BatchStatistics, ComparingCredit):

@@ -28,8 +28,6 @@ from torchrl_llm.objectives.credit.comparing import (
 )
 from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
 
-__all__ = ["ConstantCredit", "EpisodicReturn", "MonteCarloReturn", "PerStepReward", "returns_to_go"]
-
 
 @register("advantages", "constant")
 class ConstantCredit(CreditAssigner):

@@ -16,8 +16,6 @@ from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_li
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.credit.group_credit import MCAdvantage
 
-__all__ = ["RayMCAdvantage"]
-
 
 class _Queues:
     """What runs in the actor."""

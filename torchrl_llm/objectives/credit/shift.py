@@ -16,8 +16,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.kl import k3
 from torchrl_llm.objectives.credit.columns import sampled_in_response
 
-__all__ = ["PolicyShift"]
-
 _COLUMNS = {
     "ids": ("tokens", "full"),
     "log_probs": ("log_probs", "full"),

@@ -26,8 +26,6 @@ from torchrl_llm.objectives.credit.comparing import (
 )
 from torchrl_llm.objectives.credit.shift import PolicyShift
 
-__all__ = ["SPOAdvantage"]
-
 
 @register("advantages", "spo")
 class SPOAdvantage(BatchStatistics):

@@ -18,8 +18,6 @@ from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.credit.columns import sampled_in_response
 
-__all__ = ["TeacherKL"]
-
 
 class TeacherKL(Transform):
     r"""Takes the divergence from a teacher off the advantage of each sampled token.

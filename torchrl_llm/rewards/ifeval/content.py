@@ -7,16 +7,6 @@ import re
 from torchrl_llm.rewards.ifeval.instructions import instruction
 from torchrl_llm.rewards.ifeval.text import split_parts
 
-__all__ = [
-    "ends_with",
-    "has_placeholders",
-    "has_postscript",
-    "has_two_responses",
-    "is_quoted",
-    "lacks_commas",
-    "repeats_prompt",
-]
-
 _PLACEHOLDER = re.compile(r"\[([^\[\]\n]+)\]")
 # Other scripts have commas too: Arabic, Chinese and Japanese ones, and their wide and small forms.
 _COMMA = re.compile(r"[,\u060c\u3001\uff0c\ufe50\ufe51\uff64]")

@@ -19,8 +19,6 @@ from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import DataError
 from torchrl_llm.rewards.ifeval.verdict import Verdict
 
-__all__ = ["IFEvalData", "IFEvalExample", "IFEvalScoreData"]
-
 _SCORES = (
     "prompt_level_strict_acc",
     "inst_level_strict_acc",

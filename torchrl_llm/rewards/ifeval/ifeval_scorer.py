@@ -25,8 +25,6 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.reward_runner import Outcome
 from torchrl_llm.rewards.text_blocks import ResponseParts, split_response
 
-__all__ = ["IfEvalScorer"]
-
 _ANSWER_BONUS = 0.1
 _THINK_BONUS = 0.05
 # What is written where scores are wanted and no reward.

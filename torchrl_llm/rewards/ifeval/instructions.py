@@ -19,8 +19,6 @@ from typing import Any, Literal, get_type_hints
 
 from torchrl_llm.errors import RewardError
 
-__all__ = ["INSTRUCTIONS", "Instruction", "Relation", "check", "holds", "instruction"]
-
 Relation = Literal["at least", "less than"]
 
 INSTRUCTIONS: dict[str, Instruction] = {}

@@ -7,8 +7,6 @@ import re
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.ifeval.instructions import Relation, holds, instruction
 
-__all__ = ["contains_keywords", "has_keyword_frequency", "has_letter_frequency", "lacks_words"]
-
 
 @instruction("keywords:existence")
 def contains_keywords(response: str, *, keywords: list[str]) -> bool:

@@ -12,14 +12,6 @@ from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.ifeval.instructions import Relation, holds, instruction
 from torchrl_llm.rewards.ifeval.text import split_words
 
-__all__ = [
-    "detect_language",
-    "has_capital_words",
-    "is_in_language",
-    "is_lower_case_english",
-    "is_upper_case_english",
-]
-
 # The detector guesses at random below this ("yes." is Turkish to it).
 _FEWEST_WORDS = 6
 # Part of a word: letters and digits, with apostrophes, dots and hyphens between them.

@@ -12,13 +12,6 @@ from torchrl_llm.rewards.ifeval.text import (
     split_words,
 )
 
-__all__ = [
-    "begins_nth_paragraph",
-    "has_number_of_paragraphs",
-    "has_number_of_sentences",
-    "has_number_of_words",
-]
-
 
 @instruction("length_constraints:number_words")
 def has_number_of_words(response: str, *, relation: Relation, num_words: int) -> bool:

@@ -7,15 +7,6 @@ import re
 
 from torchrl_llm.rewards.ifeval.instructions import instruction
 
-__all__ = [
-    "has_highlighted_sections",
-    "has_number_of_bullets",
-    "has_sections",
-    "has_title",
-    "is_constrained",
-    "is_json",
-]
-
 _OPTIONS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 _BULLET = re.compile(r"^[ \t]*[*-][ \t]+\S", re.MULTILINE)
 # Bold first, or its inner stars would be read as an empty highlight.

@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["split_paragraphs", "split_parts", "split_sentences", "split_words"]
-
 
 def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.ifeval.instructions import find
 
-__all__ = ["Verdict", "loose_forms", "verify"]
-
-
 # Four times the longest answer that a prompt asks for; each instruction reads it nine times.
 _LONGEST = 1 << 15
 

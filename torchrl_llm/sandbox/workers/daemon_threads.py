@@ -13,8 +13,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["DaemonThreads"]
-
 
 class DaemonThreads:
     """A pool of daemonic threads.

@@ -30,14 +30,6 @@ from typing import Any
 
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
-__all__ = [
-    "RemoteCallError",
-    "RemoteDiedError",
-    "RemoteRaisedError",
-    "RemoteTimeoutError",
-    "WorkerPool",
-]
-
 _SCRIPT = Path(__file__).with_name("worker_server.py")
 _LENGTH = struct.Struct("!Q")
 _COMMAND = struct.Struct("!cq")

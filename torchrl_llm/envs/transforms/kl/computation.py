@@ -11,8 +11,6 @@ from torchrl_llm.data.row_transform import Path, RowView
 from torchrl_llm.envs.transforms.kl.kl_transform import KLReduction, KLTransform, Sources
 from torchrl_llm.functional.kl import KLEstimator
 
-__all__ = ["KLComputation"]
-
 
 class KLComputation(KLTransform):
     """Measures and penalises the divergence between two columns of log-probs.

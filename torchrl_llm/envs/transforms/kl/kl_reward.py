@@ -19,8 +19,6 @@ from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.kl import KLEstimator
 
-__all__ = ["KLRewardTransform"]
-
 
 class KLRewardTransform(KLTransform):
     """Reward less ``coef`` times the divergence of the recorded log-probs from a reference.

@@ -25,8 +25,6 @@ from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.kl import KL_ESTIMATORS, KLEstimator
 
-__all__ = ["KLReduction", "KLTransform", "Sources"]
-
 KLReduction = Literal["sum", "mean", "token"]
 
 

@@ -18,8 +18,6 @@ from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.kl import KLEstimator
 
-__all__ = ["RetrieveKL"]
-
 _RECORDED = "from_collector"
 
 

@@ -34,8 +34,6 @@ from torchrl_llm.modules.remote.replica_supervisor import PoolSpec
 from torchrl_llm.weights.process_group import open_store
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
-__all__ = ["AsyncVLLM", "ServedEngine", "make_async_vllm_engine"]
-
 
 class ServedEngine(VLLMBackend):
     """The engine of a replica: a backend that also takes requests in vLLM's own words.

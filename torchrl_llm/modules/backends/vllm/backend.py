@@ -44,8 +44,6 @@ from torchrl_llm.modules.backends.vllm.requests import (
 from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
-__all__ = ["VLLMBackend", "share_within_process"]
-
 _HERE: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 

@@ -19,8 +19,6 @@ from torchrl_llm.modules.backends.vllm.engine_environment import (
     undisturbed,
 )
 
-__all__ = ["build_engine", "engine_arguments"]
-
 _CPU_CACHE_BYTES = 1 << 30
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # How vLLM speaks of memory and devices that are not there; nothing else of it says which they are.

@@ -24,14 +24,6 @@ from torchrl._utils import logger
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError
 
-__all__ = [
-    "SUPPORTED_VERSIONS",
-    "keep_weights_unpacked",
-    "prepare_vllm",
-    "runs_on_cpu",
-    "undisturbed",
-]
-
 SUPPORTED_VERSIONS = ("0.32",)
 """Minor versions of vLLM that were tested; others are refused."""
 

@@ -20,8 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.errors import BackendError, ConfigError, TorchRLLLMError, WorkerError
 
-__all__ = ["EngineLoop", "EngineRequest", "InFlight"]
-
 InFlight = Literal["wait", "keep", "abort"]
 IN_FLIGHT = ("wait", "keep", "abort")
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 
-__all__ = ["NewExperts", "check_loadable", "checkpoint_names", "derive_again", "is_derived"]
-
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _EXPERTS = "UnquantizedFusedMoEMethod"
 # What these do after loading leaves weights where they are: packing is off.

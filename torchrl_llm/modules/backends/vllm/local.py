@@ -14,8 +14,6 @@ from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop
 from torchrl_llm.modules.backends.vllm.lora_adapter import active_adapter
 from torchrl_llm.modules.backends.vllm.sleep import SleepState
 
-__all__ = ["LocalEngine", "draw_privately"]
-
 
 def draw_privately(engine: Any) -> None:
     """Give the sampler of an engine in this process a generator of its own.

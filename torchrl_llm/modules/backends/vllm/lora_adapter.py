@@ -22,8 +22,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["active_adapter", "drop_adapter", "load_adapter"]
-
 _NAME, _NUMBER = "trained", 1
 
 

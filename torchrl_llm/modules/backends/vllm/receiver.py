@@ -31,8 +31,6 @@ from torchrl_llm.weights.weight_source import (
     WeightSource,
 )
 
-__all__ = ["WeightReceiver"]
-
 with contextlib.suppress(ModuleNotFoundError):
     # The worker imports this before it loads the model, which is the last moment for it.
     keep_weights_unpacked()

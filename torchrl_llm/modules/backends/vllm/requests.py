@@ -17,15 +17,6 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 
-__all__ = [
-    "NATIVE_ARGUMENTS",
-    "completion_of",
-    "full_log_probs",
-    "prompt_log_probs",
-    "sampling_arguments",
-    "scoring_arguments",
-]
-
 NATIVE_ARGUMENTS = frozenset(
     {
         "structured_outputs",

@@ -16,8 +16,6 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.slots import weight_slots
 from torchrl_llm.modules.backends.vllm.weight_loading import engine_model
 
-__all__ = ["SharedStorage"]
-
 
 class SharedStorage:
     """Makes a model's parameters views of an engine's memory, and watches that they stay so.

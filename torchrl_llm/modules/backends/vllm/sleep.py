@@ -18,8 +18,6 @@ from typing import Any
 from torchrl_llm.errors import BackendError, ConfigError
 from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop
 
-__all__ = ["SleepState"]
-
 
 class _Mode(enum.Enum):
     AWAKE = "awake"

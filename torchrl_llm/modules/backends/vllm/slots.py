@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError
 
-__all__ = ["WeightSlots", "is_spread", "slots_known", "weight_slots"]
-
 # Families whose parameters are all named and cut as their Hugging Face twins are, by test.
 _FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 

@@ -34,8 +34,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["check_engine", "engine_model", "load_into_vllm_model", "load_weights"]
-
 
 def engine_model(llm: Any) -> nn.Module:
     """The model of an engine that runs in this process.

@@ -14,8 +14,6 @@ from torchrl_llm.modules.backends.vllm.build import build_engine
 from torchrl_llm.weights.process_group import WeightGroup, stateless_init_process_group
 from torchrl_llm.weights.weight_source import TensorSource
 
-__all__ = ["make_vllm_worker", "vLLMWorker"]
-
 
 class vLLMWorker:
     """What vLLM's worker is extended by to take single weights from a group of processes.

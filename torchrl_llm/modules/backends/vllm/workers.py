@@ -27,8 +27,6 @@ from torchrl_llm.weights.weight_source import (
     open_source,
 )
 
-__all__ = ["agree", "load_into_workers", "num_workers"]
-
 _MEMORY = "/dev/shm"
 
 
