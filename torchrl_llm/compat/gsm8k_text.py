@@ -150,10 +150,7 @@ def make_gsm8k_env(
         MappedRows(rows, _text_row), seed=seed, batch_size=batch_size_dl, collate_fn=_columns
     )
     env = LLMEnv.from_dataloader(
-        loader,
-        batch_size=num_envs,
-        repeats=repeats,
-        group_repeats=group_repeats,
+        loader, batch_size=num_envs, repeats=repeats, group_repeats=group_repeats
     )
     env = env.insert_transform(0, GSM8KPrepareQuestion())
     env = env.append_transform(StepCounter(max_steps=1))

@@ -107,10 +107,7 @@ class Tokenizer(Transform):
         if additional_tokens and tokenizer is None:
             raise ConfigError("additional_tokens are added to a tokenizer: pass tokenizer=...")
         super().__init__(
-            in_keys=in_keys,
-            out_keys=out_keys,
-            in_keys_inv=in_keys_inv,
-            out_keys_inv=out_keys_inv,
+            in_keys=in_keys, out_keys=out_keys, in_keys_inv=in_keys_inv, out_keys_inv=out_keys_inv
         )
         if isinstance(tokenizer, str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)

@@ -14,12 +14,7 @@ from torchrl_llm.data.containers import (
     TokenTrace,
 )
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
-from torchrl_llm.data.history import (
-    ContentBase,
-    History,
-    add_chat_template,
-    remove_chat_template,
-)
+from torchrl_llm.data.history import ContentBase, History, add_chat_template, remove_chat_template
 from torchrl_llm.data.kl_controllers import AdaptiveKLController, ConstantKLController, KLController
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.replay_buffers.group_sampler import PromptGroupSampler

@@ -288,10 +288,7 @@ class ChatHistory(TensorClass["nocast"]):
         columns = {}
         for name, history in _histories(self).items():
             columns[name] = History.of(history.chats).apply_chat_template(
-                tokenizer=tokenizer,
-                tokenize=False,
-                add_generation_prompt=name == "prompt",
-                **named,
+                tokenizer=tokenizer, tokenize=False, add_generation_prompt=name == "prompt", **named
             )
         if len(columns) == 2:
             columns["response"] = _behind(columns["prompt"], columns["full"])

@@ -38,11 +38,7 @@ from torchrl_llm.data.cells import (
 from torchrl_llm.data.column import Chat, Column, set_as_column
 from torchrl_llm.data.messages import ContentBase
 from torchrl_llm.data.rendering import encode_chats, read_text, render_chats
-from torchrl_llm.data.templates import (
-    add_chat_template,
-    remove_chat_template,
-    resolve_template,
-)
+from torchrl_llm.data.templates import add_chat_template, remove_chat_template, resolve_template
 from torchrl_llm.data.tokenized import TokenizeOptions
 from torchrl_llm.errors import DataError, TokenizerError
 

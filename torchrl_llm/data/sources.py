@@ -90,11 +90,7 @@ def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
 
 
 def load_rows(
-    source: Any,
-    *,
-    columns: Iterable[str] = (),
-    name: str | None = None,
-    split: str | None = None,
+    source: Any, *, columns: Iterable[str] = (), name: str | None = None, split: str | None = None
 ) -> Sequence[Row]:
     """Rows of a data set, wherever it is.
 

@@ -242,10 +242,7 @@ def _first_prompts(first: TensorDict, facts: Sequence[TokenFact]) -> dict[tuple[
 
 
 def _responses(
-    last: TensorDict,
-    changed: dict[tuple[str, ...], Tensor],
-    facts: Sequence[TokenFact],
-    start: int,
+    last: TensorDict, changed: dict[tuple[str, ...], Tensor], facts: Sequence[TokenFact], start: int
 ) -> dict[tuple[str, str], Tensor]:
     """The responses of facts that have them, slices of the joined columns."""
     keys = [fact.key for fact in facts if fact.parts]

@@ -273,11 +273,7 @@ class GroupQueue:
             [
                 Trajectory([next(rows) for _ in range(length)], rewards, totals, valid)
                 for length, rewards, totals, valid in zip(
-                    state["lengths"],
-                    state["rewards"],
-                    state["totals"],
-                    state["valid"],
-                    strict=True,
+                    state["lengths"], state["rewards"], state["totals"], state["valid"], strict=True
                 )
             ]
         )
