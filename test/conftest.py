@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -131,9 +132,17 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _loggers_enabled():
+    # A recipe that ran in this process may have let Hydra disable every logger.
+    for each in list(logging.root.manager.loggerDict.values()):
+        if isinstance(each, logging.Logger):
+            each.disabled = False
+
+
 @pytest.fixture
 def warned(monkeypatch):
-    """What TorchRL's logger is given as warnings; Hydra may have disabled the logger itself."""
+    """What TorchRL's logger is given as warnings."""
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", said.append)
     return said
