@@ -48,8 +48,9 @@ SAME_FLOOR = {
 EXCEPT = {"objectives": {"data", "functional"}}
 # The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
-# torch and transformers install these themselves.
-ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm"}
+# torch and transformers install these themselves; huggingface_hub, which transformers needs, brings
+# httpx2 since its version 2 (pyproject.toml names it for the versions before).
+ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm", "httpx2"}
 # Core torchrl re-exports parts of its LLM package under these names.
 RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
 

@@ -1,32 +1,35 @@
-"""Requests to a server over kept-alive connections, with a limit on every wait.
+"""HTTP client of model servers: kept-alive connections, retries, a limit on every wait.
 
-Of the standard library alone. What a request means is the business of
+It sends and receives JSON, over the asynchronous transport of httpx2 (which huggingface_hub brings)
+in one thread of this process. What a request means is said in
 :mod:`torchrl_llm.modules.backends.openai` and :mod:`torchrl_llm.modules.backends.server`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import io
+import asyncio
 import json
+import os
 import random
-import selectors
-import socket
 import ssl
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx2
+
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
-# Nothing was computed for these, or a proxy lost its server; the same request may be sent again.
+# The server computed nothing, or a proxy lost its server; the same request may be sent again.
 _RETRIED = {429: "is busy", 502: "has no server behind it", 503: "is not available"}
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
-# Of its own, for nobody's seed may change what is drawn here, or be changed by it.
+# Its own generator, so that user seeds do not change the pauses, nor pauses what a seed draws.
 _JITTER = random.Random()
+# Process to the event loop of its requests: threads do not survive a fork.
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 class Reply(NamedTuple):
@@ -34,7 +37,7 @@ class Reply(NamedTuple):
 
     Attributes:
         status: of HTTP; below 500.
-        data: the parsed JSON, or text where it is none.
+        data: the parsed JSON, or text where it is not JSON.
     """
 
     status: int
@@ -46,26 +49,25 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._requests: set[Future[Any]] = set()
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Close the connections, whereupon a server drops the work for them."""
+        """Close the connections, so that a server drops the work for them."""
         with self._lock:
             self.cancelled = True
-            for sock in self._sockets:
-                with contextlib.suppress(OSError):  # closed already
-                    sock.shutdown(socket.SHUT_RDWR)
+            for request in self._requests:
+                request.cancel()
 
-    def _add(self, sock: socket.socket) -> None:
+    def _add(self, request: Future[Any]) -> None:
         with self._lock:
-            self._sockets.add(sock)
+            self._requests.add(request)
             if self.cancelled:
-                raise BackendError("the request was cancelled")
+                raise CancelledError
 
-    def _remove(self, sock: socket.socket) -> None:
+    def _remove(self, request: Future[Any]) -> None:
         with self._lock:
-            self._sockets.discard(sock)
+            self._requests.discard(request)
 
 
 class HTTPClient:
@@ -74,6 +76,9 @@ class HTTPClient:
     A request is sent again when the server said that it did not take it (429, 502, 503) or when the
     connection broke before there was an answer, but never after a time limit: what is slow to
     answer would only be favoured when it happens to be short the second time.
+
+    Proxies and passwords of the environment (``HTTP_PROXY``, ``.netrc``) are not used, cookies are
+    not kept, and redirections are errors.
 
     Args:
         url: ``http://host:port`` or ``https://...``, with a path that comes before all others.
@@ -85,7 +90,7 @@ class HTTPClient:
         num_retries: requests that were sent again so far.
 
     Raises:
-        ConfigError: for an address that is none.
+        ConfigError: an address that is not one, or a key that no header can hold.
 
     Example:
         >>> HTTPClient("http://localhost:8000/").url
@@ -100,33 +105,37 @@ class HTTPClient:
     def __init__(self, url: str, *, api_key: str | None = None, max_retries: int = 4) -> None:
         parts = urlsplit(url)
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        wrong = parts.scheme not in ("http", "https") or not parts.hostname or port == -1
-        if wrong or parts.query or parts.fragment or parts.username:
+            right = parts.port != 0 and httpx2.URL(url).scheme in ("http", "https")
+        except (ValueError, httpx2.InvalidURL):
+            right = False
+        if not (right and parts.hostname) or parts.query or parts.fragment or parts.username:
             raise ConfigError(f"the address of a server looks like http://host:8000, got {url!r}")
         if max_retries < 0:
             raise ConfigError(f"max_retries must be at least 0, got {max_retries}")
         self.url = url.rstrip("/")
         self.num_retries = 0
-        self._api_key = api_key
-        self._max_retries = max_retries
-        self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
-        self._secure = ssl.create_default_context() if parts.scheme == "https" else None
+        self._api_key, self._max_retries = api_key, max_retries
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if api_key is not None:
+            if not api_key.isprintable() or not api_key.isascii() or api_key != api_key.strip():
+                raise ConfigError(
+                    "api_key must be printable ASCII without a line break or blanks around it (a "
+                    f"key that is read from a file often ends in one), got {len(api_key)} "
+                    "characters with others among them"
+                )
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
+        self._transports: dict[int, httpx2.AsyncHTTPTransport] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Connections belong to a process.
         return _rebuild, (self.url, self._api_key, self._max_retries)
 
     def close(self) -> None:
-        """Close the idle connections."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.release()
+        """Close the connections; the next call opens new ones."""
+        transport = self._transports.pop(os.getpid(), None)
+        if transport is not None:
+            asyncio.run_coroutine_threadsafe(transport.aclose(), _loop())
 
     def call(
         self,
@@ -157,17 +166,22 @@ class HTTPClient:
             WorkerError: no connection, no answer in time, or an error of the server's.
         """
         deadline = time.monotonic() + timeout_s
-        data = None if body is None else json.dumps(body).encode()
+        headers, data = self._headers, None
+        if body is not None:
+            headers = {**headers, "Content-Type": "application/json"}
+            data = json.dumps(body).encode()
         attempt, most = 0, self._max_retries if max_retries is None else max_retries
         while True:
+            request = httpx2.Request(method, self.url + path, headers=headers, content=data)
             try:
-                reply, pause_s = self._attempt(method, path, data, deadline, cancellation)
+                reply, pause_s = self._attempt(request, deadline, cancellation)
             except TimeoutError:
                 raise WorkerError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
-            except (OSError, http.client.HTTPException) as error:
-                if cancellation is not None and cancellation.cancelled:
-                    raise BackendError(f"{self.url}{path}: the request was cancelled") from None
-                reply, pause_s, problem = None, None, f"{type(error).__name__}: {error}"
+            except CancelledError:
+                raise BackendError(f"{self.url}{path}: the request was cancelled") from None
+            except httpx2.TransportError as error:
+                cause = _root(error)
+                pause_s, problem = None, f"{type(cause).__name__}: {cause}"
             else:
                 if reply.status not in _RETRIED:
                     return self._checked(reply, path)
@@ -219,135 +233,61 @@ class HTTPClient:
         return reply
 
     def _attempt(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None,
-        deadline: float,
-        cancellation: Cancellation | None,
+        self, request: httpx2.Request, deadline: float, cancellation: Cancellation | None
     ) -> tuple[Reply, float | None]:
-        headers = {"Accept": "application/json"}
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        connection = self._connect(deadline)
-        # Only a connection whose answer was read to its end may serve the next request.
-        keep = False
+        """The answer, and how long the server wants us to wait before the next attempt."""
+        cancellation = cancellation or Cancellation()
+        sent = asyncio.run_coroutine_threadsafe(self._send(request, deadline), _loop())
         try:
-            if cancellation is not None:
-                cancellation._add(connection.raw)
-            connection.request(method, self._path + path, data, headers)
-            response = connection.getresponse()
-            content = response.read()
-            keep = not response.will_close
+            cancellation._add(sent)
+            response = sent.result()
         finally:
-            if cancellation is not None:
-                cancellation._remove(connection.raw)
-            if keep:
-                with self._lock:
-                    self._idle.append(connection)
-            else:
-                connection.release()
-        pause = response.headers.get("Retry-After", "")
-        return Reply(response.status, _parsed(content)), float(pause) if pause.isdigit() else None
-
-    def _connect(self, deadline: float) -> _Connection:
-        while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                return _Connection(self._host, self._port, deadline, self._secure)
-            if connection.usable():
-                connection.renew(deadline)
-                return connection
-            connection.release()
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection whose every wait ends at one moment, however slowly bytes drip in."""
-
-    auto_open = 0
-
-    def __init__(
-        self, host: str, port: int | None, deadline: float, secure: ssl.SSLContext | None
-    ) -> None:
-        default = self.default_port if secure is None else http.client.HTTPS_PORT
-        super().__init__(host, default if port is None else port)
-        left = max(deadline - time.monotonic(), 1e-3)
-        self.raw = socket.create_connection((self.host, self.port), timeout=left)
+            sent.cancel()  # where the caller was interrupted; nothing once there is an answer
+            cancellation._remove(sent)
         try:
-            self.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if secure is not None:
-                self.raw = secure.wrap_socket(self.raw, server_hostname=host)
-        except BaseException:
-            self.raw.close()
-            raise
-        self.sock = self._timed = _TimedSocket(self.raw, deadline)
+            data = json.loads(response.content)
+        except ValueError:
+            data = response.content.decode(errors="replace")
+        pause = response.headers.get("Retry-After", "")
+        return Reply(response.status_code, data), float(pause) if pause.isdigit() else None
 
-    def renew(self, deadline: float) -> None:
-        """Use it for another request, which ends at ``deadline``."""
-        self.sock, self._timed.deadline = self._timed, deadline
-
-    def usable(self) -> bool:
-        """Whether the server has not closed it, nor sent what nobody asked for."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.raw, selectors.EVENT_READ)
-            return not selector.select(0)
-
-    def release(self) -> None:
-        """Close it for good; ``close`` is also called before a last answer was read."""
-        self.close()
-        self.raw.close()
-
-
-class _TimedSocket:
-    """What ``http.client`` needs of a socket, with the time that is left as its limit."""
-
-    def __init__(self, raw: socket.socket, deadline: float) -> None:
-        self._raw, self.deadline = raw, deadline
-
-    def _limit(self) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._raw.settimeout(left)
-
-    def sendall(self, data: bytes) -> None:
-        self._limit()
-        self._raw.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_TimedReader(self))
-
-    def read_into(self, buffer: Any) -> int:
-        self._limit()
-        return self._raw.recv_into(buffer)
-
-    def close(self) -> None:
-        pass  # the connection closes the socket itself, when the answer has been read
+    async def _send(self, request: httpx2.Request, deadline: float) -> httpx2.Response:
+        transport = self._transports.get(os.getpid())
+        if transport is None:
+            # Below the client, which would read proxies of the environment and keep cookies.
+            transport = self._transports[os.getpid()] = httpx2.AsyncHTTPTransport(
+                verify=ssl.create_default_context(),
+                limits=httpx2.Limits(keepalive_expiry=None),
+            )
+        # One limit for all, however slowly bytes drip in.
+        async with asyncio.timeout(deadline - time.monotonic()):
+            response = await transport.handle_async_request(request)
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
+            return response
 
 
-class _TimedReader(io.RawIOBase):
-    def __init__(self, sock: _TimedSocket) -> None:
-        self._sock = sock
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._sock.read_into(buffer)
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process, which runs in a thread as long as the process does."""
+    process = os.getpid()
+    if process not in _LOOPS:
+        loop = asyncio.new_event_loop()
+        if _LOOPS.setdefault(process, loop) is loop:
+            threading.Thread(target=loop.run_forever, name="HTTPClient", daemon=True).start()
+    return _LOOPS[process]
 
 
 def _rebuild(url: str, api_key: str | None, max_retries: int) -> HTTPClient:
     return HTTPClient(url, api_key=api_key, max_retries=max_retries)
 
 
-def _parsed(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return content.decode(errors="replace")
+def _root(error: BaseException) -> BaseException:
+    """What an error comes from; where each address of a host failed, from the first."""
+    while (causes := getattr(error, "exceptions", [error.__cause__ or error.__context__]))[0]:
+        error = causes[0]
+    return error
 
 
 def _message(data: Any) -> str:
