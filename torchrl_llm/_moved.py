@@ -41,6 +41,8 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has put the alias's in its place
+        if not hasattr(module, "__path__"):
+            module.__path__ = []  # what was a package has old paths below it
 
 
 class _MovedFinder(MetaPathFinder):

@@ -11,7 +11,7 @@ from torchrl_llm.functional import (
     sequence_mask,
     truncated_weights,
 )
-from torchrl_llm.functional.corrections import LEVELS
+from torchrl_llm.functional.ratios import LEVELS
 
 # Ratios 2, 1/4 in the first row, 3 in the second, none in the third.
 RATIOS = torch.tensor([2.0, 0.25, 3.0], dtype=torch.double)

@@ -19,8 +19,7 @@ from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.errors import DataError
 from torchrl_llm.modules import FakeWrapper, TransformersWrapper
 from torchrl_llm.objectives import GRPOLoss, check_invariance
-from torchrl_llm.objectives.loss_rows import RowKeys, read_token_rows
-from torchrl_llm.objectives.support_rows import read_support
+from torchrl_llm.objectives.loss_rows import RowKeys, read_support, read_token_rows
 
 TRUNCATIONS = [
     {"top_k": 4},

@@ -9,8 +9,7 @@ from objectives.rows_helper import actor, two_rows
 
 from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss
-from torchrl_llm.trainers.loggers import make_loggers
-from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
 
 
 def rows(path):

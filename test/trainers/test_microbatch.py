@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
-from torchrl_llm.trainers.microbatch import (
+from torchrl_llm.trainers.optim import (
     micro_batches,
     plan_micro_batches,
     plan_packed_batches,

@@ -8,7 +8,6 @@ pairs are configured as ``loss=... advantage=...``.
 from __future__ import annotations
 
 from torchrl_llm.algorithms.algorithm import Algorithm
-from torchrl_llm.algorithms.distillation import make_mopd, make_opd
 from torchrl_llm.algorithms.presets import (
     Preset,
     make_cispo,
@@ -17,6 +16,8 @@ from torchrl_llm.algorithms.presets import (
     make_gmpo,
     make_grpo,
     make_gspo,
+    make_mopd,
+    make_opd,
     make_ppo,
     make_reinforce,
     make_reinforce_plus_plus,

@@ -7,27 +7,28 @@ docstrings. Classes that read tensordicts and call models live in :mod:`torchrl_
 from __future__ import annotations
 
 from torchrl_llm.functional.advantages import (
+    adapted_kl_coefficient,
     batch_normalize,
+    beta_update,
     discounted_returns,
+    forgetting_factor,
     group_advantages,
     hybrid_advantages,
     leave_one_out,
+    overlong_penalty,
+    uncertainty_weight,
 )
 from torchrl_llm.functional.chunked_head import HeadScores, chunked_log_probs
-from torchrl_llm.functional.corrections import level_log_ratio, sequence_mask
-from torchrl_llm.functional.diagnostics import (
-    PolicyMismatch,
-    effective_sample_size,
-    ess_from_moments,
-    ess_moments,
-    policy_mismatch,
-)
 from torchrl_llm.functional.divergence import chunked_divergence, divergence_from_logits
 from torchrl_llm.functional.gae import GAE, gae, value_loss
 from torchrl_llm.functional.kl import KL_ESTIMATORS, k1, k2, k3, weighted_k3
 from torchrl_llm.functional.logprobs import (
     entropy_from_logits,
+    kept_ids,
+    restrict_logits,
     selective_log_softmax,
+    support_log_probs,
+    take_support,
     token_log_probs,
 )
 from torchrl_llm.functional.packing import (
@@ -44,38 +45,39 @@ from torchrl_llm.functional.packing import (
 from torchrl_llm.functional.padding import (
     flatten_padded,
     length_mask,
+    mask_to_spans,
     pad_flat,
     row_counts,
     row_index,
+    run_lengths,
+    spans_to_mask,
 )
-from torchrl_llm.functional.policy_gradient import policy_gradient_loss
-from torchrl_llm.functional.ratios import (
-    geometric_log_ratio,
-    masked_weights,
-    sequence_log_ratio,
-    truncated_weights,
-)
-from torchrl_llm.functional.reduce import Normalizer, aggregate, token_weights
-from torchrl_llm.functional.shaping import adapted_kl_coefficient, overlong_penalty
-from torchrl_llm.functional.spans import mask_to_spans, run_lengths, spans_to_mask
-from torchrl_llm.functional.support import (
-    kept_ids,
-    restrict_logits,
-    support_log_probs,
-    take_support,
-)
-from torchrl_llm.functional.surrogates import (
+from torchrl_llm.functional.policy_surrogates import (
     cispo,
     gmpo,
     gspo,
     gspo_token,
+    policy_gradient_loss,
     ppo_clip,
     reinforce,
     sapo,
     sequence_weights,
     topr,
 )
-from torchrl_llm.functional.trackers import beta_update, forgetting_factor, uncertainty_weight
+from torchrl_llm.functional.ratios import (
+    PolicyMismatch,
+    effective_sample_size,
+    ess_from_moments,
+    ess_moments,
+    geometric_log_ratio,
+    level_log_ratio,
+    masked_weights,
+    policy_mismatch,
+    sequence_log_ratio,
+    sequence_mask,
+    truncated_weights,
+)
+from torchrl_llm.functional.reduce import Normalizer, aggregate, token_weights
 
 __all__ = [
     "GAE",

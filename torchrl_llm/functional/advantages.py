@@ -1,13 +1,18 @@
-r"""Advantages: rewards of trajectories against those of their group or of their batch.
+r"""Rewards to advantages: terms added to rewards, comparisons in a group or batch, SPO's tracker.
 
 Group functions take the groups in either form: as the last dimension, ``[..., G]``, or as a flat
 ``[N]`` with the group of each member beside it. Members that are not valid enter no statistic and
 get 0, whatever their reward, NaN included. Where all valid rewards of a group are equal, its
 advantages are exactly 0, not what rounding leaves of a difference divided by a tiny deviation.
 
+The tracker of Single-stream Policy Optimization (arXiv:2509.13232, section 3) gives each prompt a
+Beta distribution :math:`(\alpha, \beta)` over its success rate :math:`v = \alpha / (\alpha +
+\beta)`, the baseline of the next reward. The more the policy has moved since, the less counts what
+was seen under an older one.
+
 Floating dtypes are kept, other numbers become float32.
 
-Shape legend: ``G`` members of a group, ``N`` members of all groups, ``T`` steps in time.
+Shape legend: ``G`` members of a group, ``N`` members of all groups (or prompts), ``T`` steps.
 """
 
 from __future__ import annotations
@@ -16,6 +21,63 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
+    r"""DAPO's soft punishment of responses that come near the limit, arXiv:2503.14476 equation 13.
+
+    .. math::
+        R_\mathrm{length}(y) = \begin{cases}
+            0 & |y| \le L_\mathrm{max} - L_\mathrm{cache} \\
+            \frac{(L_\mathrm{max} - L_\mathrm{cache}) - |y|}{L_\mathrm{cache}} & \text{between} \\
+            -1 & |y| > L_\mathrm{max}
+        \end{cases}
+
+    Args:
+        lengths: tokens of each response, any shape.
+        max_length: :math:`L_\mathrm{max}`, tokens.
+        cache: :math:`L_\mathrm{cache}`, tokens before the limit over which the punishment rises.
+
+    Returns:
+        Between -1 and 0; float32 unless ``lengths`` is float64.
+
+    Raises:
+        ValueError: unless ``0 < cache <= max_length``.
+
+    Example:
+        >>> overlong_penalty(torch.tensor([5, 8, 9, 10, 12]), max_length=10, cache=4)
+        tensor([ 0.0000, -0.5000, -0.7500, -1.0000, -1.0000])
+    """
+    if not 0 < cache <= max_length:
+        raise ValueError(
+            f"cache must be above 0 and at most max_length={max_length} tokens, got {cache}"
+        )
+    dtype = lengths.dtype if lengths.dtype is torch.float64 else torch.float32
+    return ((max_length - cache - lengths.to(dtype)) / cache).clamp(-1.0, 0.0)
+
+
+def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
+    r"""A step of the controller that holds a divergence at a target.
+
+    arXiv:1909.08593 section 2.2: :math:`e = \mathrm{clip}((\mathrm{KL} - t) / t, -0.2, 0.2)` and
+    :math:`\beta \leftarrow \beta (1 + K_\beta e)`, with :math:`K_\beta = 0.1` there.
+
+    Args:
+        coefficient: :math:`\beta`.
+        kl: the divergence that was measured, nats.
+        target: :math:`t`, the divergence that is wanted, nats.
+        gain: :math:`K_\beta`.
+
+    Returns:
+        The new :math:`\beta`.
+
+    Example:
+        >>> adapted_kl_coefficient(1.0, 12.0, target=6.0, gain=0.1)
+        1.02
+    """
+    error = min(max((kl - target) / target, -0.2), 0.2)
+    return coefficient * (1 + gain * error)
+
 
 Deviation = Literal["sample", "population", "none"]
 _DEVIATIONS = ("sample", "population", "none")
@@ -321,3 +383,67 @@ def _guarded(deviation: Tensor, eps: float, eps_as: EpsilonAs) -> Tensor:
 def _check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be {', '.join(map(str, allowed))}; got {value!r}")
+
+
+def forgetting_factor(
+    kl: Tensor | float, *, half_life: float = 0.1, bounds: tuple[float, float] = (0.875, 0.96)
+) -> Tensor:
+    r"""How much of the past still counts.
+
+    :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`.
+
+    Args:
+        kl: nats, divergence of the policy now from the policy at the prompt's last visit.
+        half_life: nats after which the past counts half.
+        bounds: ``(rho_min, rho_max)``; the paper's, for memories of 8 to 25 samples.
+
+    Returns:
+        Shaped like ``kl``.
+
+    Example:
+        >>> forgetting_factor(torch.tensor([0.0, 0.01, 1.0]))
+        tensor([0.9600, 0.9330, 0.8750])
+    """
+    return torch.exp2(-torch.as_tensor(kl) / half_life).clamp(*bounds)
+
+
+def beta_update(
+    alpha: Tensor, beta: Tensor, reward: Tensor, rho: Tensor | float, count: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    r""":math:`\alpha \leftarrow \rho \alpha + r` and :math:`\beta \leftarrow \rho \beta + 1 - r`.
+
+    Args:
+        alpha: successes so far.
+        beta: failures so far.
+        reward: in [0, 1]; the sum of the rewards where ``count`` of them came at one visit.
+        rho: see :func:`forgetting_factor`.
+        count: rewards of this visit.
+
+    Returns:
+        The new ``(alpha, beta)``.
+
+    Example:
+        >>> one = torch.tensor(1.0)
+        >>> beta_update(one, one, one, 0.5)
+        (tensor(1.5000), tensor(0.5000))
+    """
+    return rho * alpha + reward, rho * beta + count - reward
+
+
+def uncertainty_weight(value: Tensor, *, floor: float = 0.05) -> Tensor:
+    r"""How often a prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
+
+    Prompts that always or never succeed teach little; the floor keeps them from being forgotten.
+
+    Args:
+        value: success rates in [0, 1].
+        floor: the smallest weight.
+
+    Returns:
+        Shaped like ``value``, not normalised.
+
+    Example:
+        >>> uncertainty_weight(torch.tensor([0.0, 0.5]))
+        tensor([0.0500, 0.5500])
+    """
+    return (value * (1 - value)).sqrt() + floor

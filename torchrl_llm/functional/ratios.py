@@ -1,4 +1,10 @@
-"""Importance ratios in log space: per token, per sequence, and their truncation.
+r"""Importance ratios in log space, the weights made of them, and what they say of two policies.
+
+A sampler with other kernels, another precision or older weights draws from :math:`\mu` and not from
+the proximal policy :math:`\pi_\mathrm{prox}` (the trainer's own, before the update). Its tokens are
+reweighted by :math:`w = \pi_\mathrm{prox} / \mu`, of a token or of its sequence. The weight is
+bounded: cut (:func:`truncated_weights`) or dropped (:func:`masked_weights`). Weights are constants
+for autograd.
 
 Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``. Sums
 over a sequence are accumulated in float64, whatever the dtype of the values: float32 loses 0.1 % of
@@ -9,8 +15,12 @@ Shape legend: ``N`` tokens, ``S`` sequences.
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, get_args
+
+import torch
 from torch import Tensor
 
+from torchrl_llm.functional.kl import k1, k3
 from torchrl_llm.functional.padding import row_counts
 
 
@@ -98,3 +108,171 @@ def masked_weights(log_ratio: Tensor, minimum: float, maximum: float) -> Tensor:
     """
     weights = log_ratio.detach().exp()
     return weights.where((weights >= minimum) & (weights <= maximum), 0.0)
+
+
+Level = Literal["token", "sequence", "geometric"]
+LEVELS: tuple[str, ...] = get_args(Level)
+"""The names of the levels."""
+
+
+def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Level) -> Tensor:
+    """Log-ratio of each token at a level: its own, or the one of its sequence.
+
+    Args:
+        log_ratio_N: ``[N]``, nats.
+        row_N: int64 ``[N]``, the sequence of each token.
+        num_rows: ``S``.
+        level: ``"token"``, as given; ``"sequence"``, the sum over the token's sequence;
+            ``"geometric"``, the mean over it.
+
+    Returns:
+        ``[N]`` in the dtype given, nats. Sums over a sequence, those of the backward pass included,
+        are accumulated in float64.
+
+    Raises:
+        ValueError: for an unknown level.
+
+    Example:
+        >>> import torch
+        >>> log_ratio, rows = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 0, 1])
+        >>> level_log_ratio(log_ratio, rows, 2, "sequence")
+        tensor([0.3000, 0.3000, 0.5000])
+    """
+    if level == "token":
+        return log_ratio_N
+    # The backward pass of the indexing is a sum over the sequence, too.
+    wide_N = log_ratio_N.double()
+    if level == "sequence":
+        return sequence_log_ratio(wide_N, row_N, num_rows)[row_N].to(log_ratio_N.dtype)
+    if level == "geometric":
+        return geometric_log_ratio(wide_N, row_N, num_rows)[row_N].to(log_ratio_N.dtype)
+    raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+
+
+def sequence_mask(
+    log_ratio_N: Tensor, row_N: Tensor, num_rows: int, minimum: float, maximum: float
+) -> Tensor:
+    """Tokens of the sequences whose geometric mean ratio is inside the bounds.
+
+    Args:
+        log_ratio_N: ``[N]``, nats.
+        row_N: int64 ``[N]``, the sequence of each token.
+        num_rows: ``S``.
+        minimum: smallest geometric mean of the ratios of a sequence that is kept.
+        maximum: largest.
+
+    Returns:
+        bool ``[N]``.
+
+    Example:
+        >>> import torch
+        >>> log_ratio, rows = torch.tensor([0.1, -0.1, 0.9]), torch.tensor([0, 0, 1])
+        >>> sequence_mask(log_ratio, rows, 2, 0.5, 2.0)
+        tensor([ True,  True, False])
+    """
+    ratio = level_log_ratio(log_ratio_N, row_N, num_rows, "geometric").detach().exp()
+    return (ratio >= minimum) & (ratio <= maximum)
+
+
+# exp(2 * 20) = 2e17: squares of weights stay far from overflow.
+_LOG_RATIO_LIMIT = 20.0
+
+
+def ess_moments(log_ratio_N: Tensor) -> Tensor:
+    """What the effective sample size of importance weights is made of; additive over batches.
+
+    Log-ratios beyond +-20 count as 20, so that the sums of different batches have one scale and
+    none overflows.
+
+    Args:
+        log_ratio_N: ``[N]`` log importance weights, nats.
+
+    Returns:
+        ``[3]`` without gradient: the number of weights, their sum, and the sum of their squares.
+
+    Example:
+        >>> import torch
+        >>> ess_moments(torch.tensor([0.0, 0.0]))
+        tensor([2., 2., 2.])
+    """
+    weights = log_ratio_N.detach().clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    count = weights.new_tensor(weights.shape[0])
+    return torch.stack([count, weights.sum(), weights.square().sum()])
+
+
+def ess_from_moments(moments: Tensor) -> Tensor:
+    r"""Effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
+
+    Args:
+        moments: ``[..., 3]``, sums of what :func:`ess_moments` gave for the parts of a batch.
+
+    Returns:
+        ``[...]``, in (0, 1]; 0 for a batch without tokens.
+
+    Example:
+        >>> import torch
+        >>> parts = [ess_moments(torch.tensor([0.0])), ess_moments(torch.tensor([0.0, -9e9]))]
+        >>> ess_from_moments(sum(parts))
+        tensor(0.6667)
+    """
+    count, total, squares = moments.unbind(-1)
+    share = total.square() / (count * squares)
+    return share.where(count > 0, 0.0)
+
+
+def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
+    r"""Effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
+
+    Args:
+        log_ratio_N: ``[N]`` log importance weights, nats.
+
+    Returns:
+        A scalar in (0, 1] without gradient: 1 when all weights are equal, 1/N when one has it all;
+        0 without weights.
+
+    Example:
+        >>> import torch
+        >>> effective_sample_size(torch.tensor([0.0, 0.0, -1e9, -1e9]))
+        tensor(0.5000)
+    """
+    return ess_from_moments(ess_moments(log_ratio_N))
+
+
+class PolicyMismatch(NamedTuple):
+    """How far the trained policy is from the one that sampled; scalars without gradient.
+
+    Attributes:
+        k1: mean of sampled minus current log-prob, nats.
+        k3: the same divergence by the estimate that is never negative, nats.
+        max_ratio: largest current / sampling probability.
+        min_ratio: smallest.
+        ess: effective sample size as a share.
+    """
+
+    k1: Tensor
+    k3: Tensor
+    max_ratio: Tensor
+    min_ratio: Tensor
+    ess: Tensor
+
+
+def policy_mismatch(log_probs_N: Tensor, sample_log_probs_N: Tensor) -> PolicyMismatch:
+    """Compare current and sampling log-probs of the same tokens.
+
+    Args:
+        log_probs_N: ``[N]`` under the current policy, nats, at least one.
+        sample_log_probs_N: ``[N]`` as sampled, nats.
+
+    Example:
+        >>> import torch
+        >>> policy_mismatch(torch.zeros(3), torch.zeros(3)).ess
+        tensor(1.)
+    """
+    log_ratio = (log_probs_N - sample_log_probs_N).detach()
+    return PolicyMismatch(
+        k1(log_ratio).mean(),
+        k3(log_ratio).mean(),
+        log_ratio.max().exp(),
+        log_ratio.min().exp(),
+        effective_sample_size(log_ratio),
+    )

@@ -6,7 +6,6 @@ names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
 
 from __future__ import annotations
 
-from torchrl_llm.objectives.cispo import CISPOLoss, CISPOLossOutput
 from torchrl_llm.objectives.composite_loss import (
     CompositeLoss,
     CompositeLossOutput,
@@ -29,12 +28,13 @@ from torchrl_llm.objectives.credit import (
     SPOAdvantage,
     TeacherKL,
 )
-from torchrl_llm.objectives.distillation_loss import (
+from torchrl_llm.objectives.distillation_losses import (
     DistillationLoss,
     DistillationLossOutput,
+    OnPolicyDistillationLoss,
+    OnPolicyDistillationLossOutput,
     k3_kl_token_estimate,
 )
-from torchrl_llm.objectives.gmpo import GMPOLoss
 from torchrl_llm.objectives.grpo import (
     DAPO,
     DAPOLossOutput,
@@ -42,20 +42,26 @@ from torchrl_llm.objectives.grpo import (
     GRPOLoss,
     GRPOLossOutput,
 )
-from torchrl_llm.objectives.gspo import GSPOLoss, GSPOTokenLoss
 from torchrl_llm.objectives.invariance import InvarianceReport, check_invariance
-from torchrl_llm.objectives.loss_settings import PolicyLossSettings
-from torchrl_llm.objectives.on_policy_distillation import (
-    OnPolicyDistillationLoss,
-    OnPolicyDistillationLossOutput,
+from torchrl_llm.objectives.policy_loss import (
+    PolicyGradientLoss,
+    PolicyLossOutput,
+    PolicyLossSettings,
 )
-from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, PolicyLossOutput
 from torchrl_llm.objectives.ppo import PPOLoss, PPOLossOutput
-from torchrl_llm.objectives.reinforce import ReinforceLoss, ReinforcePlusPlusLoss
-from torchrl_llm.objectives.sapo import SAPOLoss
 from torchrl_llm.objectives.sft import SFTLoss, SFTLossOutput, minor_sft_loss, sft_loss
+from torchrl_llm.objectives.surrogate_losses import (
+    CISPOLoss,
+    CISPOLossOutput,
+    GMPOLoss,
+    GSPOLoss,
+    GSPOTokenLoss,
+    ReinforceLoss,
+    ReinforcePlusPlusLoss,
+    SAPOLoss,
+    TOPRLoss,
+)
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
-from torchrl_llm.objectives.topr import TOPRLoss
 
 __all__ = [
     "DAPO",

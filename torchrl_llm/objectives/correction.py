@@ -6,7 +6,7 @@ correction the loss's ratio is current over *proximal*, and each token's loss is
 bounded weight :math:`w = \pi_\mathrm{prox} / \mu`, a constant for autograd. Without one the ratio
 is current over sampled.
 
-The weights are those of :mod:`torchrl_llm.functional.corrections`.
+The weights are those of :mod:`torchrl_llm.functional.ratios`.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import ppo_clip
 from torchrl_llm.objectives.correction import Correction
 from torchrl_llm.objectives.loss_rows import MaskingStrategy
-from torchrl_llm.objectives.loss_settings import Bounds, PolicyLossSettings
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
+    Bounds,
     KLEstimator,
     PolicyGradientLoss,
     PolicyLossOutput,
+    PolicyLossSettings,
     PolicyTokens,
     Surrogate,
 )

@@ -1,10 +1,12 @@
-"""What every policy-gradient loss shares: ratios, corrections, KL terms, averages, checks.
+"""Base of the policy-gradient losses: ratios, corrections, KL terms, averages, checks.
 
 A loss reads rows (:mod:`torchrl_llm.objectives.loss_rows`), asks a
 :class:`~torchrl_llm.data.scoring.TokenScorer` for the log-probs of the tokens that count, and
 averages what its ``surrogate`` says about each. A new loss is a subclass with a ``surrogate``; its
-mathematics belongs into :mod:`torchrl_llm.functional`. What it needs from the forward beside
-log-probs it names in ``extras``, and terms beside the objective it adds in ``further_terms``.
+mathematics belongs into :mod:`torchrl_llm.functional`. It takes
+``**settings: Unpack[PolicyLossSettings]`` for what it only hands on; a mistyped name still fails.
+What it needs from the forward beside log-probs it names in ``extras``, and terms beside the
+objective it adds in ``further_terms``.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens that count.
 """
@@ -14,9 +16,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
+from tensordict import TensorClass
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl._utils import logger
@@ -25,6 +28,7 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import (
     Normalizer,
+    ess_from_moments,
     ess_moments,
     k1,
     k3,
@@ -34,19 +38,98 @@ from torchrl_llm.functional import (
 from torchrl_llm.functional.kl import KL_ESTIMATORS
 from torchrl_llm.functional.kl import LossKLEstimator as KLEstimator
 from torchrl_llm.objectives.correction import Correction
-from torchrl_llm.objectives.loss_rows import MaskingStrategy, RowKeys, TokenRows, read_token_rows
-from torchrl_llm.objectives.policy_tokens import PolicyLossOutput, PolicyTokens, Surrogate
-from torchrl_llm.objectives.support_rows import read_support
-from torchrl_llm.objectives.token_loss import TokenLoss, check_scores
+from torchrl_llm.objectives.loss_rows import (
+    MaskingStrategy,
+    RowKeys,
+    TokenRows,
+    read_support,
+    read_token_rows,
+)
+from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
 
-__all__ = [
-    "Aggregation",
-    "KLEstimator",
-    "PolicyGradientLoss",
-    "PolicyLossOutput",
-    "PolicyTokens",
-    "Surrogate",
-]
+
+class PolicyLossOutput(TensorClass["nocast"], LLMLossOutput):
+    """Output of a policy-gradient loss; fields are float32 scalars.
+
+    Attributes:
+        loss_objective: the surrogate, averaged as the loss's ``aggregation`` says; ``[B, T]`` per
+            token when that is ``"none"``.
+        clip_fraction: share of tokens whose gradient is cut by a bound.
+        kl_approx: mean of sampled (with a correction, proximal) minus current log-prob, nats.
+        ess_moments: ``[3]``, sums that the effective sample size is made of, see ``ESS``.
+        entropy: mean entropy, nats.
+        loss_entropy: the entropy bonus, where asked for.
+        loss_kl_to_ref: weighted divergence from the reference, where asked for.
+        kl_to_ref: its mean, nats.
+        loss_kl_to_inference: weighted divergence from the sampler, where asked for.
+        kl_to_inference: its mean, nats.
+        correction_masked: share of tokens that the correction gives weight zero.
+        mismatch_k1: mean of sampled minus proximal log-prob, nats: the divergence of the proximal
+            policy from the sampler.
+        mismatch_k3: the same by the estimate that is never negative.
+    """
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    kl_approx: Tensor
+    ess_moments: Tensor
+    entropy: Tensor | None = None
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+    correction_masked: Tensor | None = None
+    mismatch_k1: Tensor | None = None
+    mismatch_k3: Tensor | None = None
+
+    @property
+    def ESS(self) -> Tensor:
+        """Effective sample size of the ratios current / sampled, as a share.
+
+        Exact for the sum of the outputs of micro-batches, too.
+        """
+        return ess_from_moments(self.ess_moments.detach())
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Every scalar that is there, loss terms included, and ``ESS``, without gradient."""
+        metrics = LLMLossOutput.metrics(self)
+        del metrics["ess_moments"]
+        return {**metrics, "ESS": self.ESS}
+
+
+class PolicyTokens(NamedTuple):
+    """The tokens that count, flat, as a surrogate sees them.
+
+    Attributes:
+        log_probs: float32 ``[N]`` under the current policy, with gradients, nats.
+        log_ratio: float32 ``[N]``, current minus proximal log-prob, with gradients, nats. The
+            proximal policy is the sampler, or with a correction what that says.
+        advantage: float32 ``[N]``.
+        row: int64 ``[N]``, the row of each token.
+        num_rows: ``B``.
+        sample_log_probs: float32 ``[N]`` under the sampler, nats.
+    """
+
+    log_probs: Tensor
+    log_ratio: Tensor
+    advantage: Tensor
+    row: Tensor
+    num_rows: int
+    sample_log_probs: Tensor
+
+
+class Surrogate(NamedTuple):
+    """What a surrogate says about each token.
+
+    Attributes:
+        loss: float32 ``[N]``.
+        clipped: bool ``[N]``, where a bound cuts the gradient.
+    """
+
+    loss: Tensor
+    clipped: Tensor
+
 
 Aggregation = Literal[
     "token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant", "none"
@@ -428,3 +511,76 @@ def _entropy_coeff(bonus: bool | None, coefficient: float | None) -> float:
     if bonus is False and value:
         raise ConfigError(f"entropy_coeff={value} has no effect with entropy_bonus=False")
     return 0.01 if bonus and coefficient is None else value
+
+
+class PolicyLossSettings(TypedDict, total=False):
+    """What any policy-gradient loss takes beside its own arguments and the aggregation.
+
+    The meanings are those of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+    """
+
+    constant_length: int | None
+    count_empty_rows: bool
+    correction: Correction | None
+    device: torch.device | str | None
+    entropy_bonus: bool | None
+    entropy_coeff: float | None
+    kl_estimator: KLEstimator
+    kl_mask_threshold: float | None
+    kl_to_inference_coeff: float | None
+    kl_to_ref_coeff: float | None
+    masking_strategy: MaskingStrategy
+
+
+class Bounds:
+    """An attribute ``(low, high)`` of a loss that may be assigned between steps.
+
+    A plain number stands for both.
+
+    Args:
+        max_low: ``low`` may be at most this; ``None`` for no limit.
+        open_low: whether ``low=None``, no lower bound, is allowed.
+
+    Raises:
+        ConfigError: on assignment of bounds that are negative or beyond the limit.
+
+    Example:
+        >>> class Loss:
+        ...     clip_epsilon = Bounds(max_low=1.0)
+        >>> loss = Loss()
+        >>> loss.clip_epsilon = 0.2
+        >>> loss.clip_epsilon
+        (0.2, 0.2)
+    """
+
+    def __init__(self, *, max_low: float | None = None, open_low: bool = False) -> None:
+        self.max_low, self.open_low = max_low, open_low
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Remember under which name the loss has it."""
+        self.name = name
+
+    def __get__(self, loss: Any, owner: type | None = None) -> Any:
+        """The pair ``(low, high)``."""
+        return self if loss is None else loss.__dict__[f"_{self.name}"]
+
+    def __set__(self, loss: Any, value: float | tuple[float | None, float]) -> None:
+        """Check and store."""
+        pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+        if not (len(pair) == 2 and self._low(pair[0]) and _at_least_zero(pair[1])):
+            limit = "" if self.max_low is None else f" <= {self.max_low}"
+            raise ConfigError(
+                f"{self.name} must be a number or (low, high) with 0 <= low{limit} and 0 <= high, "
+                f"got {value!r}"
+            )
+        low = None if pair[0] is None else float(pair[0])
+        loss.__dict__[f"_{self.name}"] = (low, float(pair[1]))
+
+    def _low(self, value: float | None) -> bool:
+        if value is None:
+            return self.open_low
+        return _at_least_zero(value) and (self.max_low is None or value <= self.max_low)
+
+
+def _at_least_zero(value: object) -> bool:
+    return isinstance(value, int | float) and value >= 0

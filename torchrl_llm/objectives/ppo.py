@@ -20,11 +20,11 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import value_loss
 from torchrl_llm.objectives.grpo import GRPOLoss
 from torchrl_llm.objectives.loss_rows import TokenRows
-from torchrl_llm.objectives.loss_settings import PolicyLossSettings
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     PolicyGradientLoss,
     PolicyLossOutput,
+    PolicyLossSettings,
     PolicyTokens,
 )
 

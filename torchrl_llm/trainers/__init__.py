@@ -7,17 +7,25 @@ for every algorithm (see ``sota-implementations/grpo/grpo-sync.py``).
 from __future__ import annotations
 
 from torchrl_llm._imports import lazy
-from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics, trained_rows
+from torchrl_llm.collectors.staleness import Pacer, StalenessRule
+from torchrl_llm.trainers.batch_source import (
+    BatchSource,
+    TokenLedger,
+    rollout_metrics,
+    trained_rows,
+)
 from torchrl_llm.trainers.checkpoint import CheckpointStore, save_pretrained
-from torchrl_llm.trainers.ledger import TokenLedger
-from torchrl_llm.trainers.loggers import make_loggers
-from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
-from torchrl_llm.trainers.microbatch import micro_batches
-from torchrl_llm.trainers.optim import clipped_step, make_optimizer, make_scheduler
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
+from torchrl_llm.trainers.optim import (
+    clipped_step,
+    global_normalizer,
+    make_optimizer,
+    make_scheduler,
+    micro_batches,
+    sum_over_ranks,
+)
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest
-from torchrl_llm.trainers.ranks import global_normalizer, sum_over_ranks
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
-from torchrl_llm.trainers.staleness import Pacer, StalenessRule
 
 __all__ = [
     "AsyncGRPOConfig",

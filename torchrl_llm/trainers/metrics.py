@@ -1,13 +1,19 @@
-"""Metrics of a run: one wide ``metrics.csv``, and any of TorchRL's loggers beside it.
+"""Metrics of a run: one wide ``metrics.csv``, loggers beside it, and the reward curve.
 
 Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
 time and memory. The CSV is the record of the run: it is written row by row, survives a killed
 process, and is cut back to the checkpoint when a run resumes.
+
+Loggers are found by name: TorchRL's, and those that other packages register. The curve in the
+terminal is drawn here with braille dots: forty lines against a compiled dependency whose interface
+changes between versions.
 """
 
 from __future__ import annotations
 
 import csv
+import inspect
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +23,12 @@ import torch
 from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
 
-from torchrl_llm._imports import lazy
+from torchrl_llm._imports import require
+from torchrl_llm._registry import find, names, register
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 
 STEP = "train/step"
-__getattr__ = lazy(__name__, {"torchrl_llm.trainers.loggers": "make_loggers"})
 
 
 class MetricsTable:
@@ -235,3 +242,173 @@ class LossMeter:
 def _number(value: Any) -> float | int:
     value = value.item() if isinstance(value, torch.Tensor) else value
     return value if isinstance(value, int) else float(value)
+
+
+@register("loggers", "csv")
+def no_logger(*, run_dir: str, experiment_name: str) -> None:
+    """Nothing beside ``metrics.csv``, which every run writes."""
+
+
+@register("loggers", "tensorboard")
+def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
+    """TensorBoard's events in ``<run_dir>/<experiment_name>``."""
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    return TensorboardLogger(exp_name=experiment_name, log_dir=run_dir)
+
+
+@register("loggers", "wandb")
+def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
+    """Weights & Biases, in a project of its own or the given one."""
+    require("wandb", extra="wandb", feature="logging.backend=[wandb]")
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    return WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
+
+
+def make_loggers(
+    backends: Sequence[str],
+    *,
+    run_dir: str | Path,
+    experiment_name: str,
+    project: str | None = None,
+) -> list[Logger]:
+    """The loggers of these names, without one for ``csv``, which every run writes itself.
+
+    Args:
+        backends: names of loggers, see ``python -m torchrl_llm list loggers``, or ``"module:name"``
+            of a function (a class) that makes a ``torchrl.record.loggers.Logger`` of the keywords
+            ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
+        run_dir: folder of the run.
+        experiment_name: name of the run.
+        project: for loggers that know projects.
+
+    Raises:
+        ConfigError: an unknown name, or a ``project`` that none of them takes.
+        MissingExtraError: a logger's package is not installed.
+
+    Example:
+        >>> make_loggers(["csv"], run_dir="runs", experiment_name="mine")
+        []
+    """
+    makers = []
+    for name in dict.fromkeys(backends):
+        try:
+            makers.append(find("loggers", name))
+        except ConfigError as error:
+            raise ConfigError(f"logging.backend: {error}") from error
+    knows = [maker for maker in makers if "project" in inspect.signature(maker).parameters]
+    if project is not None and not knows:
+        able = [n for n in names("loggers") if "project" in _keywords(find("loggers", n))]
+        raise ConfigError(
+            f"logging.project has no effect without {' or '.join(able)} in logging.backend"
+        )
+    given = {"run_dir": str(run_dir), "experiment_name": experiment_name}
+    made = [maker(**given, **({"project": project} if maker in knows else {})) for maker in makers]
+    return [logger for logger in made if logger is not None]
+
+
+def _keywords(maker: object) -> Sequence[str]:
+    return list(inspect.signature(maker).parameters)
+
+
+Series = tuple[Sequence[int], Sequence[float]]
+
+# Bits of a braille cell, two dots wide and four high, by column and row from the top.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def terminal_curve(
+    steps: Sequence[int],
+    values: Sequence[float],
+    *,
+    title: str,
+    width: int = 64,
+    height: int = 12,
+) -> str:
+    """Draw one series with braille dots, averaged over the steps that share a column.
+
+    Args:
+        steps: ascending steps.
+        values: one value a step; steps whose value is not finite are left out.
+        title: first line of the plot.
+        width: characters of the drawing area.
+        height: lines of the drawing area.
+
+    Returns:
+        A text of ``height + 2`` lines; only the title where there are no values.
+
+    Example:
+        >>> values = [0.0, 0.25, 0.75, 1.0]
+        >>> print(terminal_curve([1, 2, 3, 4], values, title="r", width=2, height=2))
+        r
+          1.00 |⠀⡎
+          0.00 |⡜⠀
+                1 .. 4
+    """
+    known = [pair for pair in zip(steps, values, strict=True) if math.isfinite(pair[1])]
+    if not known:
+        return title
+    steps, values = zip(*known, strict=True)
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    columns, rows = 2 * width, 4 * height
+    first, last = steps[0], steps[-1]
+    buckets: list[list[float]] = [[] for _ in range(columns)]
+    for step, value in zip(steps, values, strict=True):
+        buckets[round((step - first) / max(1, last - first) * (columns - 1))].append(value)
+    levels = [
+        round((high - sum(bucket) / len(bucket)) / span * (rows - 1)) if bucket else None
+        for bucket in buckets
+    ]
+    cells = [[0] * width for _ in range(height)]
+    previous: tuple[int, int] | None = None
+    for column, level in enumerate(levels):
+        if level is None:
+            continue
+        for x, y in _segment(previous or (column, level), (column, level)):
+            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        previous = (column, level)
+    labels = [""] * height
+    labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
+    lines = [
+        f"{label:>6} |" + "".join(chr(0x2800 + cell) for cell in row)
+        for label, row in zip(labels, cells, strict=True)
+    ]
+    return "\n".join([title, *lines, f"{'':8}{first} .. {last}"])
+
+
+def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Dots of a straight line from ``start`` to ``end``."""
+    (x0, y0), (x1, y1) = start, end
+    count = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [
+        (x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count))
+        for i in range(count + 1)
+    ]
+
+
+def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
+    """Draw named series over the steps into a PNG.
+
+    Args:
+        path: the file to write.
+        series: name to (steps, values).
+
+    Returns:
+        The path.
+    """
+    # Without pyplot: no backend is chosen for the process and half the import time is saved.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for name, (steps, values) in series.items():
+        # A measure taken a few times is shown with its points, a dense one as a thin line.
+        axes.plot(steps, values, "o-" if len(steps) <= 20 else "-", linewidth=1.2, label=name)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    if series:
+        axes.legend()
+    figure.savefig(path)
+    return Path(path)

@@ -29,9 +29,7 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.curves import save_curves, terminal_curve
-from torchrl_llm.trainers.loggers import make_loggers
-from torchrl_llm.trainers.metrics import MetricsTable
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, save_curves, terminal_curve
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
 
 # Steps in a row without a reward after which a run ends: nothing is learned from them.

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from torchrl_llm.objectives.credit.batch import BatchStatistics
-from torchrl_llm.objectives.credit.candidate_selection import MCAdvantageSelector
-from torchrl_llm.objectives.credit.comparing import ComparingCredit
-from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
+from torchrl_llm.objectives.credit.comparing import ComparingCredit, MCAdvantageSelector
+from torchrl_llm.objectives.credit.credit_assigner import BatchStatistics, CreditAssigner
 from torchrl_llm.objectives.credit.gae_credit import GAEAdvantage
 from torchrl_llm.objectives.credit.group_credit import (
+    BatchNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutAdvantage,
     MCAdvantage,
+    RayMCAdvantage,
 )
-from torchrl_llm.objectives.credit.normalized import BatchNormalizedReturn
 from torchrl_llm.objectives.credit.return_credit import (
     ConstantCredit,
     EpisodicReturn,
     MonteCarloReturn,
     PerStepReward,
 )
-from torchrl_llm.objectives.credit.shared_groups import RayMCAdvantage
 from torchrl_llm.objectives.credit.spo import SPOAdvantage
 from torchrl_llm.objectives.credit.teacher import TeacherKL
 

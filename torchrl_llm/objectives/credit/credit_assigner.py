@@ -1,18 +1,20 @@
-"""Credit assigners: inverse transforms of a replay buffer that write ``advantage``.
+"""Base of the advantage estimators: inverse transforms of a replay buffer that write ``advantage``.
 
-A rule of credit sees whole groups of finished trajectories and says one thing: the advantage of
-each row. The waiting and counting is
-:class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform`'s.
+An advantage estimator sees whole groups of finished trajectories and says one thing: the advantage
+of each row. :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform` does the waiting and
+counting. :class:`BatchStatistics` is the base of the estimators that look at all groups of a batch.
 
-Next: :mod:`torchrl_llm.objectives.credit.return_credit` has the rules that need no group,
-:mod:`torchrl_llm.objectives.credit.comparing` what all rules have in common that compare the
-trajectories of a group, :mod:`torchrl_llm.objectives.credit.batch` statistics over whole batches.
+Next: :mod:`torchrl_llm.objectives.credit.return_credit` has the estimators that need no group,
+:mod:`torchrl_llm.objectives.credit.comparing` what those share that compare the trajectories of a
+group.
+
+Shape legend: ``T`` tokens of a row, ``R`` of its response.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +22,11 @@ from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm.data.enums import Source
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
+from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import ConfigError, DataError
 
 
 class CreditAssigner(GroupTransform):
@@ -103,3 +108,130 @@ class CreditAssigner(GroupTransform):
                 row.set(self.advantage_key, advantage.to(dtype))
             rows += trajectory.rows
         return rows
+
+
+class BatchStatistics(CreditAssigner):
+    """Base of the rules whose ``assign_all`` looks at all groups of a batch at once.
+
+    The batch is what one write into the buffer completes, which in a synchronous loop is the rows
+    of a step. Where rows come in small portions (a collector that runs beside the trainer), that
+    would be a statistic over a few: ``batch_size`` lets complete groups wait for one another.
+    Groups that are filtered out by a selector or by their returns are not part of a batch. Where
+    each rank of a distributed run has a buffer of its own, a batch is one of that rank.
+
+    Args:
+        group_size: trajectories of a group.
+        batch_size: trajectories of a batch, a multiple of the group size; a group with invalid
+            members counts in full. ``None`` takes what each write completes.
+        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner` or of the rule.
+
+    Raises:
+        ConfigError: for a size that is no multiple.
+    """
+
+    def __init__(
+        self, group_size: int, /, *, batch_size: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(group_size, **options)
+        if batch_size is not None and (batch_size < 1 or batch_size % group_size):
+            raise ConfigError(
+                f"batch_size must be a multiple of the group size {group_size}, got {batch_size}"
+            )
+        self.batch_size = batch_size
+        self._waiting = GroupQueue(group_size)
+        self._number = 0
+
+    def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]] | None:
+        """Advantages of a group that is a batch of its own."""
+        return self.assign_all([group])[0]
+
+    def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
+        if self.batch_size is None:
+            yield from super()._batches(groups)
+            return
+        waiting = self._waiting.groups
+        for group in groups:
+            waiting[self._number] = group
+            self._number += 1
+            if len(waiting) == self.batch_size // self.group_size:
+                batch = list(waiting.values())
+                waiting.clear()
+                yield batch
+
+    def clear_queues(self) -> int:
+        """As in the base; complete groups that wait for their batch are given up too."""
+        waiting = list(self._waiting.groups.values())
+        self._waiting.groups.clear()
+        self._count_unfilled(waiting)
+        return len(waiting) + super().clear_queues()
+
+    def get_stats(self) -> dict[str, int]:
+        """As in the base; what waits for its batch is among what is queued."""
+        stats = super().get_stats()
+        stats["queued_groups"] += len(self._waiting)
+        stats["queued_trajectories"] += self._waiting.num_trajectories
+        stats["queued_tokens"] += self._waiting.num_tokens
+        return stats
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Queues, counts, and the groups that wait for their batch."""
+        return {**super().get_extra_state(), "waiting": self._waiting.state_dict()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        super().set_extra_state(state)
+        self._waiting.load_state_dict(state["waiting"])
+        self._number = 1 + max(self._waiting.groups, default=-1)
+
+
+def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
+    """An advantage column of a row.
+
+    Args:
+        row: with ``("tokens", "full")`` where there is more than one value.
+        values: one number, or one a token of the response (``R`` in any shape).
+
+    Returns:
+        ``[1, 1]``, or ``[T, 1]`` with 0 before the response.
+
+    Raises:
+        DataError: more values than the row has tokens.
+
+    Example:
+        >>> row = TensorDict(tokens={"full": torch.arange(3)})
+        >>> along_tokens(row, torch.tensor([1.0, 2.0])).tolist()
+        [[0.0], [1.0], [2.0]]
+    """
+    if values.numel() == 1:
+        return values.reshape(1, 1).clone()
+    full = leaf(row, ("tokens", "full"))
+    if full is None or full.shape[0] < values.numel():
+        length = None if full is None else full.shape[0]
+        raise DataError(
+            f"a row has {values.numel()} rewards, one a token of the response, and "
+            f'("tokens", "full") of length {length}'
+        )
+    return torch.cat([values.new_zeros(full.shape[0] - values.numel()), values.reshape(-1)])[
+        :, None
+    ]
+
+
+def sampled_in_response(row: TensorDict) -> Tensor:
+    """Which tokens of the response were sampled, and not written by a tool or a template.
+
+    Args:
+        row: with ``("tokens", "response")``; without it one token is assumed.
+
+    Returns:
+        bool ``[R]``.
+
+    Example:
+        >>> sampled_in_response(TensorDict(tokens={"response": torch.arange(2)}))
+        tensor([True, True])
+    """
+    response = leaf(row, ("tokens", "response"))
+    size = 1 if response is None else response.shape[0]
+    source = leaf(row, ("trace", "source"))
+    if source is None:
+        return torch.ones(size, dtype=torch.bool)
+    return source[source.shape[0] - size :] == Source.SAMPLED

@@ -19,9 +19,8 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_pat
 from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import batch_normalize, gae
-from torchrl_llm.objectives.credit.batch import BatchStatistics
-from torchrl_llm.objectives.credit.columns import sampled_in_response
 from torchrl_llm.objectives.credit.comparing import check_choice
+from torchrl_llm.objectives.credit.credit_assigner import BatchStatistics, sampled_in_response
 
 
 @register("advantages", "gae")
@@ -51,7 +50,7 @@ class GAEAdvantage(BatchStatistics):
             all sampled tokens of a batch: ``"sample"``, ``"population"``, or ``"none"`` to leave
             them as they are. Value targets are not touched.
         batch_size: episodes of a batch, see
-            :class:`~torchrl_llm.objectives.credit.batch.BatchStatistics`.
+            :class:`~torchrl_llm.objectives.credit.credit_assigner.BatchStatistics`.
         truncated: episodes that were cut: ``"bootstrap"`` adds the value of the state behind the
             cut, ``"keep"`` takes them as ended, ``"drop"`` does not write them.
         values_key: value of the state before each token, ``[T]``.

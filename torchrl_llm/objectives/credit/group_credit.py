@@ -1,21 +1,35 @@
-"""Credit from the other trajectories of the same prompt: GRPO's rule, RLOO's, ScaleRL's."""
+"""Advantages against the group or the batch: GRPO's, RLOO's, ScaleRL's, REINFORCE++'s.
+
+:class:`RayMCAdvantage` is GRPO's over the buffers of several processes: the groups wait in one
+actor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.envs import Transform
 
+from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
 from torchrl_llm._registry import register
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
+from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional.advantages import group_advantages, hybrid_advantages, leave_one_out
+from torchrl_llm.functional.advantages import (
+    batch_normalize,
+    group_advantages,
+    hybrid_advantages,
+    leave_one_out,
+)
 from torchrl_llm.functional.padding import row_index
-from torchrl_llm.objectives.credit.batch import BatchStatistics
-from torchrl_llm.objectives.credit.columns import along_tokens
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit,
     TrajectoryReturn,
@@ -23,6 +37,12 @@ from torchrl_llm.objectives.credit.comparing import (
     check_deviation,
     check_group,
 )
+from torchrl_llm.objectives.credit.credit_assigner import (
+    BatchStatistics,
+    along_tokens,
+    sampled_in_response,
+)
+from torchrl_llm.objectives.credit.return_credit import returns_to_go
 
 
 @register("advantages", "group")
@@ -226,3 +246,217 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Advantages of returns; see the class."""
         return hybrid_advantages(returns_N, group_N, **self._how)
+
+
+@register("advantages", "batch")
+class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
+    r"""REINFORCE++: returns against the mean and deviation of all tokens of the batch.
+
+    :math:`A^{norm} = (A - mean_{batch}(A)) / std_{batch}(A)`, arXiv:2501.03262. Without a baseline
+    :math:`A_t` is what comes after a turn (or a token, where rewards are per token: the paper puts
+    :math:`-\beta \sum_{i \ge t} KL_i` there, which
+    :class:`~torchrl_llm.envs.transforms.KLRewardTransform` does). With ``baseline="group"`` it is
+    the episode's return less its group's mean (REINFORCE++-baseline), ``"leave_one_out"`` less that
+    of the others.
+
+    Args:
+        group_size: trajectories of a group; 1 without a baseline.
+        baseline: ``"none"``, ``"group"`` or ``"leave_one_out"``.
+        gamma: discount from one turn to the next, without a baseline.
+        over: what the statistics are taken over: every sampled token of the batch once (the paper
+            and its code), or every row once (``"samples"``; Ludic's REINFORCE with baseline).
+        normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
+        eps: guards the division.
+        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`,
+            :class:`~torchrl_llm.objectives.credit.ComparingCredit` and
+            :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+
+    Raises:
+        ConfigError: for arguments that are impossible, or would have no effect.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> def row(reward):
+        ...     next_ = {"reward": torch.full((1, 1), reward), "done": torch.ones(1).bool()}
+        ...     return TensorDict(next=next_)
+        >>> rows = BatchNormalizedReturn().inv(torch.stack([row(0.0), row(4.0)]))
+        >>> rows["advantage"].flatten().tolist()
+        [-1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        group_size: int = 1,
+        *,
+        baseline: Literal["none", "group", "leave_one_out"] = "none",
+        gamma: float = 1.0,
+        over: Literal["tokens", "samples"] = "tokens",
+        normalize: Literal["population", "sample", "none"] = "population",
+        eps: float = 1e-6,
+        eps_as: Literal["floor", "added"] = "floor",
+        **options: Any,
+    ) -> None:
+        check_choice("baseline", baseline, ("none", "group", "leave_one_out"))
+        check_choice("over", over, ("tokens", "samples"))
+        check_deviation(normalize, eps, eps_as)
+        if baseline != "none":
+            check_group(group_size)
+        super().__init__(group_size, **options)
+        if not 0 <= gamma <= 1:
+            raise ConfigError(f"gamma must be in [0, 1], got {gamma}")
+        if baseline != "none" and gamma != 1:
+            raise ConfigError("gamma has no effect with a baseline, which is one of whole episodes")
+        if baseline == "none" and self.trajectory_return != "sum" and not self.judges_groups:
+            raise ConfigError("trajectory_return has no effect without a baseline")
+        self.baseline, self.gamma, self.over = baseline, gamma, over
+        self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
+
+    def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
+        """Advantages of a batch; see the class."""
+        columns = self._unnormalised(groups)
+        flat = [
+            (row, values)
+            for group, of_group in zip(groups, columns, strict=True)
+            for trajectory, of_rows in zip(group, of_group, strict=True)
+            for row, values in zip(trajectory.rows, of_rows, strict=True)
+        ]
+        weights = [self._weights(row, values) for row, values in flat]
+        normalised = batch_normalize(
+            torch.cat([values.reshape(-1) for _, values in flat]),
+            torch.cat(weights),
+            normalize=self.normalize,
+            eps=self.eps,
+            eps_as=self.eps_as,
+        )
+        parts = iter(normalised.split([len(w) for w in weights]))
+        return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]
+
+    def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
+        """Returns less their baseline, which is one of their group."""
+        if self.baseline == "group":
+            return group_advantages(returns_N, group_N, normalize="none")
+        return leave_one_out(returns_N, group_N)
+
+    def _unnormalised(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
+        if self.baseline != "none":
+            return ComparingCredit.assign_all(self, groups)
+        return [[returns_to_go(t, self.gamma) for t in group] for group in groups]
+
+    def _weights(self, row: Any, values: Tensor) -> Tensor:
+        """How often each value of a row counts."""
+        sampled = sampled_in_response(row).double()
+        if values.numel() == 1:
+            return sampled.sum().reshape(1) if self.over == "tokens" else sampled.new_ones(1)
+        return sampled / (1 if self.over == "tokens" else sampled.sum().clamp(min=1))
+
+
+class _Queues:
+    """What runs in the actor."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.rule = MCAdvantage(**arguments)
+
+    def push(self, packed: PackedRows) -> PackedRows | None:
+        ready = self.rule._inv_call(lazy_rows(unpack_row_list(packed)))
+        return None if ready is None else pack_rows(ready)
+
+
+class RayMCAdvantage(Transform):
+    """:class:`~torchrl_llm.objectives.MCAdvantage` whose groups wait in a Ray actor.
+
+    For buffers in several processes that are fed with conversations of the same prompts: a buffer
+    that has a part of a group only would wait for the rest for ever. Rows go to the actor as they
+    are written, and the write that completes a group gets all of its rows, with advantages, into
+    its own buffer.
+
+    Make it once and send copies, which are picklable; or make it in each process with one
+    ``actor_name``: the first one starts the actor, which ends with that process. One buffer that
+    all collectors write into needs none of this.
+
+    Args:
+        grpo_size: trajectories of a group.
+        prompt_key: see :class:`~torchrl_llm.objectives.MCAdvantage`.
+        ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
+        remote_config: what the actor needs, fields of ``ActorOptions``; no CPU by default.
+        actor_name: name of the actor in the cluster; without one only copies share it.
+        timeout_s: most seconds that a call may take.
+        **options: the other arguments of :class:`~torchrl_llm.objectives.MCAdvantage`.
+
+    Raises:
+        ConfigError: for arguments that MCAdvantage refuses, or a copy by name that asks for others.
+        MissingExtraError: Ray is not installed.
+        ResourceError: Ray is not running.
+        WorkerError: the actor did not start or answer in time, or died; what waited in it is lost.
+    """
+
+    adds_keys_only = True
+    requires_shared_write_state = True
+
+    def __init__(
+        self,
+        grpo_size: int,
+        prompt_key: Any = None,
+        *,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        actor_name: str | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        ray = require_ray("RayMCAdvantage", running=ray_init_config is None)
+        arguments = {"grpo_size": grpo_size, "prompt_key": prompt_key, **options}
+        self.group_size = MCAdvantage(**arguments).group_size  # bad ones are refused here
+        if not ray.is_initialized():
+            ray.init(**(ray_init_config or {}))
+        config = {"num_cpus": 0.0, **(remote_config or {})}
+        self._queues = RemoteObject(
+            partial(_Queues, arguments),
+            ActorOptions(name=actor_name, timeout_s=timeout_s, **config),
+            what=f"RayMCAdvantage {actor_name or ''}".strip(),
+        )
+        size = self._queues.read("rule.group_size")
+        if size != self.group_size:
+            raise ConfigError(
+                f"the actor {actor_name!r} was started for groups of {size}, and this is "
+                f"RayMCAdvantage({self.group_size})"
+            )
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sampled rows pass through."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
+        if tensordict is None:
+            return None
+        ready = self._queues.call("push", pack_rows(row_list(tensordict)))
+        return None if ready is None else lazy_rows(own_rows(unpack_row_list(ready)))
+
+    def get_stats(self) -> dict[str, int]:
+        """Counts of all writers together, as :meth:`MCAdvantage.get_stats` has them."""
+        return self._queues.call("rule.get_stats")
+
+    def reset_stats(self) -> None:
+        """Count from zero; queues are left alone."""
+        self._queues.call("rule.reset_stats")
+
+    def clear_queues(self) -> int:
+        """Give up groups that have not filled, of all writers; returns how many."""
+        return self._queues.call("rule.clear_queues")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Queues in wire form, and counts."""
+        return self._queues.call("rule.get_extra_state")
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken, for all writers.
+
+        Args:
+            state: replaces what waits in the actor.
+        """
+        self._queues.call("rule.set_extra_state", dict(state))
+
+    def shutdown(self) -> None:
+        """End the actor; what waits in it is gone."""
+        self._queues.shutdown()

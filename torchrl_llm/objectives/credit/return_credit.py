@@ -19,14 +19,13 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_pat
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.advantages import discounted_returns
-from torchrl_llm.objectives.credit.columns import along_tokens
 from torchrl_llm.objectives.credit.comparing import (
     RETURNS,
     TrajectoryReturn,
     check_choice,
     trajectory_returns,
 )
-from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
+from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner, along_tokens
 
 
 @register("advantages", "constant")

@@ -16,7 +16,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.objectives.credit.columns import sampled_in_response
+from torchrl_llm.objectives.credit.credit_assigner import sampled_in_response
 
 
 class TeacherKL(Transform):
