@@ -114,7 +114,7 @@ def test_each_change_names_few_files_and_each_of_them_is_there():
     assert set(ASKED) <= set(found)
     for change, names in found.items():
         files = [name for name in names if "=" not in name]
-        assert 1 <= len(files) <= (3 if change == "a chat template" else 2), change
+        assert 1 <= len(files) <= (1 if change == "a chat template" else 2), change
         for name in files:
             base = ROOT if name.startswith(("sota", "test", "docs")) else ROOT / "torchrl_llm"
             known = base / name.split("<")[0]

@@ -26,9 +26,9 @@ import torchrl_llm.envs
 import torchrl_llm.rewards
 import torchrl_llm.tools
 from torchrl_llm.compat.gsm8k_text import _ResponseReward
-from torchrl_llm.data.formatter.splice import thoughts_of
-from torchrl_llm.data.formatter.thoughts import split_thoughts
-from torchrl_llm.data.parsers import BUILTIN_PARSERS, split_tool_calls
+from torchrl_llm.data.messages import split_thoughts
+from torchrl_llm.data.text.families import BUILTIN_PARSERS, split_tool_calls
+from torchrl_llm.data.text.splice import thoughts_of
 from torchrl_llm.envs.actions import ActionParser, BareAction, CallAction, TagAction
 from torchrl_llm.errors import TorchRLLLMError
 from torchrl_llm.rewards import (

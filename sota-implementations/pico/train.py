@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl import logger
 
 from torchrl_llm.data import Source
-from torchrl_llm.data.formatter import ChatFormatter, assistant_mask
+from torchrl_llm.data.text import ChatFormatter, assistant_mask
 from torchrl_llm.envs.datasets.letter_counting import TIERS, letter_problem
 from torchrl_llm.envs.datasets.words import word_list
 from torchrl_llm.functional import group_advantages, policy_gradient_loss, token_log_probs

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_llm.data import ChatHistory, History
-from torchrl_llm.data.families import BUILTIN_TEMPLATES
+from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
 from torchrl_llm.envs import ArithmeticEnv
 from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
 from torchrl_llm.envs.datasets.calculator import (

@@ -18,7 +18,7 @@ from conftest import _make_tokenizer
 from harness import compare, report
 
 from torchrl_llm.data.history import History
-from torchrl_llm.data.templates import resolve_template
+from torchrl_llm.data.text.templates import resolve_template
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog what is the sum of 3 and 4 ? I am fine .".split()

@@ -95,7 +95,7 @@ FAULTS = [Fault(i, *line) for i, line in enumerate([
     # tools
     ("calls are skipped after a success", "if executor.stop_on_error and not result.ok:", "if executor.stop_on_error and result.ok:", "test_executor.py"),
     ("private addresses are public", "address.is_global and not address.is_multicast", "not address.is_multicast", "test_browser_rules.py"),
-    ("True, as Python spells it, is no boolean", 'value.strip().lower() if kind == "boolean" else value', "value", "test_arguments.py"),
+    ("True, as Python spells it, is no boolean", 'value.strip().lower() if kind == "boolean" else value', "value", "test_call_arguments.py"),
     # rewards
     ("of several numbers any is the answer", "return values.pop() if len(values) == 1 else None", "return values.pop() if values else None", "test_gsm8k.py"),
     ("equal priorities bind to the right", "_PRIORITY[signs[-1]] >= priority", "_PRIORITY[signs[-1]] > priority", "test_countdown.py"),

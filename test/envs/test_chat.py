@@ -15,7 +15,7 @@ from torchrl.envs.utils import check_env_specs, step_mdp
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
-from torchrl_llm.data.input_modes.history_mode import message_text
+from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.envs import ChatEnv

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from torchrl_llm.data import Source
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import ragged_rows
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.functional import group_advantages
 from torchrl_llm.modules import load_model, load_tokenizer
 from torchrl_llm.modules.backends.token_scorer import CausalScorer

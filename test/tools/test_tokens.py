@@ -5,14 +5,14 @@ Every test runs in the three input modes, whose ids must agree with one another.
 
 import pytest
 import torch
-from data.formatter import scenarios
-from data.formatter.tokenizers_of_the_zoo import make_tokenizer
-from data.formatter.zoo import ZOO
+from data.text import scenarios
+from data.text.tokenizers_of_the_zoo import make_tokenizer
+from data.text.zoo import ZOO
 from tensordict import TensorDict
 
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import TemplateError
 from torchrl_llm.modules import FakeWrapper, TransformersWrapper

@@ -15,9 +15,9 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.history import History
 from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 
 

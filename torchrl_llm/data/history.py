@@ -5,8 +5,8 @@ then their messages, whose number differs from row to row. It is stored as one i
 :class:`~torchrl_llm.data.column.Chat` a conversation, so its ``batch_size`` is ``[*B]``; the index
 of a message comes last, ``history[0, -1]``.
 
-Next: :mod:`torchrl_llm.data.templates` finds templates, :mod:`torchrl_llm.data.rendering` renders
-and reads back.
+Next: :mod:`torchrl_llm.data.text.templates` finds templates,
+:mod:`torchrl_llm.data.text.whole_chats` renders and reads back.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ from torchrl_llm.data.cells import (
 )
 from torchrl_llm.data.column import Chat, Column, set_as_column
 from torchrl_llm.data.messages import ContentBase
-from torchrl_llm.data.rendering import encode_chats, read_text, render_chats
-from torchrl_llm.data.templates import add_chat_template, remove_chat_template, resolve_template
+from torchrl_llm.data.text.templates import (
+    add_chat_template,
+    remove_chat_template,
+    resolve_template,
+)
+from torchrl_llm.data.text.whole_chats import encode_chats, read_text, render_chats
 from torchrl_llm.data.tokenized import TokenizeOptions
 from torchrl_llm.errors import DataError, TokenizerError
 

@@ -1,19 +1,23 @@
-"""What a message may hold: the keys, multimodal content items, and one form of a tool call.
+"""A message and its parts: keys, content items, tool calls, and what is thought and what is said.
 
 A message is a plain dict: ``role``, ``content`` (a string or a list of content items) and, where
 they have a value, ``is_complete`` (only when false), ``tool_calls``, ``tool_responses``,
 ``tool_call_id``, ``name``, ``reasoning_content`` and whatever else a template reads.
+
+Next: :mod:`torchrl_llm.data.text` renders messages, and reads them from sampled ids.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torchrl_llm.errors import DataError
 
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
+_THINK_MARKS = re.compile("<think>|</think>")
 _FIELDS = frozenset(
     ("type", "text", "url", "data", "mime_type", "name", "size", "function_name", "function_args")
 )
@@ -163,3 +167,140 @@ def _loaded(arguments: str) -> Any:
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+# -- texts of a message ----------------------------------------------------------------------------
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """The reasoning of a message, under any of its names."""
+    for key in REASONING_KEYS:
+        if isinstance(value := message.get(key), str):
+            return value
+    return None
+
+
+def calls_of(message: Mapping[str, Any]) -> list[Any]:
+    """The tool calls of a message; a single one may stand without a list."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    return [calls] if isinstance(calls, Mapping) else list(calls)
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Reasoning, text parts and called names of a message: what a template copies as it is."""
+    reasoning, content = reasoning_of(message), message.get("content")
+    texts = [reasoning] if reasoning else []
+    if isinstance(content, str):
+        texts.append(content)
+    elif isinstance(content, (list, tuple)):
+        parts = [p if isinstance(p, str) else p.get("text") for p in content]
+        texts += [p for p in parts if isinstance(p, str)]
+    for call in calls_of(message):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if function or isinstance(call, Mapping):
+            texts.append(str((function or call).get("name")))
+    return texts
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a message: what the model wrote where that is known, else its content.
+
+    Args:
+        message: a message dict. Where reasoning or tool calls were split off, ``raw`` (the decoded
+            sample) is the text; else the content is all of it. The text items of a list content are
+            joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
+
+    Example:
+        >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
+        '<think>2+2</think>4'
+    """
+    split = message.get("reasoning_content") is not None or message.get("tool_calls")
+    if split and message.get("raw") is not None:
+        return message["raw"]
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        parts = [part if isinstance(part, str) else part.get("text") or "" for part in content]
+        content = "".join(parts)
+    reasoning = message.get("reasoning_content")
+    return f"<think>{reasoning}</think>{content}" if reasoning else content
+
+
+# -- what is thought and what is said --------------------------------------------------------------
+
+
+def split_thoughts(text: str) -> list[tuple[str, bool]]:
+    """Cut a text into what is thought and what is said.
+
+    A thought is ``<think>`` ... ``</think>``, or what stands in front of a first ``</think>``
+    without an opening, which the prompt may have written. Neither mark opens or ends anything
+    inside double quotes: there it is an argument of a call. A thought that does not end is said,
+    for a model may call a tool while it thinks.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The pieces in order, which make up the text, and whether each is a thought.
+
+    Example:
+        >>> split_thoughts("<think>no</think> yes")
+        [('<think>no</think>', True), (' yes', False)]
+    """
+    pieces: list[tuple[str, bool]] = []
+    at, opened = 0, -1
+    seen, quoted = 0, False
+    for mark in _THINK_MARKS.finditer(text):
+        closes = mark[0] == "</think>"
+        if opened < 0:
+            quoted = _quoted(text, seen, mark.start(), quoted)
+            seen = mark.start()
+            if quoted:
+                continue
+        if opened < 0 and not closes:
+            opened = mark.start()
+        elif closes and (opened >= 0 or not pieces):
+            pieces += [(text[at : max(opened, 0)], False)] if opened > at else []
+            pieces.append((text[max(opened, at) : mark.end()], True))
+            at, opened = mark.end(), -1
+    return pieces + ([(text[at:], False)] if at < len(text) or not pieces else [])
+
+
+def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
+    """Whether a place is inside a string in double quotes, which ends with its line at last.
+
+    It was ``quoted`` at ``seen``; each character is counted once, whatever the number of places.
+    """
+    line = text.rfind("\n", seen, at) + 1
+    begin = line or seen
+    quotes = text.count('"', begin, at) - text.count('\\"', begin, at)
+    return (quotes + (quoted and not line)) % 2 == 1
+
+
+def thoughts_of(message: Mapping[str, Any]) -> list[str]:
+    """Reasoning of a message: its own field, or what a ``<think>`` block in its content holds."""
+    own = reasoning_of(message)
+    content = message.get("content")
+    if own or not isinstance(content, str) or "</think>" not in content:
+        return [own] if own else []
+    return [content.split("</think>")[0].split("<think>")[-1]]
+
+
+def spoken_text(message: Mapping[str, Any]) -> str:
+    """What a message says outside its reasoning: the text in which calls are looked for.
+
+    Reasoning is what was split off as such, and what
+    :func:`~torchrl_llm.data.messages.split_thoughts` takes for it.
+
+    Example:
+        >>> spoken_text({"role": "assistant", "content": "<think>no</think> yes"})
+        ' yes'
+    """
+    text = message_text(dict(message))
+    thought = message.get("reasoning_content")
+    if isinstance(thought, str) and "unclosed_reasoning" not in (message.get("flags") or ()):
+        text = text.partition(thought)[2] if thought.strip() and thought in text else text
+    return "".join(piece for piece, is_thought in split_thoughts(text) if not is_thought)

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data.ragged import pad_rows, ragged_rows
-from torchrl_llm.data.rendering import EncodedChat
+from torchrl_llm.data.text.whole_chats import EncodedChat
 from torchrl_llm.errors import ConfigError, TokenizerError
 
 

@@ -21,7 +21,7 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.history import History
-from torchrl_llm.data.input_modes.history_mode import formatter_arguments, make_mode
+from torchrl_llm.data.input_modes import formatter_arguments, make_mode
 from torchrl_llm.data.row_files import MappedRows, RowLoader, load_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter

@@ -14,7 +14,7 @@ from torchrl._utils import logger
 from torchrl.envs import EnvBase
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.input_modes.history_mode import message_text
+from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.errors import ConfigError
 

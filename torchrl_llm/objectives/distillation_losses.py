@@ -108,7 +108,7 @@ class DistillationLoss(SFTLoss):
         actor_network: the student: a policy wrapper, or a ``CausalScorer``.
         tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
             have ids.
-        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.formatter.ChatFormatter`.
+        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
         kl_direction: see above.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` over all tokens
             alike.

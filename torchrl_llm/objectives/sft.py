@@ -15,9 +15,9 @@ from tensordict import TensorClass, TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import read_rows, write_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
 from torchrl_llm.objectives.flat_columns import key_name, optional_column
@@ -137,7 +137,7 @@ class SFTLoss(TokenLoss):
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
             have ids.
-        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.formatter.ChatFormatter`,
+        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`,
             such as ``chat_template`` or ``chat_template_name``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` over all tokens
             alike, whatever row they are in.

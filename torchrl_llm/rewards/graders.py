@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl_llm._http import HTTPClient
 from torchrl_llm.data.containers import ChatHistory
 from torchrl_llm.data.history import History
-from torchrl_llm.data.input_modes.history_mode import response_reader
+from torchrl_llm.data.input_modes import response_reader
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.judge import Grader, Messages
 from torchrl_llm.rewards.reward_runner import run_rows

@@ -24,7 +24,7 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
-from torchrl_llm.data.input_modes.history_mode import InputMode, response_reader
+from torchrl_llm.data.input_modes import InputMode, response_reader
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.rewards.reward_runner import Outcome, check_limits, run_rows

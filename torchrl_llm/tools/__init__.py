@@ -1,16 +1,18 @@
 """Tools: what a model can call, how it writes a call, and how the answer comes back."""
 
 from torchrl_llm.tools.browser import BrowserTool, BrowserTransform
-from torchrl_llm.tools.call_formats import (
+from torchrl_llm.tools.call_parsers import (
     HermesParser,
     JSONCallParser,
     LlamaParser,
+    MessageCallParser,
     PatternParser,
     SyntaxParser,
+    TextParser,
+    ToolParser,
     ToolTagParser,
     XMLBlockParser,
 )
-from torchrl_llm.tools.call_parsers import MessageCallParser, TextParser, ToolParser
 from torchrl_llm.tools.code_blocks import CodeBlockParser
 from torchrl_llm.tools.executor import ToolExecutor
 from torchrl_llm.tools.mcp import MCPServers, MCPTool, MCPToolTransform

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm._registry import register
-from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.browser_driver import BrowserDriver, BrowserError

@@ -1,11 +1,15 @@
-"""Tool calls out of what the model wrote: the interface, and the messages' own calls.
+"""Parsers of tool calls: the interface, the message's own calls, and one parser for each syntax.
 
-A parser reads one message and returns the calls in the order in which they were written; what was
-meant as a call and cannot be read becomes a
-:class:`~torchrl_llm.tools.tool_call.BrokenCall`, which the model is told about. A parser
-neither knows which tools there are nor runs any.
+A parser reads one message and returns the calls in the order in which they were written. What was
+meant as a call and cannot be read becomes a :class:`BrokenCall`, which the model is told about. A
+parser neither knows which tools there are nor runs any.
 
-Next: :mod:`torchrl_llm.tools.call_formats` reads calls that are written in the text.
+Where the policy's chat template has a form for calls, the formatter has read them already
+(:class:`MessageCallParser`), better than any text can be read. The others are for templates that
+have no form for calls, or none for this one.
+
+Next: :mod:`torchrl_llm.data.text.call_syntax` reads each syntax,
+:mod:`torchrl_llm.tools.code_blocks` has the parser of Python blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +19,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchrl_llm.data.formatter.thoughts import split_thoughts
-from torchrl_llm.data.input_modes.history_mode import message_text
+from torchrl_llm.data.messages import calls_of, spoken_text
+from torchrl_llm.data.text.call_syntax import (
+    NAME,
+    SYNTAXES,
+    VALUE,
+    BrokenCall,
+    Call,
+    CallSyntax,
+    Pattern,
+    Schemas,
+    call_of,
+    syntax_of,
+)
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.tools.tool_call import BrokenCall, ToolCall
+from torchrl_llm.tools.tool_call import ToolCall
 
-Schemas = Mapping[str, Mapping[str, Any]]
 Calls = list[ToolCall | BrokenCall]
 
 
@@ -44,7 +58,7 @@ class MessageCallParser(ToolParser):
     They are the message's ``tool_calls``; calls that the formatter could not read are its
     ``tool_call_errors``. A message that nobody has read into these keys has no calls for this
     parser: where the policy's template has no form for calls, take one of
-    :mod:`torchrl_llm.tools.call_formats`.
+    :mod:`torchrl_llm.tools.call_parsers`.
 
     Example:
         >>> function = {"name": "add", "arguments": '{"a": 1}'}
@@ -55,7 +69,14 @@ class MessageCallParser(ToolParser):
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
         """``tool_calls`` and ``tool_call_errors``."""
-        calls = [_read(call) for call in message.get("tool_calls") or ()]
+        calls: Calls = []
+        for value in calls_of(message):
+            try:
+                call = call_of(value)
+            except ValueError as error:
+                calls.append(BrokenCall(str(error)))
+            else:
+                calls.append(_tool_call(call))
         return calls + [BrokenCall(str(e)) for e in message.get("tool_call_errors") or ()]
 
 
@@ -101,6 +122,151 @@ class TextParser(ToolParser):
         return {"text": found.text, "calls": calls, "meta": meta}
 
 
+class SyntaxParser(TextParser):
+    """Calls in the syntax of an example; the broken ones come last.
+
+    Args:
+        example: how a call of the tool ``NAME`` with ``{"key": "VALUE"}`` is written, with these
+            very words; what surrounds them is the syntax. Or a
+            :class:`~torchrl_llm.data.text.call_syntax.CallSyntax`.
+
+    Raises:
+        ConfigError: nothing of the kinds that are known can be made of the example.
+
+    Example:
+        >>> parser = SyntaxParser('[CALL]{"name": "NAME", "arguments": {"key": "VALUE"}}[/CALL]')
+        >>> text = 'So: [CALL]{"name": "add", "arguments": {"a": 1}}[/CALL]'
+        >>> parser.parse({"role": "assistant", "content": text}, {})
+        [ToolCall(tool='add', args={'a': 1}, tag=None, id=None, session=None)]
+    """
+
+    def __init__(self, example: str | CallSyntax) -> None:
+        self.example = example if isinstance(example, str) else ""
+        syntax = example
+        if isinstance(example, str):
+            syntax = syntax_of(example.replace("NAME", NAME).replace("VALUE", VALUE))
+        if syntax is None:
+            raise ConfigError(
+                f"no syntax of calls can be read from {example!r}: write a call of the tool NAME "
+                'with the arguments {"key": "VALUE"}, as JSON between two marks for instance'
+            )
+        self.syntax = syntax
+
+    def read(self, text: str, schemas: Schemas) -> TextCalls:
+        """The calls of the syntax."""
+        parsed = self.syntax.parse(text, schemas)
+        calls: Calls = [
+            _tool_call(call)
+            if isinstance(call, Call)
+            else call._replace(expected=call.expected or self.example)
+            for call in parsed.found
+        ]
+        return TextCalls(parsed.content, calls)
+
+
+def _tool_call(call: Call) -> ToolCall:
+    return ToolCall(call.name, call.arguments, call.tag, call.id)
+
+
+class HermesParser(SyntaxParser):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3.
+
+    Example:
+        >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        >>> [call.tool for call in HermesParser().parse({"content": text}, {})]
+        ['add']
+    """
+
+    def __init__(self) -> None:
+        super().__init__('<tool_call>{"name": "NAME", "arguments": {"key": "VALUE"}}</tool_call>')
+
+
+class LlamaParser(SyntaxParser):
+    """``{"name": ..., "parameters": {...}}`` and nothing else in the turn: Llama 3.
+
+    Example:
+        >>> text = '{"name": "add", "parameters": {"a": 1}}'
+        >>> [call.tool for call in LlamaParser().parse({"content": text}, {})]
+        ['add']
+    """
+
+    def __init__(self) -> None:
+        super().__init__('{"name": "NAME", "parameters": {"key": "VALUE"}}')
+
+
+class XMLBlockParser(SyntaxParser):
+    """``<tool name="search" tag="A">{"query": "..."}</tool>``; the tag may be left out.
+
+    A block whose contents are no JSON is a call with ``{"raw": contents}`` where the tool has an
+    argument of that name, or nothing is known of the tools, and else a broken one.
+
+    Example:
+        >>> parser = XMLBlockParser()
+        >>> found = parser('Look: <tool name="search" tag="A">{"query": "td"}</tool> soon.')
+        >>> found["text"], found["calls"]
+        ('Look:  soon.', [ToolCall(tool='search', args={'query': 'td'}, tag='A', id=None, \
+session=None)])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SYNTAXES["xml_blocks"])
+
+
+class ToolTagParser(SyntaxParser):
+    r"""``<tool>search\n{"query": "..."}</tool>``: the name in a line of its own.
+
+    Example:
+        >>> ToolTagParser()('<tool>add\n{"a": 1}</tool>')["calls"][0].tool
+        'add'
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SYNTAXES["name_lines"])
+
+
+class PatternParser(SyntaxParser):
+    r"""Calls by a regular expression of your own with two groups, name and JSON arguments.
+
+    It takes the time that the pattern takes: one with ``.*?`` looks from every beginning to the end
+    of the text, which a model that repeats the beginning makes slow.
+
+    Args:
+        pattern: is searched for with ``.`` matching line ends.
+
+    Raises:
+        ConfigError: it is no pattern with two groups.
+
+    Example:
+        >>> parser = PatternParser(r"CALL\[(\w+)\]\(([^()]*+)\)")
+        >>> parser('CALL[add]({"a": 1})')["calls"][0].args
+        {'a': 1}
+    """
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(Pattern(pattern))
+
+
+class JSONCallParser(SyntaxParser):
+    """``{"message": "...", "tools": [{"tool": "search", "args": {...}, "tag": "A"}]}``.
+
+    The whole turn is that object, between code fences or not. A turn that is no JSON has no calls.
+
+    Example:
+        >>> found = JSONCallParser()('{"message": "Wait", "tools": [{"tool": "now"}]}')
+        >>> found["text"], found["calls"][0].tool
+        ('Wait', 'now')
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SYNTAXES["json_turn"])
+
+    def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Parse a text, or an object that has been read already."""
+        return super().__call__(
+            response if isinstance(response, str) else json.dumps(dict(response))
+        )
+
+
 class _FunctionParser(ToolParser):
     """A function from a text to a mapping with ``"calls"``."""
 
@@ -130,40 +296,3 @@ def as_parser(parser: ToolParser | Callable[[str], Mapping[str, Any]]) -> ToolPa
             f"parser must be a ToolParser or a function of a text, got {type(parser).__name__}"
         )
     return _FunctionParser(parser)
-
-
-def spoken_text(message: Mapping[str, Any]) -> str:
-    """What a message says outside its reasoning: the text in which calls are looked for.
-
-    Reasoning is what was split off as such, and what
-    :func:`~torchrl_llm.data.formatter.thoughts.split_thoughts` takes for it.
-
-    Example:
-        >>> spoken_text({"role": "assistant", "content": "<think>no</think> yes"})
-        ' yes'
-    """
-    text = message_text(dict(message))
-    thought = message.get("reasoning_content")
-    if isinstance(thought, str) and "unclosed_reasoning" not in (message.get("flags") or ()):
-        text = text.partition(thought)[2] if thought.strip() and thought in text else text
-    return "".join(piece for piece, is_thought in split_thoughts(text) if not is_thought)
-
-
-def _read(call: Any) -> ToolCall | BrokenCall:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return BrokenCall("it has no name")
-    args = function.get("arguments")
-    if isinstance(args, str):
-        try:
-            args = json.loads(args) if args.strip() else {}
-        except (ValueError, RecursionError) as error:
-            return BrokenCall(f"the arguments of {function['name']!r:.80} are not JSON: {error}")
-    if args is None:
-        args = {}
-    if not isinstance(args, Mapping):
-        return BrokenCall(f"the arguments of {function['name']!r:.80} must be an object")
-    identity = call.get("id")
-    return ToolCall(
-        function["name"], dict(args), id=identity if isinstance(identity, str) else None
-    )

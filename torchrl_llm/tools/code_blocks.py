@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
-from torchrl_llm.tools.call_parsers import ToolParser, spoken_text
-from torchrl_llm.tools.tool_call import BrokenCall, ToolCall
+from torchrl_llm.data.messages import spoken_text
+from torchrl_llm.tools.call_parsers import Calls, Schemas, ToolParser
+from torchrl_llm.tools.tool_call import ToolCall
 
 _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
 # Every fence is tried once, from its beginning: the time stays linear in the text.
@@ -118,9 +120,7 @@ class CodeBlockParser(ToolParser):
     def __init__(self, tool: str = "python") -> None:
         self.tool = tool
 
-    def parse(
-        self, message: Mapping[str, object], schemas: Mapping[str, Mapping[str, object]]
-    ) -> list[ToolCall | BrokenCall]:
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
         """A call for each block, its number in the message as tag."""
         blocks = python_blocks(spoken_text(message))
         return [

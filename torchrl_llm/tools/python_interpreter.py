@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torchrl._utils import logger
 
 from torchrl_llm._registry import register
-from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, TemplateError
 from torchrl_llm.sandbox import Limits, Sandbox
 from torchrl_llm.tools.code_blocks import CodeBlockParser
@@ -161,7 +161,7 @@ class PythonInterpreter(ToolTransform):
     r"""Runs the Python code blocks of the model's turn; each is answered by a message.
 
     The blocks are those in fences that are labelled ``python``, ``py`` and the like (see
-    :func:`~torchrl_llm.tools.code_blocks.python_blocks`); a turn without any is
+    :func:`~torchrl_llm.tools.call_parsers.python_blocks`); a turn without any is
     left as it is. The answer to a block is its number, whether it ran, and what it printed.
 
     Args:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.tools.call_formats import PatternParser, ToolTagParser
-from torchrl_llm.tools.call_parsers import ToolParser
+from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
 from torchrl_llm.tools.tool_registry import ServiceTool, json_schema
 from torchrl_llm.tools.tool_transform import ToolTransform
 

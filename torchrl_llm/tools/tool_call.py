@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torchrl_llm.data.text.call_syntax import BrokenCall as BrokenCall
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -37,18 +39,6 @@ class ToolCall:
     id: str | None = None
     session: int | None = None
     state: Any = field(default=None, repr=False, compare=False)
-
-
-class BrokenCall(NamedTuple):
-    """What was meant as a call and cannot be read as one.
-
-    Attributes:
-        problem: what is wrong with it.
-        expected: what a call looks like, which the model is told.
-    """
-
-    problem: str
-    expected: str = ""
 
 
 class ToolOutput(NamedTuple):

@@ -6,7 +6,7 @@ three parts that can be exchanged.
 
 Next: :mod:`~torchrl_llm.tools.tool` for a tool of your own,
 :mod:`~torchrl_llm.tools.call_parsers` and
-:mod:`~torchrl_llm.tools.call_formats` for ways to write calls.
+:mod:`~torchrl_llm.tools.call_parsers` for ways to write calls.
 
 Shape legend: ``B`` rows.
 """
@@ -24,9 +24,9 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.formatter.codec import whole_characters
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.data.text.codec import whole_characters
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import (
     MessageCallParser,

@@ -21,7 +21,7 @@ MODES = ("history", "text", "tokens")
 
 
 def qwen_tokenizer(make_tokenizer):
-    from torchrl_llm.data.templates import resolve_template
+    from torchrl_llm.data.text.templates import resolve_template
 
     tokenizer = make_tokenizer(extra=["<tool_call>", "</tool_call>"])
     tokenizer.chat_template = resolve_template(None, None, "qwen").template

@@ -7,8 +7,8 @@ from itertools import chain
 
 import pytest
 import torch
-from data.formatter.tokenizers_of_the_zoo import make_tokenizer
-from data.formatter.zoo import ZOO
+from data.text.tokenizers_of_the_zoo import make_tokenizer
+from data.text.zoo import ZOO
 from tensordict import TensorDict
 from torchrl.envs import Transform
 from torchrl.envs.utils import check_env_specs

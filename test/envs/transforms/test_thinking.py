@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_llm.data import FinishReason, Source, TokenRecord
-from torchrl_llm.data.formatter.codec import Codec
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.transforms import AddThinkingPrompt, StepCounter
 from torchrl_llm.envs.transforms.thinking import _reopened, edit_turn

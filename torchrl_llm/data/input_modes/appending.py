@@ -4,7 +4,7 @@ Text and tokens mode keep no messages. The model's turn is read from its ids, an
 template writes behind it (the end of the turn, the new messages, the next generation prompt) is
 encoded and appended, with its provenance; no id that was sampled is encoded again.
 
-Next: :mod:`torchrl_llm.data.input_modes.history_mode` calls this; in history mode the formatter of
+Next: :mod:`torchrl_llm.data.input_modes` calls this; in history mode the formatter of
 the policy does it.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N_b`` of them new.
@@ -20,8 +20,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import read_rows, unpad_rows
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import find_fact
 from torchrl_llm.errors import TemplateError
 

@@ -1,11 +1,11 @@
-"""What the three input modes share: the interface, and the text of a message.
+"""Input mode of a chat environment: the interface, and history mode.
 
 A mode knows which keys hold the conversation, how a conversation becomes a prompt at reset, and how
 the policy's output becomes the next prompt. Nothing else in :mod:`torchrl_llm.envs` asks which mode
 it is in.
 
-Next: :mod:`torchrl_llm.data.input_modes.history_mode` has history mode and makes a mode by name,
-:mod:`torchrl_llm.data.input_modes.token_modes` has text and tokens mode.
+Next: :mod:`torchrl_llm.data.input_modes.token_modes` has text and tokens mode,
+:func:`torchrl_llm.data.input_modes.make_mode` makes a mode by name.
 """
 
 from __future__ import annotations
@@ -14,37 +14,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite
 
 from torchrl_llm.data.column import Chat
-from torchrl_llm.data.formatter import ChatFormatter
+from torchrl_llm.data.containers import ChatHistory
+from torchrl_llm.data.history import History
+from torchrl_llm.data.messages import message_text
+from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import DataError
 
 Message = Mapping[str, Any]
-
-
-def message_text(message: dict[str, Any]) -> str:
-    """The text of a message: what the model wrote where that is known, else its content.
-
-    Args:
-        message: a message dict. Where reasoning or tool calls were split off, ``raw`` (the decoded
-            sample) is the text; else the content is all of it. The text items of a list content are
-            joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
-
-    Example:
-        >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
-        '<think>2+2</think>4'
-    """
-    split = message.get("reasoning_content") is not None or message.get("tool_calls")
-    if split and message.get("raw") is not None:
-        return message["raw"]
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        parts = [part if isinstance(part, str) else part.get("text") or "" for part in content]
-        content = "".join(parts)
-    reasoning = message.get("reasoning_content")
-    return f"<think>{reasoning}</think>{content}" if reasoning else content
 
 
 class InputMode(ABC):
@@ -132,3 +114,110 @@ def missing_key(key: tuple[str, str]) -> DataError:
     return DataError(
         f"the policy did not write {key!r}, which the environment turns into the next prompt"
     )
+
+
+# -- history ---------------------------------------------------------------------------------------
+
+
+def history_spec(field: str, chat: Chat, size: int) -> Composite:
+    """The spec of ``("history", field)``.
+
+    Args:
+        field: ``"prompt"`` or ``"full"``.
+        chat: the example that specs return.
+        size: rows.
+    """
+    column = ColumnSpec((size, -1), example_data=chat)
+    history = Composite(messages=column, shape=(size,), data_cls=History)
+    return Composite({field: history}, shape=(size,), data_cls=ChatHistory)
+
+
+def read_chats(td: TensorDictBase, field: str) -> list[Chat]:
+    """The conversations, one a row.
+
+    Args:
+        td: rows ``[B]``.
+        field: ``"prompt"`` or ``"full"``.
+
+    Raises:
+        DataError: there are none.
+    """
+    history = td.get(("history", field), None)
+    if history is None and field == "prompt":
+        raise DataError(
+            "the rows lack ('history', 'prompt'), which the environment keeps up to date; step "
+            "rows that come from its reset or from its last step"
+        )
+    if history is None:
+        raise missing_key(("history", field))
+    return history.chats
+
+
+def write_chats(out: TensorDictBase, chats: list[Chat]) -> None:
+    """Set ``("history", "prompt")``, and nothing else under ``"history"``.
+
+    Args:
+        out: rows ``[B]``; changed in place.
+        chats: one a row.
+    """
+    node = TensorDict._new_unsafe(
+        source={"prompt": History.of(chats)}, batch_size=torch.Size([len(chats)])
+    )
+    out.set("history", ChatHistory._from_tensordict(node))
+
+
+class HistoryMode(InputMode):
+    """Conversations: ``("history", "full")`` becomes the next ``("history", "prompt")``."""
+
+    name = "history"
+    keeps_history = True
+
+    def prompt_specs(self, size: int) -> dict[str, Composite]:
+        """``history.prompt``."""
+        return {"history": history_spec("prompt", self.example, size)}
+
+    def full_specs(self, size: int) -> dict[str, Composite]:
+        """``history.full``."""
+        answered = self.example + [{"role": self.policy_role, "content": "An answer."}]
+        return {"history": history_spec("full", answered, size)}
+
+    def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
+        """Write ``history.prompt``."""
+        write_chats(out, [Chat() if chat is None else chat for chat in chats])
+
+    def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
+        """Write ``history.prompt``; the token record moves with each chat."""
+        full = read_chats(td, "full")
+        write_chats(
+            out, full if stepped is None else merge_rows(full, read_chats(td, "prompt"), stepped)
+        )
+
+    def responses(self, td: TensorDictBase) -> list[str | DataError]:
+        """The last message of each conversation, if the model wrote it."""
+        return [
+            message_text(chat[-1])
+            if len(chat) and chat[-1].get("role") == self.policy_role
+            else DataError(f"the conversation does not end with a {self.policy_role!r} message")
+            for chat in read_chats(td, "full")
+        ]
+
+    def turns(self, td: TensorDictBase) -> list[Message | None]:
+        """The last message of each conversation, if the model wrote it."""
+        chats = read_chats(td, "full")
+        ends = (chat.messages[-1] if len(chat) else {} for chat in chats)
+        return [dict(end) if end.get("role") == self.policy_role else None for end in ends]
+
+    def append(
+        self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
+    ) -> None:
+        """Append to ``history.prompt``; the token record stays with each chat."""
+        chats = read_chats(out, "prompt")
+        if any(added):
+            write_chats(
+                out, [c + list(new) if new else c for c, new in zip(chats, added, strict=True)]
+            )
+
+    def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+        """Set ``history.prompt``; the policy encodes what has no record."""
+        now = read_chats(out, "prompt")
+        write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])

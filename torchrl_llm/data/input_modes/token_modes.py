@@ -18,7 +18,6 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import Text
-from torchrl_llm.data.formatter import ChatFormatter, Encoded
 from torchrl_llm.data.input_modes.appending import (
     NewText,
     aligned_rows,
@@ -26,10 +25,18 @@ from torchrl_llm.data.input_modes.appending import (
     read_turns,
     valid_rows,
 )
-from torchrl_llm.data.input_modes.conversations import history_spec, read_chats, write_chats
-from torchrl_llm.data.input_modes.input_mode import InputMode, Message, merge_rows, missing_key
+from torchrl_llm.data.input_modes.input_mode import (
+    InputMode,
+    Message,
+    history_spec,
+    merge_rows,
+    missing_key,
+    read_chats,
+    write_chats,
+)
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.data.text import ChatFormatter, Encoded
 from torchrl_llm.data.token_facts import TokenFact, by_node, carried_facts
 from torchrl_llm.errors import DataError
 

@@ -21,9 +21,9 @@ from torchrl.envs import StepCounter as _StepCounter
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
-from torchrl_llm.data.formatter.codec import Codec, Piece
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.text.codec import Codec, Piece
 from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 

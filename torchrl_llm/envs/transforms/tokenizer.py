@@ -12,11 +12,11 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Chat
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.specs import RaggedSpec
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from torchrl_llm.data.containers import TokenSupport
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.ragged import pad_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import added_facts, node_dtypes
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import restrict_logits
@@ -103,7 +103,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: tools of every conversation.
         on_rewrite: what to do where the template rewrites history, see
-            :class:`~torchrl_llm.data.formatter.ChatFormatter`.
+            :class:`~torchrl_llm.data.text.ChatFormatter`.
         return_log_probs: write the sampled log-probs (the default).
         history_key: name of the conversations.
         text_key: name of the text columns.

@@ -20,10 +20,10 @@ from torch import Tensor
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import ChatHistory, Text
 from torchrl_llm.data.enums import FinishReason, Source
-from torchrl_llm.data.formatter import ChatFormatter
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import RECORD_COLUMNS, TokenFact, added_facts, find_fact
 from torchrl_llm.errors import DataError
 from torchrl_llm.modules.backends.backend_port import Completion

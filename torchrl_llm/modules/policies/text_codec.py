@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm.data.formatter.codec import Codec, Piece
+from torchrl_llm.data.text.codec import Codec, Piece
 from torchrl_llm.errors import ConfigError
 
 _ARGUMENTS = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})

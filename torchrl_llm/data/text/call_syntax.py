@@ -1,0 +1,640 @@
+"""The one reader of tool calls: the syntaxes in which models write them.
+
+A :class:`CallSyntax` takes the calls out of a text. What was meant as a call and cannot be read
+becomes a :class:`BrokenCall`, which the model is told about. ``SYNTAXES`` holds the syntaxes that
+have a name. The syntax of a chat template is learnt from how the template writes one call
+(:func:`syntax_of`): a JSON object or list between two marks, a name followed by a JSON object of
+arguments, nested tags with one tag an argument, or Python call expressions. To teach another
+syntax, write a subclass here and enter it into ``SYNTAXES``.
+
+Next: :mod:`torchrl_llm.data.text.respond` reads sampled responses with it,
+:mod:`torchrl_llm.tools.call_parsers` has a parser for each name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torchrl_llm.errors import ConfigError
+
+Schemas = Mapping[str, Mapping[str, Any]]
+# Words that stand for the tool's name and for the value of its argument ``key`` in an example.
+NAME, VALUE = "kqxname", "kqxvalue"
+
+# The bound keeps the time linear where a name may hold the mark in front of it.
+_NAME_PATTERN = r"([\w.\-/]{1,200}?)"
+_SPACE = re.compile(r"\s*")
+# More of them tell nobody anything, and each may be looked for to the end of the text.
+_MOST_ERRORS = 64
+_MOST_LEVELS = 100
+_NESTS = (dict, list, tuple, set)
+# No turn means as many calls, and a text of empty objects would hold half a million.
+_MOST_VALUES = 4096
+# Python's own parser takes a second and a hundred times the memory for a megabyte.
+_MOST_PYTHON = 1 << 17
+_DECODERS = {strict: json.JSONDecoder(strict=strict) for strict in (True, False)}
+_WINDOW = 256
+# No literal and no escape is longer: an error this near to the end of a window may be its end's.
+_MARGIN = 16
+
+
+class Call(NamedTuple):
+    """One tool call; ``id`` and ``tag`` if the model wrote them."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+    tag: str | None = None
+
+
+class BrokenCall(NamedTuple):
+    """What was meant as a call and cannot be read as one.
+
+    Attributes:
+        problem: what is wrong with it.
+        expected: what a call looks like, which the model is told.
+    """
+
+    problem: str
+    expected: str = ""
+
+
+class ParsedCalls(NamedTuple):
+    """What a text holds.
+
+    Attributes:
+        content: the text without its calls.
+        found: the calls in order; the broken ones among them, or behind them.
+    """
+
+    content: str
+    found: list[Call | BrokenCall]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that could be read."""
+        return [call for call in self.found if isinstance(call, Call)]
+
+    @property
+    def errors(self) -> list[str]:
+        """What is wrong with each broken call."""
+        return [call.problem for call in self.found if isinstance(call, BrokenCall)]
+
+
+class CallSyntax(ABC):
+    """One way to write tool calls."""
+
+    @abstractmethod
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        """Take the calls out of a text.
+
+        Args:
+            text: a response without reasoning and end-of-turn token.
+            schemas: JSON schema of the parameters of each known tool, for untyped arguments.
+        """
+
+
+# -- syntaxes that are learnt from a template -----------------------------------------------------
+
+
+class _Marked(CallSyntax):
+    """Calls that each begin with ``opening``; broken ones stay in the content.
+
+    A subclass reads one and says where it ends.
+    """
+
+    opening: str
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        kept: list[str] = []
+        calls: list[Call] = []
+        broken: list[BrokenCall] = []
+        cursor = 0
+        while len(broken) < _MOST_ERRORS and (at := text.find(self.opening, cursor)) >= 0:
+            try:
+                read, end = self.read(text, at, schemas)
+            except ValueError as error:
+                broken.append(BrokenCall(str(error)))
+                following = text.find(self.opening, at + len(self.opening))
+                end = following if following >= 0 else len(text)
+                kept.append(text[cursor:end])
+            else:
+                # White space in front of a call is the template's.
+                piece = text[cursor:at]
+                kept.append(piece.rstrip("\n") if piece.strip() else "")
+                calls += read
+            cursor = end
+        rest = text[cursor:]
+        kept.append(rest if rest.strip() or not calls else "")
+        return ParsedCalls("".join(kept), [*calls, *broken])
+
+    @abstractmethod
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        """Read the calls that begin at ``at``; where they end. ValueError if they are broken."""
+
+
+class _TaggedJson(_Marked):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and its likes."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening, self.closing = opening, closing
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        value, end = self.value_at(text, at)
+        calls = [call_of(v) for v in (value if isinstance(value, list) else [value])]
+        if not calls:
+            raise ValueError("an empty list of tool calls")
+        return calls, end
+
+    def value_at(self, text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
+        """The JSON value between the marks that begin at a place, and where they end.
+
+        Raises:
+            ValueError: it is broken, or not between the marks.
+        """
+        value, end = _json_at(text, at + len(self.opening), strict=strict)
+        return value, _behind(text, end, self.closing)
+
+
+class _BareJson(CallSyntax):
+    """The whole turn is one JSON object (Llama 3), or several behind one another."""
+
+    # What Llama writes in front of calls where it also knows built-in tools.
+    _opening = "<|python_tag|>"
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        stripped = text.strip()
+        marked = stripped.startswith(self._opening)
+        stripped = stripped.removeprefix(self._opening).lstrip()
+        if not stripped.startswith(("{", "[")):
+            return ParsedCalls(text, [])
+        try:
+            found = _json_values(stripped)
+            if not any(_is_call(value) for value in found):
+                return ParsedCalls(text, [])  # an answer that happens to be JSON
+            return ParsedCalls("", [call_of(value) for value in found])
+        except ValueError as error:
+            looks_like = marked or re.match(
+                r"[\[{\s]*\"(name|type\"\s*:\s*\"function|function)\"", stripped
+            )
+            return ParsedCalls(text, [BrokenCall(str(error))] if looks_like else [])
+
+
+class _NamedJson(_Marked):
+    """A name between two marks, and the JSON of its arguments (DeepSeek, newer Mistral)."""
+
+    def __init__(self, opening: str, before: str, middle: str, after: str) -> None:
+        self.opening = opening
+        self._head = re.compile(
+            re.escape(before) + _NAME_PATTERN + _flexible(middle) + r"(?=[{\[])"
+        )
+        self._tail = _marks(after)
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        calls, cursor = [], at
+        while head := self._head.search(text, cursor):
+            gap = text[cursor : head.start()]
+            # What begins with a mark of its own is read by itself: it may be broken.
+            begins = text.find(self.opening, cursor, head.end()) >= 0
+            if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
+                break
+            arguments, cursor = _json_at(text, head.end())
+            calls.append(Call(head.group(1), _arguments(arguments)))
+            for mark in self._tail:
+                cursor = _skip(text, cursor, mark)
+        if not calls:
+            raise ValueError(f"no tool name and JSON arguments behind {self.opening!r}")
+        return calls, cursor
+
+
+class _Tags(_Marked):
+    """One tag an argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
+
+    def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
+        self.opening, self.closing = opening, closing
+        follows = re.escape(closing)
+        if keyed:
+            self._name = re.compile(r"\s*([^\s<]+)")
+            self._begin = re.compile(
+                # No possessive group, which Python up to 3.11.4 reads wrongly.
+                r"\s*<arg_key>([^<]*(?:<(?!/arg_key>)[^<]*)*)</arg_key>\s*<arg_value>"
+            )
+            self._end = re.compile(rf"</arg_value>(?=\s*(?:<arg_key>|{follows}))")
+            self._newline, self._last = "", ""
+        else:
+            self._name = re.compile(r"\s*<function=([^>]+)>")
+            self._begin = re.compile(r"\s*<parameter=([^>]+)>\n?")
+            self._end = re.compile(rf"</parameter>(?=\s*(?:<parameter=|</function>|{follows}))")
+            self._newline, self._last = "\n", "</function>"
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        name = self._name.match(text, at + len(self.opening))
+        if name is None:
+            raise ValueError("a tool call without a function name")
+        known = (schemas.get(name.group(1)) or {}).get("properties", {})
+        arguments, cursor = {}, name.end()
+        while begun := self._begin.match(text, cursor):
+            key = begun.group(1).strip()
+            # What ends a value must be followed by more of the call: it may be a part of the value.
+            ended = self._end.search(text, begun.end())
+            if ended is None:
+                raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
+            value = text[begun.end() : ended.start()].removesuffix(self._newline)
+            arguments[key] = _typed(value, known.get(key))
+            cursor = ended.end()
+        cursor = _skip(text, cursor, self._last)
+        return [Call(name.group(1), arguments)], _behind(text, cursor, self.closing)
+
+
+class _Pythonic(_Marked):
+    """``[name(key=value)]`` between two marks (LFM2)."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening, self.closing = opening, closing
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        start = at + len(self.opening)
+        end = text.find(self.closing, start)
+        if end < 0:
+            raise ValueError(f"a tool call without {self.closing!r}")
+        if end > _MOST_PYTHON:
+            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
+        try:
+            tree = ast.parse(text[start:end].strip(), mode="eval").body
+            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+            calls = []
+            for node in nodes:
+                if not isinstance(node, ast.Call) or node.args:
+                    raise ValueError("expected calls with named arguments")
+                arguments = {str(k.arg): _shallow(ast.literal_eval(k.value)) for k in node.keywords}
+                calls.append(Call(ast.unparse(node.func), arguments))
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError(f"not a Python call: {error}") from error
+        return calls, end + len(self.closing)
+
+
+def syntax_of(call: str | None) -> CallSyntax | None:
+    """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``."""
+    if call is None or NAME not in call:
+        return None
+    if "<function=" in call or "<arg_key>" in call:
+        opening, closing = _first_mark(call), _last_mark(call)
+        return _Tags(opening, closing, keyed="<arg_key>" in call)
+    at = call.index(NAME)
+    if re.search(NAME + r"\(key=", call):
+        listed = call.rfind("[", 0, at) >= 0 and call[:at].rstrip().endswith("[")
+        begin = call[:at].rstrip().removesuffix("[") if listed else call[:at]
+        end = call[call.index(VALUE) :].lstrip(VALUE + "\"')")
+        return _Pythonic(begin.strip(), (end.removeprefix("]") if listed else end).strip())
+    for match in re.finditer(r"[\[{]", call[:at]):
+        try:
+            value, end = _json_at(call, match.start())
+        except ValueError:
+            continue
+        if NAME in json.dumps(value):
+            opening, closing = call[: match.start()].strip(), call[end:].strip()
+            return _TaggedJson(opening, closing) if opening else _BareJson()
+    brace = call.find("{", at)
+    if brace < 0:
+        return None
+    before = call[:at]
+    near = re.search(r"(<[^<>]*>|\[[A-Z_]+\]|[^\s<>\]]+)$", before)
+    if near is None:
+        return None
+    try:
+        _, end = _json_at(call, brace)
+    except ValueError:
+        return None
+    opening = _first_mark(before) or before.strip()
+    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
+
+
+# -- syntaxes of their own ------------------------------------------------------------------------
+
+
+class _Blocks(CallSyntax):
+    """Calls between tags: what opens one names the tool, and JSON arguments follow."""
+
+    expected: str
+    closing = "</tool>"
+
+    @abstractmethod
+    def opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
+        """The next opening from ``at`` on: its start and end, the tool and the tag."""
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        kept, found, at = [], [], 0
+        while (opened := self.opened(text, at)) is not None:
+            start, inside, tool, tag = opened
+            kept.append(text[at:start])
+            call, at = self._block(text, inside, tool, tag, schemas)
+            found.append(call)
+        kept.append(text[at:])
+        return ParsedCalls("".join(kept).strip(), found)
+
+    def _block(
+        self, text: str, inside: int, tool: str, tag: str | None, schemas: Schemas
+    ) -> tuple[Call | BrokenCall, int]:
+        """The call whose arguments begin at ``inside``, and where its block ends."""
+        if text.endswith("/>", 0, inside):
+            return Call(tool, {}, tag=tag), inside
+        try:
+            # By its JSON first: a string in it may spell the closing tag.
+            args, end = json_at(text, behind_blanks(text, inside))
+        except (ValueError, RecursionError) as error:
+            problem = f"its arguments are not JSON: {error}"
+        else:
+            end = behind_blanks(text, end)
+            problem = f"{self.closing} must follow the arguments"
+            if end == len(text) or text.startswith(self.closing, end):
+                behind = min(end + len(self.closing), len(text))
+                if isinstance(args, dict):
+                    return Call(tool, args, tag=tag), behind
+                problem = f"the arguments of {tool!r:.80} must be an object"
+                return BrokenCall(problem, self.expected), behind
+        closed = text.find(self.closing, inside)
+        body = text[inside : closed if closed >= 0 else len(text)].strip()
+        behind = closed + len(self.closing) if closed >= 0 else len(text)
+        if not body:
+            return Call(tool, {}, tag=tag), behind
+        if closed >= 0 and self.takes_raw(tool, schemas):
+            return Call(tool, {"raw": body}, tag=tag), behind
+        return BrokenCall(f"{tool!r:.80}: {problem}", self.expected), behind
+
+    def takes_raw(self, tool: str, schemas: Schemas) -> bool:
+        """Whether contents that are no JSON are the tool's argument ``raw``."""
+        return False
+
+
+class _XMLBlocks(_Blocks):
+    """``<tool name="search" tag="A">{"query": "..."}</tool>``."""
+
+    expected = '<tool name="NAME">{"argument": value}</tool>'
+    _opening = re.compile(r"<tool((?:\s+\w{1,20}\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'))+)\s*/?>")
+    _attribute = re.compile(r"(\w+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
+
+    def opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
+        while (found := self._opening.search(text, at)) is not None:
+            given = {m[1]: m[2] or m[3] or "" for m in self._attribute.finditer(found[1])}
+            if given.get("name"):
+                return *found.span(), given["name"], given.get("tag") or None
+            at = found.end()
+        return None
+
+    def takes_raw(self, tool: str, schemas: Schemas) -> bool:
+        known = schemas.get(tool)
+        return not schemas or (known is not None and "raw" in (known.get("properties") or {}))
+
+
+class _NameLines(_Blocks):
+    """``<tool>``, the name in a line of its own, JSON arguments and ``</tool>``."""
+
+    expected = '<tool>NAME\n{"argument": value}</tool>'
+    _opening = re.compile(r"<tool>[ \t]*+(?:\n[ \t]*+)?([^\s<>{]{1,200})[ \t]*+\n?")
+
+    def opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
+        found = self._opening.search(text, at)
+        return None if found is None else (*found.span(), found[1], None)
+
+
+class Pattern(CallSyntax):
+    """Calls by a regular expression with two groups, name and JSON arguments.
+
+    Args:
+        pattern: is searched for with ``.`` matching line ends.
+
+    Raises:
+        ConfigError: it is no pattern with two groups.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+        if self._pattern.groups != 2:
+            raise ConfigError(
+                f"the pattern must have two groups, name and arguments; {pattern!r} has "
+                f"{self._pattern.groups}"
+            )
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        """The matches, in order."""
+        found = [self._call(m[1].strip(), m[2]) for m in self._pattern.finditer(text)]
+        return ParsedCalls(self._pattern.sub("", text).strip(), found)
+
+    @staticmethod
+    def _call(name: str, body: str | None) -> Call | BrokenCall:
+        try:
+            return Call(name, _arguments((body or "").strip() or "{}", "its arguments"))
+        except ValueError as error:
+            return BrokenCall(str(error), f"{{...}} with the arguments of {name!r:.80} as JSON")
+
+
+class _JSONTurn(CallSyntax):
+    """``{"message": "...", "tools": [{"tool": "search", "args": {...}, "tag": "A"}]}``."""
+
+    expected = '{"message": "...", "tools": [{"tool": "NAME", "args": {"argument": value}}]}'
+    _fenced = re.compile(r"\s*```(?:json)?[ \t]*\r?\n(.*)```\s*", re.DOTALL | re.IGNORECASE)
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        fenced = self._fenced.fullmatch(text)
+        body = (fenced[1] if fenced else text).strip()
+        if not body.startswith("{"):
+            return ParsedCalls(text, [])
+        try:
+            value = json.loads(body, strict=False)
+        except (ValueError, RecursionError) as error:
+            broken = [BrokenCall(f"the turn is not JSON: {error}", self.expected)]
+            return ParsedCalls(text, broken if '"tools"' in body else [])
+        listed, said = value.get("tools") or [], str(value.get("message") or "")
+        if not isinstance(listed, list):
+            return ParsedCalls(said, [BrokenCall('"tools" must be a list', self.expected)])
+        return ParsedCalls(said, [self._call(item) for item in listed])
+
+    def _call(self, item: Any) -> Call | BrokenCall:
+        name = item.get("tool") if isinstance(item, dict) else None
+        if not isinstance(name, str) or not name:
+            return BrokenCall('an entry of "tools" has no "tool"', self.expected)
+        args, tag = item.get("args"), item.get("tag")
+        if args is not None and not isinstance(args, dict):
+            return BrokenCall(f'the "args" of {name!r:.80} must be an object', self.expected)
+        return Call(name, args or {}, tag=None if tag is None else str(tag))
+
+
+SYNTAXES: dict[str, CallSyntax] = {
+    "hermes": _TaggedJson("<tool_call>", "</tool_call>"),
+    "llama": _BareJson(),
+    "xml_blocks": _XMLBlocks(),
+    "name_lines": _NameLines(),
+    "json_turn": _JSONTurn(),
+}
+"""The syntaxes that have a name."""
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+_MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
+
+
+def _marks(text: str) -> list[str]:
+    return _MARKS.findall(text)
+
+
+def _first_mark(text: str) -> str:
+    return next(iter(_marks(text)), "")
+
+
+def _last_mark(text: str) -> str:
+    return next(iter(reversed(_marks(text))), "")
+
+
+def _flexible(text: str) -> str:
+    """A pattern for a text in which the amount of white space may differ."""
+    return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
+
+
+def _json_at(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
+    try:
+        return json_at(text, behind_blanks(text, at), strict=strict)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a tool call are not JSON: {error}") from error
+
+
+def behind_blanks(text: str, at: int) -> int:
+    """Index of the first character from ``at`` on that is not white space."""
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _json_values(text: str) -> list[Any]:
+    """The items of a list, or values with nothing but commas and semicolons between them."""
+    values: list[Any] = []
+    at = found = 0
+    while at < len(text):
+        value, end = _json_at(text, at)
+        values += value if isinstance(value, list) else [value]
+        found += 1
+        if max(found, len(values)) > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} tool calls in one turn")
+        at = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
+    return values
+
+
+def _is_call(value: Any) -> bool:
+    """Whether a JSON value is meant as a call, and not as an answer with a name in it."""
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("function"), Mapping):
+        return True
+    arguments = "arguments" in value or "parameters" in value
+    return "name" in value and (arguments or set(value) <= {"name", "type", "id"})
+
+
+def _shallow(value: Any) -> Any:
+    """The value, or a ValueError where those who copy and write it would recurse too deeply."""
+    level = [value] if type(value) in _NESTS else []
+    for _ in range(_MOST_LEVELS):
+        inner = chain.from_iterable(o.values() if type(o) is dict else o for o in level)
+        level = [value for value in inner if type(value) in _NESTS]
+        if not level:
+            return value
+    raise ValueError(f"the arguments of a tool call are nested deeper than {_MOST_LEVELS}")
+
+
+def _skip(text: str, at: int, mark: str) -> int:
+    start = behind_blanks(text, at)
+    return start + len(mark) if text.startswith(mark, start) else at
+
+
+def _behind(text: str, at: int, closing: str) -> int:
+    if not closing:
+        return at
+    end = _skip(text, at, closing)
+    if end == at:
+        raise ValueError(f"a tool call without {closing!r}")
+    return end
+
+
+def call_of(value: Any) -> Call:
+    """The call that a JSON value means: ``{"name": ..., "arguments": {...}}`` or its likes.
+
+    ``parameters`` is read as ``arguments``, both may be JSON within a string, and all may stand
+    under ``function``.
+
+    Raises:
+        ValueError: it means none.
+    """
+    identity = value.get("id") if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+        value = value["function"]
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError("a tool call must be an object with a name")
+    given = value.get("arguments", value.get("parameters", {}))
+    arguments = _arguments(given, f"the arguments of {name!r:.80}")
+    return Call(name, arguments, identity if isinstance(identity, str) else None)
+
+
+def _arguments(value: Any, what: str = "the arguments of a tool call") -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, strict=False) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{what} are not JSON: {error}") from error
+    if value is None:
+        return {}
+    _shallow(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be an object")
+    return dict(value)
+
+
+def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """An argument that was written without quotes: a string unless the schema says otherwise."""
+    if schema is None or schema.get("type", "string") == "string":
+        return text
+    try:
+        return _shallow(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def json_at(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
+    r"""The JSON value that begins at a place, and where it ends.
+
+    Args:
+        text: any text.
+        at: index of the value's first character; no white space is skipped.
+        strict: refuse line ends inside strings. JSON wants them escaped, but they are common where
+            models write code.
+
+    Raises:
+        ValueError: there is no value; its place is counted from ``at``.
+        RecursionError: it is nested too deeply.
+
+    Example:
+        >>> json_at('So: {"a": 1}.', 4)
+        ({'a': 1}, 12)
+    """
+    size = _WINDOW
+    while True:
+        window = text[at : at + size]
+        whole = at + size >= len(text)
+        try:
+            value, end = _DECODERS[strict].raw_decode(window)
+        except json.JSONDecodeError as error:
+            unended = error.msg.startswith("Unterminated") or error.pos > size - _MARGIN
+            if whole or not unended:
+                raise
+        else:
+            # A number at the end of the window may go on behind it.
+            if whole or end <= size - _MARGIN:
+                return value, at + end
+        size *= 8

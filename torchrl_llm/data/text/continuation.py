@@ -1,0 +1,231 @@
+"""Old ids and new messages to the ids of both.
+
+:mod:`~torchrl_llm.data.text.splice` decides on rendered texts whether the old ids can be
+continued and from where; this file renders a window of the conversation for it, and encodes the
+new part in one piece that begins with the token which closes the sampled turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.text import splice
+from torchrl_llm.data.text.compose import Composed, Composer, Messages
+from torchrl_llm.data.text.renderer import Rendered
+from torchrl_llm.errors import TemplateError, TokenizerError
+
+OnRewrite = Literal["fork", "keep", "error"]
+ForkCause = Literal["think_dropped", "prompt_changed", "closer_changed", "history_changed"]
+
+
+class Extension(NamedTuple):
+    """Old ids and what new messages add to them.
+
+    Attributes:
+        token_ids: int64 ``[T]``, the whole conversation.
+        num_kept: length of the prefix that is the old ids, token for token (0 when forked).
+        source: int8 ``[T - num_kept]``, provenance of the new part.
+        forked: the template rewrote history, and all ids are new.
+        cause: what it rewrote; also set under ``on_rewrite="keep"``, where nothing forks.
+    """
+
+    token_ids: Tensor
+    num_kept: int
+    source: Tensor
+    forked: bool
+    cause: ForkCause | None
+
+
+class _Rest(NamedTuple):
+    """What is to be encoded: ``composed`` from ``start`` on, of which ``held`` is there already."""
+
+    composed: Composed
+    start: int
+    held: list[int]
+    forked: bool = False
+    cause: ForkCause | None = None
+
+
+class _Texts(NamedTuple):
+    """Renderings of a window: the old prompt, the old messages (seldom needed), all messages."""
+
+    prompt: Rendered
+    alone: Callable[[], Rendered]
+    full: Rendered
+
+
+class Continuation:
+    """Continue conversations of one formatter.
+
+    Args:
+        composer: renders and labels.
+        on_rewrite: what to do where the template rewrites history.
+        debug: check each result.
+    """
+
+    def __init__(self, composer: Composer, on_rewrite: OnRewrite, *, debug: bool) -> None:
+        self._composer = composer
+        self._codec = composer.codec
+        self._probe = composer.probe
+        self._on_rewrite = on_rewrite
+        self._debug = debug
+
+    def extend(
+        self,
+        token_ids: Tensor,
+        old: Messages,
+        finish_reason: FinishReason | None,
+        new: Messages,
+        response_start: int,
+        tools: Sequence[Any] | None,
+    ) -> Extension:
+        """See :meth:`ChatFormatter.extend`."""
+        rest = self._rest(token_ids, old, finish_reason, new, response_start, tools)
+        encoding = self._codec.encode(self._piece(rest))
+        source, _ = rest.composed.sources(encoding, rest.start)
+        # What the old ids hold already: all of the closer, or the part that they end with.
+        ids, held = encoding.ids.tolist(), rest.held
+        skip = next((n for n in range(len(held), 0, -1) if ids[:n] == held[-n:]), 0)
+        added, source = torch.from_numpy(encoding.ids[skip:]), torch.from_numpy(source[skip:])
+        if rest.forked:
+            extension = Extension(added, 0, source, True, rest.cause)
+        else:
+            whole = torch.cat([token_ids, added])
+            extension = Extension(whole, token_ids.shape[0], source, False, rest.cause)
+        if self._debug:
+            self._composer.verify(rest.composed, rest.start, encoding)
+            self._verify_text(rest, encoding.ids.tolist())
+        return extension
+
+    # -- the decision -----------------------------------------------------------------------------
+
+    def _rest(
+        self,
+        token_ids: Tensor,
+        old: Messages,
+        finish_reason: FinishReason | None,
+        new: Messages,
+        response_start: int,
+        tools: Sequence[Any] | None,
+    ) -> _Rest:
+        self._composer.check(new, first=len(old))
+        codec, probe, turn = self._codec, self._probe, old[-1]
+        tools = self._composer.tools if tools is None else tools
+        ending = splice.read_ending(
+            token_ids[response_start:].tolist(),
+            finish_reason,
+            probe,
+            eos_ids=codec.eos_ids,
+            special_ids=codec.special_ids,
+        )
+        body = codec.decode(ending.body)
+        window, (prompt, alone, full) = self._window(old, new, tools)
+        said = {"body": body, "closer": ending.closer, "turn": turn, "probe": probe}
+        cut = splice.find_cut(prompt, alone, full, **said)
+        composed = self._composer.label(full, [*window, *new])
+        if cut is not None and self._fits(composed, cut, ending):
+            start = cut.start if cut.closer else _behind_blanks(full.text, cut.start, body)
+            return _Rest(composed, start, ending.tail if cut.closer else [])
+        cause: ForkCause = "history_changed"  # what was sampled behind the end of the turn is gone
+        if cut is None:
+            cause = splice.fork_cause(prompt, alone, full, window=window, **said)
+        if self._on_rewrite == "error":
+            raise TemplateError(
+                f"the chat template rewrites history ({cause}); use a template that keeps it, "
+                'or on_rewrite="fork"'
+            )
+        if self._on_rewrite == "fork":
+            whole = self._composer.compose([*old, *new], add_generation_prompt=True, tools=tools)
+            return _Rest(whole, 0, [], True, cause)
+        return self._behind_dummy(turn, new, tools, ending, cause)
+
+    def _window(
+        self, old: Messages, new: Messages, tools: Sequence[Any] | None
+    ) -> tuple[list[Mapping[str, Any]], _Texts]:
+        """The old messages that matter, and ``P``, ``A`` and ``F`` of them."""
+        short = bool(new) and all(m.get("role") == "tool" for m in new)
+        window = [old[i] for i in splice.window_start(old, len(old) - 1, short=short)]
+        try:
+            return window, self._three(window, new, tools)
+        except TemplateError:  # the template wants to see more than the window
+            window = list(old)
+            return window, self._three(window, new, tools)
+
+    def _three(self, window: Messages, new: Messages, tools: Sequence[Any] | None) -> _Texts:
+        render = self._composer.renderer.render
+
+        @cache
+        def alone() -> Rendered:
+            try:
+                return render(window, tools=tools)
+            except TemplateError:  # a template that cannot end with this turn: nothing begins so
+                return Rendered("")
+
+        return _Texts(
+            render(window[:-1], tools=tools, add_generation_prompt=True),
+            alone,
+            render([*window, *new], tools=tools, add_generation_prompt=True, spans=True),
+        )
+
+    def _fits(self, composed: Composed, cut: splice.Cut, ending: splice.Ending) -> bool:
+        """Whether ids sampled behind the closer are what the template writes there as well."""
+        if not ending.overrun:
+            return True
+        ids = self._codec.encode(composed.piece(cut.start)).ids.tolist()
+        return ids[: len(ending.tail)] == ending.tail
+
+    def _behind_dummy(
+        self,
+        turn: Mapping[str, Any],
+        new: Messages,
+        tools: Sequence[Any] | None,
+        ending: splice.Ending,
+        cause: ForkCause,
+    ) -> _Rest:
+        """The new part as it stands behind a dummy conversation."""
+        dummy: dict[str, Any] = {"role": "assistant", "content": "Yes."}
+        if turn.get("tool_calls"):
+            dummy = {**dummy, "content": "", "tool_calls": turn["tool_calls"]}
+        window: list[Mapping[str, Any]] = [{"role": "user", "content": "Go on."}, dummy]
+        full = self._composer.renderer.render(
+            [*window, *new], tools=tools, add_generation_prompt=True, spans=True
+        )
+        composed = self._composer.label(full, [*window, *new])
+        after = max((s.end for s in full.spans if s.index == 1), default=0)
+        before = (s.start for s in full.spans if s.index > 1 and s.start >= after)
+        found = splice.first_closer(full, after, min(before, default=len(full.text)), self._probe)
+        if found is None:
+            return _Rest(composed, after, [], False, cause)
+        at, closer = found
+        # A turn that was closed, by whatever token, is not closed again.
+        held = ending.tail if ending.closer is None else list(closer.ids)
+        return _Rest(composed, at, held, False, cause)
+
+    # -- encoding ---------------------------------------------------------------------------------
+
+    def _piece(self, rest: _Rest) -> Any:
+        piece = rest.composed.piece(rest.start)
+        if rest.start and not any(piece.text.startswith(c.text) for c in self._probe.closers):
+            piece = piece._replace(continues=True)
+        return piece
+
+    def _verify_text(self, rest: _Rest, ids: list[int]) -> None:
+        """The ids of the new part decode to the rendered text, white space aside."""
+        text = rest.composed.rendered.text[rest.start :]
+        got, again = self._codec.decode(ids), self._codec.decode(self._codec.ids(text))
+        if "".join(got.split()) not in ("".join(text.split()), "".join(again.split())):
+            raise TokenizerError(f"the new part decodes to {got!r}, the template wrote {text!r}")
+
+
+def _behind_blanks(text: str, start: int, body: str) -> int:
+    """Skip white space that the response has sampled already."""
+    blank = len(body) - len(body.rstrip())
+    while blank and text[start : start + 1].isspace():
+        start, blank = start + 1, blank - 1
+    return start

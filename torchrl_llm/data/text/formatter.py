@@ -1,0 +1,505 @@
+"""Conversations to token ids, and longer conversations to the same ids with more behind them.
+
+A sampled token is never encoded again. When messages are appended to a conversation whose ids are
+known, :meth:`ChatFormatter.extend` encodes what the chat template writes from the token that closes
+the sampled turn on, and appends it. The cost depends on the new messages, not on the history. Where
+the template rewrites history, the conversation forks, and says why.
+
+Next: :mod:`~torchrl_llm.data.text.splice` decides, :mod:`~torchrl_llm.data.text.probe`
+finds out what a template does, :mod:`~torchrl_llm.data.text.respond` reads responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.enums import FinishReason, Source
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.text.codec import Codec
+from torchrl_llm.data.text.compose import Composer
+from torchrl_llm.data.text.continuation import Continuation, Extension, OnRewrite
+from torchrl_llm.data.text.probe import Closer, probe_template
+from torchrl_llm.data.text.renderer import Form, Renderer
+from torchrl_llm.data.text.respond import ResponseParser
+from torchrl_llm.data.text.templates import resolve_template
+from torchrl_llm.errors import ConfigError, TemplateError
+
+Messages = Chat | Sequence[Mapping[str, Any]]
+
+
+class Encoded(NamedTuple):
+    """A conversation as ids.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        source: int8 ``[T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
+        assistant: bool ``[T]``, what a model would have to generate: the text, reasoning and calls
+            of assistant messages and the token that ends the turn.
+    """
+
+    token_ids: Tensor
+    source: Tensor
+    assistant: Tensor
+
+    def prompt_record(
+        self, chat: Messages, *, fork_cause: str | None = None, earlier_turns: int = 0
+    ) -> TokenRecord:
+        """Record of these ids as a prompt.
+
+        A prompt that ends inside an unfinished message of the model's is recorded as a response
+        that was cut, though nothing of it was sampled: what is answered goes on with that message.
+
+        Args:
+            chat: the conversation that was encoded.
+            fork_cause: why an earlier record of it was given up.
+            earlier_turns: how many of the model's turns that record had.
+        """
+        messages = _messages(chat)
+        record = TokenRecord.from_prompt(
+            self.token_ids,
+            self.source,
+            len(messages),
+            fork_cause=fork_cause,
+            earlier_turns=earlier_turns,
+        )
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or last.get("is_complete") is not False:
+            return record
+        outside = (~self.assistant).nonzero()
+        start = int(outside[-1]) + 1 if outside.numel() else 0
+        return replace(record, finish_reason=FinishReason.LENGTH, response_start=start)
+
+
+class ChatFormatter:
+    """Encode conversations with a tokenizer and a chat template, each token once.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer. If it declares a ``response_template`` and its
+            own chat template is in use, ``transformers`` finds the fields of each response by it;
+            set it to ``None`` to read responses by what the chat template writes.
+        chat_template: a Jinja template; the tokenizer's own, or that of its family, by default.
+        chat_template_name: name of a registered template.
+        on_rewrite: what to do where the template rewrites history: ``"fork"`` starts a new row from
+            the new rendering (what a served model would see), ``"keep"`` appends all the same,
+            ``"error"`` raises.
+        tools: tools of every conversation (JSON schemas or documented functions).
+        template_kwargs: further variables of the template, such as ``enable_thinking``.
+        debug: check each result (old ids are a prefix, the new text is the rendered one).
+
+    Raises:
+        TokenizerError: the tokenizer is not a fast one.
+        TemplateError: there is no usable template, or tools are given that it drops, or
+            the tokenizer declares a ``response_template`` that ``transformers`` cannot read.
+
+    Example:
+        >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        >>> backend = Tokenizer(models.BPE({s: i for i, s in enumerate(symbols)}, []))
+        >>> backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        >>> backend.decoder = decoders.ByteLevel()
+        >>> formatter = ChatFormatter(
+        ...     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"),
+        ...     chat_template="{% for m in messages %}{{ m.role + ':' + m.content + '<end>' }}"
+        ...     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}",
+        ... )
+        >>> user = {"role": "user", "content": "Hi <end>"}
+        >>> prompt = formatter.encode([user]).token_ids
+        >>> formatter.decode(prompt), int((prompt == 0).sum())  # the user's <end> ends nothing
+        ('user:Hi <end><end>assistant:', 1)
+        >>> sampled = torch.tensor([*formatter.encode([]).token_ids[:2], 0])
+        >>> turn = formatter.parse_response(prompt, sampled, FinishReason.STOP)
+        >>> turn["content"], turn["is_complete"]
+        ('as', True)
+        >>> more = formatter.extend(
+        ...     torch.cat([prompt, sampled]), [user, turn], FinishReason.STOP,
+        ...     [{"role": "user", "content": "Go on"}], response_start=len(prompt),
+        ... )
+        >>> more.num_kept == len(prompt) + 3, more.forked
+        (True, False)
+        >>> formatter.decode(more.token_ids[more.num_kept :])
+        'user:Go on<end>assistant:'
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        on_rewrite: OnRewrite = "fork",
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        debug: bool = False,
+    ) -> None:
+        if on_rewrite not in get_args(OnRewrite):
+            raise ConfigError(f"on_rewrite must be in {get_args(OnRewrite)}, got {on_rewrite!r}")
+        spec = resolve_template(tokenizer, chat_template, chat_template_name)
+        self.tokenizer = tokenizer
+        self.on_rewrite = on_rewrite
+        self.tools = list(tools) if tools else None
+        self.debug = debug
+        self._codec = Codec(tokenizer)
+        variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        renderer = Renderer(spec.template, self._codec.shield, variables, Form())
+        self.probe = probe_template(renderer, self._codec)
+        self._renderer = renderer.with_form(self.probe.form)
+        self._check_markers(spec.template, own=chat_template is not None)
+        if self.tools is not None:
+            self._check_tools()
+        self._composer = Composer(self._renderer, self._codec, self.probe, self.tools)
+        self._continuation = Continuation(self._composer, on_rewrite, debug=debug)
+        self._appending = Continuation(self._composer, "keep", debug=debug)
+        own = spec.name == "tokenizer"
+        declared = getattr(tokenizer, "response_template", None) if own else None
+        self._parser = ResponseParser(self._codec, self.probe, self.tools, declared)
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja template in use."""
+        return self._renderer.template
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response when they are sampled: the turn's last token, and any eos."""
+        ids = {c.ids[-1] for c in self.probe.terminal} | self._codec.eos_ids
+        return tuple(sorted(ids))
+
+    def _check_markers(self, template: str, *, own: bool) -> None:
+        # A family's or ChatML template was put in for a tokenizer that has none: its end-of-turn
+        # token must exist, or the model could never end a turn.
+        if own or getattr(self.tokenizer, "chat_template", None) or self.probe.closers:
+            return
+        raise TemplateError(
+            "the tokenizer has no chat template, and the built-in one ends turns with tokens that "
+            "this tokenizer does not have; pass chat_template=..., or add the tokens to tokenizer "
+            "and model"
+        )
+
+    def _check_tools(self) -> None:
+        lost = "tool calls" if self.probe.call is None else "tool results"
+        if self.probe.call is None or not self.probe.results:
+            raise TemplateError(
+                f"tools are given, but the chat template drops {lost}; use a template that writes "
+                "them, or take the tools away"
+            )
+
+    # -- whole conversations ----------------------------------------------------------------------
+
+    def render(
+        self,
+        chat: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The conversation as text, special tokens included.
+
+        Args:
+            chat: the messages. If the last one is an unfinished assistant message
+                (``is_complete`` is false) and a generation prompt is asked for, the text ends with
+                its content, to be continued.
+            add_generation_prompt: end with the header of the model's turn.
+            tools: tools of this conversation instead of the formatter's.
+        """
+        composed = self._composer.compose(
+            _messages(chat), add_generation_prompt=add_generation_prompt, tools=tools
+        )
+        return composed.rendered.text
+
+    def encode(
+        self,
+        chat: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> Encoded:
+        """Encode one conversation; see :meth:`encode_batch`."""
+        return self.encode_batch([chat], add_generation_prompt=add_generation_prompt, tools=tools)[
+            0
+        ]
+
+    def encode_batch(
+        self,
+        chats: Sequence[Messages],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> list[Encoded]:
+        """Encode conversations with one call of the tokenizer.
+
+        Args:
+            chats: conversations; records that they carry are not read.
+            add_generation_prompt: end each with the header of the model's turn.
+            tools: tools of these conversations instead of the formatter's.
+
+        Returns:
+            Ids, provenance and assistant mask of each.
+
+        Raises:
+            TemplateError: the template refuses a message or would drop it.
+        """
+        composed = [
+            self._composer.compose(
+                _messages(chat), add_generation_prompt=add_generation_prompt, tools=tools
+            )
+            for chat in chats
+        ]
+        encodings = self._codec.encode_batch([c.piece() for c in composed])
+        out = []
+        for whole, encoding in zip(composed, encodings, strict=True):
+            source, assistant = whole.sources(encoding)
+            if self.debug:
+                self._composer.verify(whole, 0, encoding)
+            ids = torch.from_numpy(encoding.ids)
+            out.append(Encoded(ids, torch.from_numpy(source), torch.from_numpy(assistant)))
+        return out
+
+    # -- longer conversations ---------------------------------------------------------------------
+
+    def extend(
+        self,
+        token_ids: Tensor,
+        old_messages: Messages,
+        finish_reason: FinishReason | None,
+        new_messages: Messages,
+        *,
+        response_start: int,
+        tools: Sequence[Any] | None = None,
+    ) -> Extension:
+        """Continue a conversation whose ids are known.
+
+        Args:
+            token_ids: int64 ``[T]``, prompt and sampled response.
+            old_messages: the messages that these ids stand for; the last one is the sampled turn.
+            finish_reason: how the response ended.
+            new_messages: the messages behind it (all results of a step at once). Without any, a
+                finished turn is followed by a new header, and an unfinished one is left as it is,
+                to be continued.
+            response_start: index of the response's first token.
+            tools: tools of this conversation instead of the formatter's.
+
+        Returns:
+            The ids up to the next generation prompt.
+
+        Raises:
+            TemplateError: the template refuses the messages, or rewrites history while
+                ``on_rewrite="error"``.
+        """
+        old, new = _messages(old_messages), _messages(new_messages)
+        if not old or old[-1].get("role") != "assistant":
+            roles = [m.get("role") for m in old]
+            raise TemplateError(f"the last old message must be the sampled turn, got roles {roles}")
+        if not new and finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
+            empty = torch.zeros(0, dtype=torch.int8)
+            return Extension(token_ids, token_ids.shape[0], empty, False, None)
+        return self._continuation.extend(token_ids, old, finish_reason, new, response_start, tools)
+
+    def extend_turn(
+        self,
+        token_ids: Tensor,
+        turn: Mapping[str, Any],
+        finish_reason: FinishReason | None,
+        new_messages: Messages,
+        *,
+        response_start: int,
+        tools: Sequence[Any] | None = None,
+    ) -> Extension:
+        """Continue a conversation of which the ids and the last turn are known, and no more.
+
+        For rows that travel as ids: as :meth:`extend`, except that history is never rewritten,
+        whatever ``on_rewrite`` says, for there are no messages to write it from.
+
+        Args:
+            token_ids: int64 ``[T]``, prompt and sampled response.
+            turn: the message that the response stands for, see :meth:`parse_response`.
+            finish_reason: how the response ended.
+            new_messages: the messages behind it, at least one.
+            response_start: index of the response's first token.
+            tools: tools of this conversation instead of the formatter's.
+
+        Returns:
+            The ids up to the next generation prompt, never forked.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        old = [{"role": "user", "content": "Go on."}, turn]
+        new = _messages(new_messages)
+        return self._appending.extend(token_ids, old, finish_reason, new, response_start, tools)
+
+    def continue_record(
+        self, record: TokenRecord | None, chat: Messages, *, tools: Sequence[Any] | None = None
+    ) -> TokenRecord:
+        """The record of the next prompt of a conversation.
+
+        Args:
+            record: tokens of the first ``record.num_messages`` messages, or ``None``.
+            chat: the whole conversation.
+            tools: tools of this conversation instead of the formatter's.
+
+        Returns:
+            The same record if it is already a prompt for all messages (or an unfinished response to
+            be continued), the longer record, or a new one with its ``fork_cause``.
+        """
+        messages = _messages(chat)
+        if record is None:
+            return self._fresh(messages, tools, None, 0)
+        covered, finish = record.num_messages, record.finish_reason
+        if covered > len(messages):
+            return self._fresh(messages, tools, "history_changed", record.num_turns)
+        if covered == len(messages) and finish in (None, FinishReason.LENGTH, FinishReason.ABORT):
+            return record
+        if finish is None and not bool((record.source == Source.SAMPLED).any()):
+            return self._fresh(messages, tools, record.fork_cause, record.num_turns)
+        if finish is None:
+            # A prompt that was not answered gets more messages: go on from the last response.
+            record, covered = _last_response(record, messages)
+        extension = self.extend(
+            record.token_ids,
+            messages[:covered],
+            record.finish_reason,
+            messages[covered:],
+            response_start=record.response_start or 0,
+            tools=tools,
+        )
+        if extension.forked:
+            return TokenRecord.from_prompt(
+                extension.token_ids,
+                extension.source,
+                len(messages),
+                fork_cause=extension.cause,
+                earlier_turns=record.num_turns,
+            )
+        added = extension.token_ids[extension.num_kept :]
+        return record.extend(added, extension.source, len(messages))
+
+    def _fresh(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        cause: str | None,
+        turns: int,
+    ) -> TokenRecord:
+        return self.encode(messages, tools=tools).prompt_record(
+            messages, fork_cause=cause, earlier_turns=turns
+        )
+
+    # -- responses --------------------------------------------------------------------------------
+
+    def parse_response(
+        self,
+        prompt_ids: Tensor | Sequence[int],
+        response_ids: Tensor | Sequence[int],
+        finish_reason: FinishReason,
+    ) -> dict[str, Any]:
+        """Read a sampled response into a message.
+
+        Args:
+            prompt_ids: int64 ``[P]``; its end tells whether a thought is open.
+            response_ids: int64 ``[R]``.
+            finish_reason: how the response ended.
+
+        Returns:
+            A message dict; see :class:`~torchrl_llm.data.text.respond.ResponseParser`.
+        """
+        return self._parser.parse(_ids(prompt_ids), _ids(response_ids), finish_reason)
+
+    def decode(self, token_ids: Tensor | Sequence[int]) -> str:
+        """Exact text of ids, special tokens included."""
+        return self._codec.decode(_ids(token_ids))
+
+    @property
+    def closers(self) -> tuple[Closer, ...]:
+        """The token runs with which this template ends turns."""
+        return self.probe.closers
+
+
+def _messages(chat: Messages) -> Sequence[Mapping[str, Any]]:
+    return chat.messages if isinstance(chat, Chat) else list(chat)
+
+
+def _ids(ids: Tensor | Sequence[int]) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+
+def _last_response(
+    record: TokenRecord, messages: Sequence[Mapping[str, Any]]
+) -> tuple[TokenRecord, int]:
+    """The record cut behind its last sampled token, and how many messages it then covers."""
+    end = int((record.source == Source.SAMPLED).nonzero()[-1]) + 1
+    covered = max(
+        i for i, m in enumerate(messages[: record.num_messages]) if m.get("role") == "assistant"
+    )
+    cut = record.cut(0, end, num_messages=covered + 1, finish_reason=FinishReason.STOP)
+    return cut, covered + 1
+
+
+def assistant_mask(
+    formatter: ChatFormatter, messages: Sequence[Mapping[str, Any]], *, include_header: bool = False
+) -> tuple[Tensor, Tensor]:
+    r"""Token ids of a conversation and a mask of the assistant's turns.
+
+    A turn is what a policy would have sampled: its content and its end-of-turn token. The header
+    before it and the line break that a template writes behind it are not.
+
+    Args:
+        formatter: encodes; holds tokenizer and template.
+        messages: the conversation.
+        include_header: mark everything that each assistant message adds to the ids of the messages
+            before it, header and line break too, as picoRL's ``tokenize_with_assistant_mask`` does.
+
+    Returns:
+        int64 ``[T]`` ids and a bool ``[T]`` mask.
+
+    Raises:
+        TemplateError: ``include_header`` with a template that writes earlier messages differently
+            once later ones follow (that strips old reasoning, for instance), so that a message has
+            no span of its own.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> from torchrl_llm.assets import embedded_model_path
+        >>> formatter = ChatFormatter(AutoTokenizer.from_pretrained(embedded_model_path()))
+        >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+        >>> ids, mask = assistant_mask(formatter, chat)
+        >>> formatter.decode(ids[mask])
+        'Yo<|im_end|>'
+        >>> ids, mask = assistant_mask(formatter, chat, include_header=True)
+        >>> formatter.decode(ids[mask])
+        '<|im_start|>assistant\nYo<|im_end|>\n'
+    """
+    whole = formatter.encode(messages, add_generation_prompt=False)
+    if not include_header:
+        return whole.token_ids, whole.assistant
+    mask = torch.zeros_like(whole.assistant)
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        start, end = (
+            _prefix_length(formatter, messages[:count], whole.token_ids)
+            for count in (index, index + 1)
+        )
+        mask[start:end] = True
+    return whole.token_ids, mask
+
+
+def _prefix_length(
+    formatter: ChatFormatter, messages: Sequence[Mapping[str, Any]], whole: Tensor
+) -> int:
+    if not messages:
+        return 0
+    ids = formatter.encode(messages, add_generation_prompt=False).token_ids
+    if not torch.equal(ids, whole[: ids.shape[0]]):
+        raise TemplateError(
+            f"the ids of the first {len(messages)} messages are not how the conversation begins: "
+            "this chat template writes them differently when more follow; use "
+            "include_header=False, which needs no prefixes"
+        )
+    return ids.shape[0]

@@ -1,0 +1,168 @@
+"""Grammar that reads the text of a chat template back into messages.
+
+The grammar of each family is in :mod:`torchrl_llm.data.text.families`. A turn ends where its end
+mark is followed by another turn's header or by the end of the text. A mark anywhere else is a part
+of the content, so a role header inside an answer never opens a turn. Contents are returned to the
+character; nothing is stripped.
+
+Parsing text is for people, data files and tests. What a model sampled is read from its token ids
+(:mod:`torchrl_llm.data.text.respond`), where a marker that was spelled out and a real special token
+differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_llm.errors import AmbiguousTextError, TemplateError
+
+Message = dict[str, Any]
+Hook = Callable[[list[Message]], list[Message]]
+
+# Read where no tokenizer says which end-of-sequence or beginning-of-sequence token is meant.
+_KNOWN_EOS = ("<|endoftext|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "</s>", "<|eot_id|>", "<eos>")
+KNOWN_BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class InverseParser:
+    r"""The grammar of one family's text.
+
+    Args:
+        family: name of the family.
+        header: pattern of a turn's opening with one group ``role``; empty where turns have none.
+        ends: by role as the text spells it (``None``: any other), the pattern of its end mark and
+            the pattern between that mark and the next header; ``EOS`` stands for the
+            end-of-sequence token.
+        headless: role of a text before the first header (``None``: there is none).
+        eos: the end-of-sequence token where no tokenizer gives one.
+        bos: whether the text may begin with a beginning-of-sequence token.
+        roles: spelling of a role in the text to its name in a message.
+        hook: turns raw messages into final ones (tool calls, tool results, declared tools).
+        marks: strings that can make a content read as a turn.
+        tags: strings that can make a content read as a call, a tool result or declared tools. A
+            rendering whose contents hold no mark and no tag is known to read back.
+        doubts: by role (``None``: all), the pattern whose presence in a *parsed* content means that
+            the text can be read in another way.
+
+    Example:
+        >>> from torchrl_llm.data.text.families import BUILTIN_PARSERS
+        >>> text = "User: Hi\n\nAssistant: Hello<|endoftext|>\n\n"
+        >>> [m["content"] for m in BUILTIN_PARSERS["falcon"].parse(text)]
+        ['Hi', 'Hello']
+    """
+
+    family: str
+    header: str
+    ends: dict[str | None, tuple[str, str]]
+    headless: str | None = None
+    eos: str = "<|endoftext|>"
+    bos: bool = False
+    roles: dict[str, str] = field(default_factory=dict)
+    hook: Hook | None = None
+    marks: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    doubts: dict[str | None, str] = field(default_factory=dict)
+
+    def parse(
+        self,
+        text: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        strict: bool = False,
+    ) -> list[Message]:
+        """The messages of a text; a trailing generation prompt adds none.
+
+        A last turn without its end mark has ``is_complete=False``.
+
+        Args:
+            text: a rendering by the family's template, or the text of a model trained on it.
+            bos_token: the tokenizer's beginning-of-sequence token, skipped at the start.
+            eos_token: the tokenizer's end-of-sequence token, for families that end turns with it;
+                without it the family's own, or a well-known one that ends the text.
+            strict: raise on text that another conversation could have rendered too.
+
+        Raises:
+            TemplateError: the text does not begin with a turn of this family.
+            AmbiguousTextError: ``strict``, and a content holds a mark of the family.
+        """
+        eos = self._eos(text, eos_token)
+        text = self._without_bos(text, bos_token)
+        turns = list(self._turns(text, eos))
+        if turns and turns[-1][1:] == ("", False):
+            turns.pop()  # a generation prompt
+        messages = []
+        for role, content, closed in turns:
+            message = {"role": self.roles.get(role, role), "content": content}
+            messages.append(message if closed else message | {"is_complete": False})
+        if self.hook is not None:
+            messages = self.hook(messages)
+        if strict:
+            self._refuse_doubts(messages, eos)
+        return messages
+
+    def risks(self, eos_token: str | None = None) -> tuple[str, ...]:
+        """Marks, tags and the end mark: a text without them in its contents surely reads back."""
+        ends = (eos_token,) if eos_token else (self.eos, *_KNOWN_EOS)
+        return (*self.marks, *self.tags, *ends)
+
+    def _eos(self, text: str, eos_token: str | None) -> str:
+        if eos_token or self.eos in text:
+            return eos_token or self.eos
+        return next((known for known in _KNOWN_EOS if known in text), self.eos)
+
+    def _without_bos(self, text: str, bos_token: str | None) -> str:
+        for bos in (bos_token,) if bos_token else KNOWN_BOS:
+            if self.bos and text.startswith(bos):
+                return text[len(bos) :]
+        return text
+
+    def _turns(self, text: str, eos: str) -> Iterator[tuple[str, str, bool]]:
+        """Yield (role, content, closed); a turn ends at the first mark that a header follows."""
+        head = re.compile(self.header).match(text)
+        place = head.end() if head else 0
+        role = head["role"] if head else self.headless
+        while True:
+            mark, gap = self.ends.get(role, self.ends.get(None, ("", "")))
+            mark = mark.replace("EOS", re.escape(eos))
+            found = re.compile(f"{mark}(?:\\Z|{gap}(?:\\Z|{self.header}))").search(text, place)
+            if head is None and place == 0 and (found is None or self.headless is None):
+                raise TemplateError(f"not a text of {self.family}: no turn begins at {text[:60]!r}")
+            if found is None:
+                yield role, text[place:], False
+                return
+            yield role, text[place : found.start()], True
+            place, role = found.end(), found["role"]
+            if role is None:
+                return
+
+    def _refuse_doubts(self, messages: list[Message], eos: str) -> None:
+        doubts = {
+            role: re.compile(pattern.replace("EOS", re.escape(eos)))
+            for role, pattern in self.doubts.items()
+        }
+        for index, message in enumerate(messages):
+            role = message["role"]
+            roles = (None, role) if message.get("is_complete", True) else (None,)
+            for pattern in (doubts[r] for r in roles if r in doubts):  # tags: in finished turns
+                found = pattern.search(message["content"])
+                if found is not None:
+                    raise AmbiguousTextError(
+                        f"the text can be read in more than one way: {found[0]!r} in message "
+                        f"{index} ({role}) is either its content or a mark of {self.family}; parse "
+                        "with strict=False to take it as content, or keep token ids, which tell"
+                    )
+
+
+@dataclass(frozen=True)
+class AlternatingParser(InverseParser):
+    """A family whose text names no roles: user and assistant in turn, each closed by eos."""
+
+    def _turns(self, text: str, eos: str) -> Iterator[tuple[str, str, bool]]:
+        *closed, rest = text.split(eos)
+        for index, content in enumerate([*closed, rest] if rest else closed):
+            yield ("assistant" if index % 2 else "user"), content, index < len(closed)

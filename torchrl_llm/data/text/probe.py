@@ -1,0 +1,387 @@
+"""What a chat template does, found once by rendering short conversations of odd words.
+
+Nothing here knows the name of a model family. The probe answers: which form of messages does the
+template want, what header opens the model's turn, which tokens close it (after an answer, after a
+tool call, at the end of the text), how does it write reasoning and calls, and what does it drop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrl_llm.data.messages import REASONING_KEYS
+from torchrl_llm.data.text.call_syntax import NAME, VALUE
+from torchrl_llm.data.text.codec import Codec
+from torchrl_llm.data.text.renderer import Form, Renderer
+from torchrl_llm.errors import TemplateError
+
+USER, ANSWER, NEXT = "kqxuser", "kqxanswer", "kqxnext"
+THOUGHT, RESULT = "kqxthought", "kqxresult"
+_SECOND = "kqxsecond"
+_CALL_ID = "callkqx00"  # nine characters: some templates count them
+_BRACKET = re.compile(r"tool[^a-z]*calls?", re.IGNORECASE)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "A value."}},
+            "required": ["key"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Closer:
+    """Special tokens that end a turn: their text and their ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The findings about one template with one tokenizer.
+
+    Args:
+        form: the form of messages that the template wants.
+        header: text that opens a turn of the model, as far as history and generation prompt agree.
+        lead: what history writes between the header and an answer without reasoning.
+        generation_prompt: what ``add_generation_prompt`` adds.
+        closers: every run of special tokens that ends a turn somewhere in a text.
+        terminal: those of them with which a response ends when it is sampled.
+        openers: ids of special tokens that open a turn of any role.
+        reasoning: what stands directly before and after reasoning; ``None`` if it is never written.
+        call: what the template writes between header and closer for a call of ``NAME`` with
+            ``{"key": VALUE}``; ``None`` if it drops calls.
+        results: tool results are written.
+        system: a leading system message is written.
+    """
+
+    form: Form
+    header: str
+    lead: str
+    generation_prompt: str
+    closers: tuple[Closer, ...]
+    terminal: tuple[Closer, ...]
+    openers: frozenset[int]
+    reasoning: tuple[str, str] | None
+    call: str | None
+    results: bool
+    system: bool
+
+
+def probe_template(renderer: Renderer, codec: Codec) -> Probe:
+    """Probe a template.
+
+    Raises:
+        TemplateError: the template does not even render a user message.
+    """
+    return _Prober(renderer, codec).run()
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str, **fields: Any) -> dict:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def _calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict:
+    calls = [
+        {
+            "type": "function",
+            "id": _CALL_ID[:-1] + str(k),
+            "function": {"name": name, "arguments": {"key": value}},
+        }
+        for k, (name, value) in enumerate(names_and_values)
+    ]
+    return _answer("", tool_calls=calls, **fields)
+
+
+_RESULT = {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": _CALL_ID[:-1] + "0"}
+
+
+class _Prober:
+    def __init__(self, renderer: Renderer, codec: Codec) -> None:
+        self.codec = codec
+        self.renderer = renderer
+        self.shield = codec.shield
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        prompt: bool = False,
+        form: Form | None = None,
+    ) -> str | None:
+        """Rendered text, with the tools declared if it must be so; None if the template refuses."""
+        renderer = self.renderer if form is None else self.renderer.with_form(form)
+        needs_tools = any("tool_calls" in m for m in messages)
+        for tools in ([_TOOL], None) if needs_tools else (None,):
+            try:
+                text = renderer.render(messages, tools=tools, add_generation_prompt=prompt).text
+            except TemplateError:
+                continue
+            return text
+        return None
+
+    def run(self) -> Probe:
+        form = self._contents()
+        self.renderer = self.renderer.with_form(form)
+        form, call = self._calls(form)
+        self.renderer = self.renderer.with_form(form)
+        form = self._reasoning_field(form, call)
+        self.renderer = self.renderer.with_form(form)
+
+        header, lead, prompt = self._header()
+        answer = self._closer([_user(USER), _answer(ANSWER), _user(NEXT)], ANSWER, NEXT)
+        last = self._closer([_user(USER), _answer(ANSWER)], ANSWER, None)
+        called = ended = None
+        if call is not None:
+            calling = [_user(USER), _calling([(NAME, VALUE)])]
+            brackets = self._brackets()
+            called = self._closer([*calling, _RESULT], VALUE, RESULT, brackets)
+            ended = self._closer(calling, VALUE, None, brackets)
+        if last is not None and answer is not None and last.text.startswith(answer.text):
+            last = answer  # the template only adds an eos at the end of the text
+        # Where the last turn is closed in another way than turns of the history (gpt-oss), the
+        # model samples the former, and what closes history may stand inside a response.
+        terminal = [last if last is not None else answer, ended if ended is not None else called]
+        if last is None or last == answer:
+            terminal.append(called)
+        closers = _distinct([answer, called, last, ended])
+        terminal = _distinct(terminal)
+        return Probe(
+            form=form,
+            header=header,
+            lead=lead,
+            generation_prompt=prompt,
+            closers=closers,
+            terminal=terminal,
+            openers=self._openers(prompt, call is not None, closers),
+            reasoning=self._reasoning_marks(form, header),
+            call=self._call_text(call, header, lead, called or ended or answer),
+            results=self._writes_results(call),
+            system=self._writes_system(),
+        )
+
+    # -- form of the messages ---------------------------------------------------------------------
+
+    def _contents(self) -> Form:
+        """Whether contents may be strings, and whether they may be lists of parts."""
+        plain = self.text([_user(USER)], prompt=True, form=Form())
+        text = plain is not None and USER in plain
+        parted = self.text([_user(USER)], prompt=True, form=Form(text=False, parts=True))
+        parts = parted is not None and USER in parted and "'type'" not in parted
+        if not text and not parts:
+            if plain is None and parted is None:
+                self.renderer.render([_user(USER)], add_generation_prompt=True)  # says why
+            raise TemplateError("the chat template drops the content of a plain user message")
+        return Form(text=text, parts=parts)
+
+    def _calls(self, form: Form) -> tuple[Form, str | None]:
+        """The form that calls want, and a text with call and result; None if calls are dropped."""
+        messages = [_user(USER), _calling([(NAME, VALUE)]), _RESULT]
+        dropped: tuple[Form, str] | None = None
+        for as_text in (False, True):
+            tried = replace(form, arguments_as_text=as_text)
+            text = self.text(messages, prompt=True, form=tried) or self.text(messages, form=tried)
+            if text is None:
+                continue
+            written = NAME in _without_tools(text) and VALUE in text
+            if written and not as_text and "{'key'" in text:
+                dropped = (tried, text)  # a mapping printed by Python: the text form is meant
+                continue
+            if written:
+                needs = self._needs_ids(messages, tried)
+                return replace(tried, call_ids=needs), text
+        if dropped is not None:
+            return dropped
+        # Calls without results: a template may refuse the tool role and still write calls.
+        for as_text in (False, True):
+            tried = replace(form, arguments_as_text=as_text)
+            text = self.text(messages[:2], form=tried)
+            if text is not None and NAME in _without_tools(text) and VALUE in text:
+                return tried, text
+        return form, None
+
+    def _needs_ids(self, messages: list[dict], form: Form) -> bool:
+        bare = [dict(m) for m in messages]
+        for message in bare:
+            message.pop("tool_call_id", None)
+            if "tool_calls" in message:
+                message["tool_calls"] = [
+                    {k: v for k, v in c.items() if k != "id"} for c in message["tool_calls"]
+                ]
+        return self.text(bare, prompt=True, form=form) is None
+
+    def _reasoning_field(self, form: Form, call: str | None) -> Form:
+        for key in REASONING_KEYS:
+            tried = replace(form, reasoning_field=key)
+            chats = [[_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)]]
+            if call is not None:
+                chats.append(
+                    [_user(USER), _calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
+                )
+            if any(THOUGHT in (self.text(chat, form=tried) or "") for chat in chats):
+                return tried
+        return form
+
+    def _writes_system(self) -> bool:
+        return RESULT in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or "")
+
+    def _writes_results(self, call: str | None) -> bool:
+        if call is not None:
+            return RESULT in call
+        return RESULT in (self.text([_user(USER), _answer(ANSWER), _RESULT]) or "")
+
+    # -- header and closers -----------------------------------------------------------------------
+
+    def _header(self) -> tuple[str, str, str]:
+        """Header of the model's turn, what follows it before an answer, the generation prompt."""
+        bare = self.text([_user(USER)])
+        full = self.text([_user(USER)], prompt=True)
+        turn = self.text([_user(USER), _answer(ANSWER), _user(NEXT)]) or self.text(
+            [_user(USER), _answer(ANSWER)]
+        )
+        if turn is None or ANSWER not in turn:
+            raise TemplateError("the chat template drops the content of an assistant message")
+        user, answer = turn.index(USER) + len(USER), turn.index(ANSWER)
+        if bare is None or full is None or bare == full:
+            return turn[user:answer].rstrip(), "", ""
+        # The end of a user's turn may be missing from `bare` (it is written with the next header).
+        start = self._outside(full, len(_common_prefix(_common_prefix(bare, full), turn)))
+        prompt, gap = full[start:], turn[start:answer]
+        header = prompt[: self._outside(prompt, len(_common_prefix(prompt, gap)))]
+        return header, gap[len(header) :], prompt
+
+    def _outside(self, text: str, at: int) -> int:
+        """The position, or the beginning of the special token that it cuts in two."""
+        return next((a for a, b, _ in self.shield.markers_in(text) if a < at < b), at)
+
+    def _closer(
+        self,
+        messages: list[dict],
+        after: str,
+        before: str | None,
+        brackets: frozenset[str] = frozenset(),
+    ) -> Closer | None:
+        """The run of special tokens that ends the turn whose last content is ``after``."""
+        text = self.text(messages)
+        if text is None or after not in text:
+            return None
+        start = text.rindex(after) + len(after)
+        end = text.find(before, start) if before is not None else len(text)
+        for run in self._runs(text, start, end if end >= 0 else len(text)):
+            run = [m for m in run if m not in brackets and not _BRACKET.search(m)]
+            if not run:
+                continue
+            eos = next((k for k, m in enumerate(run) if self._is_eos(m)), 0)
+            closing = run[: eos + 1]
+            return Closer("".join(closing), tuple(self.codec.special[m] for m in closing))
+        return None
+
+    def _is_eos(self, marker: str) -> bool:
+        return self.codec.special.get(marker) in self.codec.eos_ids
+
+    def _runs(self, text: str, start: int, end: int) -> list[list[str]]:
+        runs: list[list[str]] = []
+        last = -1
+        for a, b, marker in self.shield.markers_in(text, start, end):
+            if a == last:
+                runs[-1].append(marker)
+            else:
+                runs.append([marker])
+            last = b
+        return runs
+
+    def _brackets(self) -> frozenset[str]:
+        """Special tokens between two calls of one turn; they end a call, not the turn."""
+        second = VALUE + "2"
+        text = self.text([_user(USER), _calling([(NAME, VALUE), (_SECOND, second)])])
+        if text is None or VALUE not in text or second not in text:
+            return frozenset()
+        first = text.index(VALUE)
+        if text.startswith(second, first):
+            return frozenset()
+        between = self.shield.markers_in(text, first, text.index(second, first))
+        return frozenset(m for _, _, m in between)
+
+    def _openers(self, prompt: str, calls: bool, closers: tuple[Closer, ...]) -> frozenset[int]:
+        texts = [prompt]
+        chat = [_user(USER), _answer(ANSWER), _user(NEXT)]
+        whole = self.text(chat)
+        if whole is not None:
+            texts += [whole[: whole.index(USER)] if USER in whole else ""]
+            if ANSWER in whole and NEXT in whole:
+                texts.append(whole[whole.index(ANSWER) : whole.index(NEXT)])
+        if calls:
+            whole = self.text([_user(USER), _calling([(NAME, VALUE)]), _RESULT]) or ""
+            if VALUE in whole and RESULT in whole[whole.index(VALUE) :]:
+                at = whole.index(VALUE)
+                texts.append(whole[at : whole.index(RESULT, at)])
+        markers = {m for text in texts for _, _, m in self.shield.markers_in(text)}
+        markers = {m for m in markers if not _BRACKET.search(m)}
+        ids = {self.codec.special[m] for m in markers}
+        return frozenset(ids - {i for c in closers for i in c.ids} - self.codec.eos_ids)
+
+    # -- reasoning and calls ----------------------------------------------------------------------
+
+    def _reasoning_marks(self, form: Form, header: str) -> tuple[str, str] | None:
+        if form.reasoning_field is None:
+            return None
+        text = self.text([_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)])
+        if text is None or THOUGHT not in text:
+            chat = [_user(USER), _calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
+            text = self.text(chat) or ""
+            stop = text.find(NAME, text.find(THOUGHT))
+        else:
+            stop = text.find(ANSWER, text.find(THOUGHT))
+        at = text.find(THOUGHT)
+        if at < 0 or stop < 0:
+            return None
+        head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
+        opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
+        if ANSWER not in text:  # found beside a call: keep only the first marker
+            closing = closing.split("\n")[0]
+        if not opening and header.rstrip().endswith(closing.replace("/", "", 1)):
+            opening = closing.replace("/", "", 1)  # the generation prompt has it already
+        return (opening, closing) if closing else None
+
+    def _call_text(
+        self, call: str | None, header: str, lead: str, closer: Closer | None
+    ) -> str | None:
+        if call is None:
+            return None
+        at = call.rfind(NAME, 0, call.rindex(VALUE)) if NAME in call else -1
+        heads = (header + lead, (header + lead).rstrip(), header, header.rstrip())
+        begin = next((h for h in heads if h and call.rfind(h, 0, at) >= 0), "")
+        start = call.rfind(begin, 0, at) + len(begin) if begin else call.find(USER) + len(USER)
+        end = call.rindex(VALUE) + len(VALUE)
+        stop = call.find(closer.text, end) if closer is not None else -1
+        if stop < 0:
+            stop = call.find(RESULT, end)
+        return call[start : stop if stop >= 0 else len(call)]
+
+
+def _without_tools(text: str) -> str:
+    # Tool schemas stand before the user's message in some templates and beside it in others; the
+    # call is always behind the user's text.
+    return text[text.find(USER) :] if USER in text else text
+
+
+def _common_prefix(one: str, two: str) -> str:
+    size = min(len(one), len(two))
+    return next((one[:i] for i in range(size) if one[i] != two[i]), one[:size])
+
+
+def _distinct(closers: Iterable[Closer | None]) -> tuple[Closer, ...]:
+    return tuple(dict.fromkeys(c for c in closers if c is not None))

@@ -1,0 +1,470 @@
+"""Whole conversations to text and back, or to ids with an assistant mask in one tokenizer call.
+
+This is what :meth:`History.apply_chat_template <torchrl_llm.data.history.History>` runs: a view for
+people, data files and supervised training. The ids of conversations that are being *sampled* come
+from :class:`~torchrl_llm.data.text.ChatFormatter`, which never encodes a sampled token again;
+both share the renderer, the shield for special-token strings and the door to the tokenizer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import is_tensorclass
+from torch import Tensor
+
+from torchrl_llm.data.cells import chat_of, conversations
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.text.codec import Codec, Encoding, Piece, Shield
+from torchrl_llm.data.text.compose import assistant_regions, label_tokens
+from torchrl_llm.data.text.families import InverseParser
+from torchrl_llm.data.text.probe import Probe, probe_template
+from torchrl_llm.data.text.renderer import REASONING_KEYS, Form, Rendered, Renderer
+from torchrl_llm.data.text.templates import TemplateSpec
+from torchrl_llm.errors import AmbiguousTextError, TemplateError
+
+
+class EncodedChat(NamedTuple):
+    """Ids of one conversation.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        assistant: bool ``[T]``, the assistant's words and their end-of-turn tokens; ``None`` when
+            it was not asked for.
+    """
+
+    token_ids: Tensor
+    assistant: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What one template needs with one tokenizer (``codec`` is ``None`` without one)."""
+
+    renderer: Renderer
+    codec: Codec | None
+    probe: Probe | None
+
+
+# An engine holds its tokenizer, so the id in the key stays that tokenizer's while the entry lives.
+_ENGINES: OrderedDict[tuple, _Engine] = OrderedDict()
+_ENGINES_LOCK = threading.Lock()
+_MAX_ENGINES = 32
+# Stands behind the content of an open turn while it is rendered; white space before it is kept.
+_TAG = "\uf8fe\uf8fd\uf8fe"
+
+
+def render_chats(
+    chats: Sequence[Chat],
+    spec: TemplateSpec,
+    tokenizer: Any = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Render conversations as text.
+
+    Args:
+        chats: conversations of at least one message.
+        spec: the template.
+        tokenizer: gives the template ``bos_token``, ``eos_token`` and the like.
+        add_generation_prompt: end with the header of the model's turn.
+        continue_final_message: end with the content of the last message, its turn left open. A last
+            assistant message with ``is_complete=False`` is left open in any case.
+        tools: JSON schemas (or documented functions) of tools.
+        variables: further variables of the template.
+        strict: refuse contents that read back as other messages, or for a template that is not
+            built in, as other turns.
+
+    Raises:
+        TemplateError: the template refuses a message, cannot express it, or (``strict``) a content
+            forges a turn, a call or a result.
+    """
+    engine = _engine(spec, tokenizer, variables, chats, shielded=False)
+    rendered = [
+        _render(engine, chat, index, add_generation_prompt, continue_final_message, tools)
+        for index, chat in enumerate(chats)
+    ]
+    if strict:
+        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
+            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
+    return [item.text for item in rendered]
+
+
+def encode_chats(
+    chats: Sequence[Chat],
+    spec: TemplateSpec,
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    assistant_mask: bool = False,
+    strict: bool = True,
+) -> list[EncodedChat]:
+    """Encode conversations with one call of the tokenizer.
+
+    Special-token strings in contents become plain characters, so no content can end a turn or open
+    one. The assistant mask comes from ``{% generation %}`` blocks, each stretched over the
+    end-of-turn token that stands behind it, or, where a template has none, from the places of the
+    assistant's contents and the closers behind them.
+
+    Args:
+        chats: conversations of at least one message.
+        spec: the template.
+        tokenizer: a fast Hugging Face tokenizer.
+        add_generation_prompt: see :func:`render_chats`.
+        continue_final_message: see :func:`render_chats`.
+        tools: see :func:`render_chats`.
+        variables: see :func:`render_chats`.
+        assistant_mask: also return the mask.
+        strict: refuse contents that read back as other turns, which can only be where a mark of
+            the template is no special token of this tokenizer.
+
+    Raises:
+        TemplateError: as :func:`render_chats`.
+        TokenizerError: the tokenizer is not a fast one.
+    """
+    engine = _engine(spec, tokenizer, variables, chats, shielded=True)
+    located = assistant_mask and not engine.renderer.has_generation
+    rendered = [
+        _render(
+            engine,
+            chat,
+            index,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            spans=located,
+            generation=assistant_mask,
+        )
+        for index, chat in enumerate(chats)
+    ]
+    if strict:
+        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
+            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
+    encodings = engine.codec.encode_batch([Piece(item.text, item.literals) for item in rendered])
+    return [
+        EncodedChat(
+            torch.from_numpy(encoding.ids.copy()),
+            _mask(item, chat, encoding, engine.probe) if assistant_mask else None,
+        )
+        for item, chat, encoding in zip(rendered, chats, encodings, strict=True)
+    ]
+
+
+def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | None) -> Tensor:
+    if probe is None:  # a built-in template marks all that a model would have to generate
+        regions = rendered.generation or []
+    else:
+        regions = [(a, b) for a, b, _ in assistant_regions(rendered, chat.messages, probe)]
+    chars = torch.zeros(len(rendered.text), dtype=torch.bool)
+    for start, end in regions:
+        chars[start:end] = True
+    return torch.from_numpy(label_tokens(encoding, rendered.text, chars.numpy()))
+
+
+def read_text(
+    text: str, spec: TemplateSpec, tokenizer: Any = None, *, strict: bool = False
+) -> Chat:
+    """Read one rendered text back into messages.
+
+    Args:
+        text: the text of one conversation.
+        spec: its template.
+        tokenizer: names the end-of-sequence token.
+        strict: raise on text that can be read in two ways. Of a user's parser nothing is known but
+            that its messages, written again, must give the same text.
+
+    Raises:
+        TemplateError: the template has no inverse parser, or the text is not of this template.
+        AmbiguousTextError: ``strict``, and the text can be read in two ways.
+    """
+    parser = spec.inverse_parser
+    if parser is None:
+        raise TemplateError(
+            f"the template {spec.name!r} has no inverse parser; register it with "
+            "add_chat_template(..., inverse_parser=...)"
+        )
+    if isinstance(parser, InverseParser):
+        bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
+        return chat_of(parser.parse(text, bos_token=bos, eos_token=eos, strict=strict), "message")
+    found = parser(text)
+    if not is_tensorclass(found):
+        chat = chat_of(found, "message")
+    else:
+        _, chats = conversations(found._tensordict)
+        if len(chats) != 1:
+            raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
+        chat = chats[0]
+    if strict:
+        prompts = (False, True)
+        again = [render_chats([chat], spec, tokenizer, add_generation_prompt=p)[0] for p in prompts]
+        if text not in again:
+            raise AmbiguousTextError(
+                f"the parser of {spec.name!r} reads messages that the template writes as "
+                f"{again[0][:200]!r}, not as {text[:200]!r}"
+            )
+    return chat
+
+
+# -- one template with one tokenizer --------------------------------------------------------------
+
+
+def _engine(
+    spec: TemplateSpec,
+    tokenizer: Any,
+    variables: Mapping[str, Any] | None,
+    chats: Sequence[Chat],
+    *,
+    shielded: bool,
+) -> _Engine:
+    variables = dict(variables or {})
+    _refuse_unknown(variables, spec)
+    reasoning = _reasoning_key(chats)
+    through = Form(parts=True, text=True, reasoning_field=reasoning)
+    if tokenizer is None:
+        return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
+    special = dict(tokenizer.special_tokens_map)
+    engine = _cached(spec, tokenizer, {**special, **variables})
+    form = through if engine.probe is None else engine.probe.form
+    if reasoning is not None and form.reasoning_field is None:
+        _refuse_reasoning(chats, reasoning)
+    if shielded:
+        return replace(engine, renderer=engine.renderer.with_form(form))
+    plain = Renderer(spec.template, Shield(()), {**special, **variables}, form)
+    return replace(engine, renderer=plain)
+
+
+def _cached(spec: TemplateSpec, tokenizer: Any, variables: dict[str, Any]) -> _Engine:
+    # Tokens that were added and special tokens that were set since then make another tokenizer.
+    key = (id(tokenizer), len(tokenizer), spec.template, spec.builtin, repr(variables))
+    with _ENGINES_LOCK:
+        if key in _ENGINES:
+            _ENGINES.move_to_end(key)
+            return _ENGINES[key]
+    codec = Codec(tokenizer)
+    renderer = Renderer(spec.template, codec.shield, variables, Form())
+    probe = None if spec.builtin else probe_template(renderer, codec)
+    engine = _Engine(renderer, codec, probe)
+    with _ENGINES_LOCK:
+        _ENGINES[key] = engine
+        while len(_ENGINES) > _MAX_ENGINES:
+            _ENGINES.popitem(last=False)
+    return engine
+
+
+def _refuse_unknown(variables: Mapping[str, Any], spec: TemplateSpec) -> None:
+    options = ("tokenizer", "chat_template", "padding", "truncation", "tokenize", "max_length")
+    options += ("return_tensors", "return_dict", "continue_final_message", "add_generation_prompt")
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", spec.template):
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TemplateError(f"the template {spec.name!r} has no variable {name!r}{hint}")
+
+
+def _reasoning_key(chats: Sequence[Chat]) -> str | None:
+    for chat in chats:
+        for message in chat.messages:
+            if len(message) > 2:
+                for key in REASONING_KEYS:
+                    if isinstance(message.get(key), str):
+                        return key
+    return None
+
+
+def _refuse_reasoning(chats: Sequence[Chat], key: str) -> None:
+    row, index = next(
+        (row, index)
+        for row, chat in enumerate(chats)
+        for index, message in enumerate(chat.messages)
+        if isinstance(message.get(key), str)
+    )
+    raise TemplateError(
+        f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; put it "
+        "into the content"
+    )
+
+
+# -- one conversation -----------------------------------------------------------------------------
+
+
+def _render(
+    engine: _Engine,
+    chat: Chat,
+    row: int,
+    prompt: bool,
+    open_end: bool,
+    tools: Sequence[Any] | None,
+    *,
+    spans: bool = False,
+    generation: bool = False,
+) -> Rendered:
+    messages = chat.messages
+    if not messages:
+        raise TemplateError(f"chat {row} has no messages; a chat template needs at least one")
+    last = messages[-1]
+    if last.get("is_complete") is False and (last["role"] == "assistant" or not prompt):
+        prompt, open_end = False, True
+    shown = [*messages[:-1], _tagged(last, row, len(chat) - 1)] if open_end else messages
+    try:
+        rendered = engine.renderer.render(
+            shown, tools=tools, add_generation_prompt=prompt, spans=spans, generation=generation
+        )
+    except TemplateError as error:
+        raise TemplateError(f"chat {row}: {_named(engine, messages, tools, error)}") from error
+    return _opened(rendered, chat, row) if open_end else rendered
+
+
+def _tagged(message: Mapping[str, Any], row: int, index: int) -> dict[str, Any]:
+    """A message with a tag behind its content, where its open turn will be cut."""
+    where = f"chat {row}, message {index} ({message['role']})"
+    if message.get("tool_calls"):
+        raise TemplateError(f"{where}: an unfinished message cannot have tool calls")
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    if not content or content[-1].get("type") != "text":
+        raise TemplateError(f"{where}: only text can be continued")
+    return {
+        **message,
+        "content": [*content[:-1], {"type": "text", "text": content[-1]["text"] + _TAG}],
+    }
+
+
+def _named(
+    engine: _Engine,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    error: TemplateError,
+) -> str:
+    """The error with the message that it is about, which only some templates name themselves."""
+    if re.search(r"\bmessage \d+\b", str(error)):
+        return str(error)
+    for count in range(1, len(messages)):
+        try:
+            engine.renderer.render(messages[:count], tools=tools)
+        except TemplateError:
+            return f"message {count - 1} ({messages[count - 1].get('role')}): {error}"
+    return f"message {len(messages) - 1} ({messages[-1].get('role')}): {error}"
+
+
+def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
+    """The text up to the tag."""
+    end = rendered.text.rfind(_TAG)
+    if end < 0:
+        raise TemplateError(
+            f"chat {row}, message {len(chat) - 1} ({chat.messages[-1]['role']}): the template does "
+            "not write the content that is to be continued"
+        )
+    blocks = rendered.generation
+    if blocks is not None:
+        blocks = [(a, min(b, end)) for a, b in blocks if a < end]
+    return replace(
+        rendered,
+        text=rendered.text[:end],
+        literals=[x for x in rendered.literals if x[1] <= end],
+        spans=[x._replace(end=min(x.end, end)) for x in rendered.spans if x.start < end],
+        generation=blocks,
+    )
+
+
+# -- contents that would read back as something else ----------------------------------------------
+
+
+def _refuse_forgery(
+    engine: _Engine,
+    spec: TemplateSpec,
+    chat: Chat,
+    row: int,
+    text: str,
+    tokenizer: Any,
+    tools: Sequence[Any] | None,
+) -> None:
+    """Raise if the rendering reads back as other messages than were rendered.
+
+    The text of a built-in family must read back whole. Otherwise the turns must be those that are
+    read when the marks are taken out of the contents: for the text of any template whose marks are
+    known, and for ids where a mark is no special token (a call spelled in a content has the very
+    ids of a call).
+    """
+    parser = spec.inverse_parser
+    if not isinstance(parser, InverseParser):
+        return
+    last = chat.messages[-1]
+    if not (engine.renderer.shield.markers or last.get("is_complete", True) or last["content"]):
+        raise TemplateError(
+            f"chat {row}, message {len(chat) - 1} ({last['role']}): an unfinished message without "
+            "content reads as a generation prompt; drop it and ask for a generation prompt"
+        )
+    bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
+    shielded = engine.renderer.shield.markers
+    whole = spec.builtin and not shielded
+    risks = parser.risks(eos) if whole else (*parser.marks, eos or parser.eos)
+    risks = [mark for mark in risks if mark not in shielded]
+    if not any(mark in part for m in chat.messages for part in _strings(m) for mark in risks):
+        return
+    if whole:
+        wanted = [_expressed(message) for message in chat.messages]
+        read = parser.parse(text, bos_token=bos, eos_token=eos)
+        found = [_expressed(message) for message in read]
+    else:
+        clean = [_without(message, risks) for message in chat.messages]
+        clean_text = engine.renderer.render(clean, tools=tools).text
+        try:
+            read = parser.parse(clean_text, bos_token=bos, eos_token=eos)
+        except TemplateError:  # the template only resembles the family
+            return
+        wanted = [message["role"] for message in read]
+        found = [m["role"] for m in parser.parse(text, bos_token=bos, eos_token=eos)]
+    if wanted == found:
+        return
+    index = next(
+        k
+        for k, message in enumerate(chat.messages)
+        if any(mark in part for part in _strings(message) for mark in risks)
+    )
+    raise TemplateError(
+        f"chat {row}, message {index} ({chat.messages[index]['role']}): in the text of "
+        f"{parser.family} a content reads as another turn, a tool call or a tool result; put "
+        "calls into tool_calls, use token ids where the family's marks are special tokens, or "
+        "render with strict=False"
+    )
+
+
+def _without(message: Mapping[str, Any], marks: Sequence[str]) -> dict[str, Any]:
+    *texts, reasoning = _strings(message)
+    clean = {"content": "".join(texts)}
+    if reasoning:
+        clean["reasoning_content"] = reasoning
+    for mark in marks:
+        clean = {key: text.replace(mark, "-") for key, text in clean.items()}
+    return {**message, **clean}
+
+
+def _strings(message: Mapping[str, Any]) -> list[str]:
+    reasoning = message.get("reasoning_content") or ""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content, reasoning]
+    return [*(part.get("text") or "" for part in content), reasoning]
+
+
+def _expressed(message: Mapping[str, Any]) -> tuple:
+    """What a text says of a message: ids and names of calls and results are not in it."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    named = [(call["name"], call.get("arguments")) for call in calls]
+    *texts, _ = _strings(message)
+    return message["role"], "".join(texts), message.get("reasoning_content"), named
