@@ -22,6 +22,6 @@ def test_a_path_that_worked_still_works():
 
 def test_an_old_path_gives_the_same_module_and_not_a_second_one():
     old = importlib.import_module("torchrl_llm.envs.reward.ifeval.content")
-    new = importlib.import_module("torchrl_llm.rewards.ifeval.content")
+    new = importlib.import_module("torchrl_llm.rewards.ifeval.paper_instructions")
     assert old is new
-    assert new.__spec__.name == new.__name__ == "torchrl_llm.rewards.ifeval.content"
+    assert new.__spec__.name == new.__name__ == "torchrl_llm.rewards.ifeval.paper_instructions"

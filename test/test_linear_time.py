@@ -45,13 +45,12 @@ from torchrl_llm.rewards import (
     judge,
     reward_components,
 )
-from torchrl_llm.rewards.answer_block import AnswerBlockParser
+from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
 from torchrl_llm.rewards.code import extract_code
-from torchrl_llm.rewards.countdown import CountdownRewardParser
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
-from torchrl_llm.rewards.ifeval.data import IFEvalExample
+from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
+from torchrl_llm.rewards.number_rewards import CountdownRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
-from torchrl_llm.rewards.text_blocks import extract_blocks, split_response
 from torchrl_llm.tools import call_formats, call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks

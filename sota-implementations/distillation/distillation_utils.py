@@ -19,7 +19,7 @@ from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs import ArithmeticEnv, TaskEnv
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
+from torchrl_llm.envs.datasets.number_tasks import addition_pairs, addition_problem
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss

@@ -27,12 +27,11 @@ from torchrl import logger
 
 from torchrl_llm.data import Source
 from torchrl_llm.data.text import ChatFormatter, assistant_mask
-from torchrl_llm.envs.datasets.letter_counting import TIERS, letter_problem
-from torchrl_llm.envs.datasets.words import word_list
+from torchrl_llm.envs.datasets.word_tasks import TIERS, letter_problem, word_list
 from torchrl_llm.functional import group_advantages, policy_gradient_loss, token_log_probs
 from torchrl_llm.modules import load_model, load_tokenizer
 from torchrl_llm.modules.backends import SamplingParams, TransformersBackend
-from torchrl_llm.rewards.letter_counting import score_counts
+from torchrl_llm.rewards.word_rewards import score_counts
 
 # --- 1. The task ----------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
 from torchrl_llm.envs import ArithmeticEnv
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
-from torchrl_llm.envs.datasets.calculator import (
+from torchrl_llm.envs.datasets.number_tasks import (
     CalculatorEnv,
+    addition_pairs,
+    addition_problem,
     calculator_problem,
     calculator_problems,
 )

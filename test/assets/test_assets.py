@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
+from torchrl_llm.envs.datasets.number_tasks import addition_pairs, addition_problem
 from torchrl_llm.modules import load_model, load_tokenizer
 
 

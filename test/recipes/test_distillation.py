@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from recipes.script import run_main
 
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs
+from torchrl_llm.envs.datasets.number_tasks import addition_pairs
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import OnPolicyDistillationLoss
 from torchrl_llm.recipes.builders import make_policy

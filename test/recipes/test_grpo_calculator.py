@@ -12,7 +12,7 @@ from recipes.grpo_helper import column, run_script
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Source
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.envs.datasets.calculator import CalculatorEnv
+from torchrl_llm.envs.datasets.number_tasks import CalculatorEnv
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 
 

@@ -52,7 +52,7 @@ def test_the_tool_of_the_page_is_right_and_its_held_out_problems_are_never_train
 
 
 def test_a_class_is_named_by_its_module():
-    assert task_class("torchrl_llm.envs.datasets.arithmetic:ArithmeticEnv") is ArithmeticEnv
+    assert task_class("torchrl_llm.envs.datasets.number_tasks:ArithmeticEnv") is ArithmeticEnv
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs, addition_problem
-from torchrl_llm.envs.datasets.calculator import calculator_problem, calculator_problems
+from torchrl_llm.envs.datasets.number_tasks import (
+    addition_pairs,
+    addition_problem,
+    calculator_problem,
+    calculator_problems,
+)
 from torchrl_llm.errors import ConfigError
 
 RECIPE = Path(__file__).parents[2] / "sota-implementations" / "sft"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_llm.errors import RewardError
-from torchrl_llm.rewards.countdown import CountdownRewardParser, evaluate_expression
+from torchrl_llm.rewards.number_rewards import CountdownRewardParser, evaluate_expression
 
 PROBLEM = "target=24, numbers=2,3,4,9"
 

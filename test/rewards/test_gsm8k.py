@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_llm.envs import GSM8KRewardParser
 from torchrl_llm.errors import RewardError
-from torchrl_llm.rewards.gsm8k import parse_number
+from torchrl_llm.rewards.number_rewards import parse_number
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_llm.errors import RewardError
-from torchrl_llm.rewards.letter_counting import LetterCountingRewardParser, score_counts
+from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, score_counts
 
 
 @pytest.mark.parametrize(

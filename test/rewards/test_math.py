@@ -13,7 +13,7 @@ import pytest
 
 from torchrl_llm.errors import ConfigError, MissingExtraError, RewardError, RewardTimeoutError
 from torchrl_llm.rewards import math as math_reward
-from torchrl_llm.rewards.math import MATHRewardParser, last_boxed
+from torchrl_llm.rewards.math_reward import MATHRewardParser, last_boxed
 
 pytest.importorskip("math_verify")
 
@@ -167,7 +167,7 @@ def test_a_comparison_without_end_is_stopped_from_any_thread_and_the_next_one_wo
 
 
 def test_a_hostile_answer_makes_an_invalid_reward_and_no_zero(answer):
-    from torchrl_llm.envs.datasets.math import MATHEnv
+    from torchrl_llm.envs.datasets.hub_tasks import MATHEnv
 
     rows = [{"problem": "Half?", "answer": r"\frac{1}{2}"}] * 3
     env = MATHEnv(dataset=rows, num_envs=3, compute_reward=False)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards.text_blocks import extract_blocks, split_response
-from torchrl_llm.rewards.text_reversal import TextReversalRewardParser, common_subsequence
+from torchrl_llm.rewards.answer_block import extract_blocks, split_response
+from torchrl_llm.rewards.word_rewards import TextReversalRewardParser, common_subsequence
 
 
 def naive(first, second):

@@ -16,7 +16,7 @@ from torchrl_llm.collectors.collecting_worker import CollectorWorker
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
+from torchrl_llm.envs.datasets.number_tasks import ArithmeticEnv
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, FakeWrapper, load_tokenizer
 from torchrl_llm.objectives import MCAdvantage

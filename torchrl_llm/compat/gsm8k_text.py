@@ -17,10 +17,10 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.compat.llm_env import LLMEnv
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows, RowLoader, load_rows
-from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
-from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.datasets.hub_tasks import GSM8KEnv
+from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.rewards.gsm8k import GSM8KRewardParser
+from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
 
 _FRAME = (
     "A user asks a question, and an assistant answers it. The assistant thinks first, between "

@@ -4,7 +4,7 @@ A subclass says once which columns follow from which (:meth:`RowTransform.column
 environment they are written as it steps; in a replay buffer as rows are written, so that whatever
 was appended before (credit, joining of turns) finds them.
 
-Next: :mod:`torchrl_llm.envs.transforms.retrieve_log_prob` is one.
+Next: :mod:`torchrl_llm.envs.transforms.retrieve_scores` is one.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``R_b`` tokens of its response.
 """

@@ -2,16 +2,10 @@
 
 from torchrl_llm._imports import lazy
 from torchrl_llm.envs.chat_env import ChatEnv
-from torchrl_llm.envs.datasets.arithmetic import ArithmeticEnv
-from torchrl_llm.envs.datasets.calculator import CalculatorEnv
-from torchrl_llm.envs.datasets.countdown import CountdownEnv
-from torchrl_llm.envs.datasets.gsm8k import GSM8KEnv
-from torchrl_llm.envs.datasets.humaneval import HumanEvalEnv
-from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
-from torchrl_llm.envs.datasets.letter_counting import LetterCountingEnv
-from torchrl_llm.envs.datasets.math import MATHEnv
+from torchrl_llm.envs.datasets.hub_tasks import GSM8KEnv, HumanEvalEnv, IFEvalEnv, MATHEnv
+from torchrl_llm.envs.datasets.number_tasks import ArithmeticEnv, CalculatorEnv, CountdownEnv
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
-from torchrl_llm.envs.datasets.text_reversal import TextReversalEnv
+from torchrl_llm.envs.datasets.word_tasks import LetterCountingEnv, TextReversalEnv
 from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToeEnv
 from torchrl_llm.envs.libs import MLGymWrapper, OpenEnvEnv, make_mlgym
 from torchrl_llm.envs.transforms import (
@@ -27,15 +21,16 @@ from torchrl_llm.envs.transforms import (
     as_nested_tensor,
     as_padded_tensor,
 )
-from torchrl_llm.rewards.arithmetic import ArithmeticRewardParser
 from torchrl_llm.rewards.code import HumanEvalRewardParser
-from torchrl_llm.rewards.countdown import CountdownRewardParser
-from torchrl_llm.rewards.gsm8k import GSM8KRewardParser
 from torchrl_llm.rewards.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
-from torchrl_llm.rewards.letter_counting import LetterCountingRewardParser
-from torchrl_llm.rewards.math import MATHRewardParser
+from torchrl_llm.rewards.math_reward import MATHRewardParser
+from torchrl_llm.rewards.number_rewards import (
+    ArithmeticRewardParser,
+    CountdownRewardParser,
+    GSM8KRewardParser,
+)
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
-from torchrl_llm.rewards.text_reversal import TextReversalRewardParser
+from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, TextReversalRewardParser
 
 __all__ = [
     "AddThinkingPrompt",

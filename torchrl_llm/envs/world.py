@@ -1,12 +1,12 @@
-"""Worlds that move by what the model does: the transform between answers and what comes of them.
+"""Base of the environments whose world moves by what the model does.
 
-A game, a server elsewhere, a simulator: each is a :class:`WorldTransform`, which gets the model's
+A game, a remote server, a simulator: each is a :class:`WorldTransform`, which gets the model's
 turns and says how the world reacts. Messages, rewards, ends and errors are written here, once.
 :class:`WorldEnv` is the environment around one. Plain tasks, whose answer is only scored, are
 :class:`~torchrl_llm.envs.datasets.TaskEnv` with a reward.
 
-Next: :mod:`torchrl_llm.envs.games.steps` plays games, :mod:`torchrl_llm.envs.libs.sessions` drives
-worlds that live elsewhere.
+Next: :mod:`torchrl_llm.envs.games.game_env` plays games, :mod:`torchrl_llm.envs.libs.sessions`
+drives remote worlds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrl_llm.data.failures import ERROR_KEYS, place_of, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
-from torchrl_llm.envs.datasets.task_env import TaskEnv
+from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
@@ -255,10 +255,9 @@ class WorldEnv(TaskEnv):
     """
 
     @classmethod
-    def default_dataset(cls, split: str | None) -> GeneratedRows:
-        """The seeds of a split, ``train`` if not given; no seed is in both."""
-        if split not in (None, "train", "test"):
-            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
+    def generate(cls, split: str) -> GeneratedRows:
+        """The seeds of a split; no seed is in both."""
+        check_split(split)
         if split == "test":
             return GeneratedRows(_seed_row, _NUM_TEST, offset=_NUM_TRAIN)
         return GeneratedRows(_seed_row, _NUM_TRAIN)

@@ -32,7 +32,7 @@ from torchrl_llm.rewards import (
     Scorer,
     WrittenReward,
 )
-from torchrl_llm.rewards.endpoint_judge import endpoint_judge
+from torchrl_llm.rewards.judge import endpoint_judge
 
 __all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]
 

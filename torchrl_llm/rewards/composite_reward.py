@@ -1,5 +1,8 @@
 """Rewards of several parts: each with a value, a validity, an error and its seconds.
 
+:class:`WrittenReward` is the part that an environment has written already; :class:`TokenRewards`
+lets a replay buffer train on the rewards of tokens.
+
 Next: :mod:`torchrl_llm.rewards.reward_components` says what a part is.
 
 Shape legend: ``B`` rows, ``N`` of them scored, ``K`` components, ``R_b`` tokens of a response.
@@ -19,14 +22,21 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.failures import tell_failures
+from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
 from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
-from torchrl_llm.rewards.reward_components import Component, Sample, WeightedTotal, weighted_total
+from torchrl_llm.rewards.reward_components import (
+    Component,
+    Sample,
+    Scorer,
+    WeightedTotal,
+    weighted_total,
+)
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.reward_runner import Outcome
-from torchrl_llm.rewards.written_reward import WrittenReward
 
 _TOKEN_NODE = "token_reward"
 _NEUTRAL = Outcome(RewardScore(0.0))
@@ -363,3 +373,133 @@ def _response_lengths(td: TensorDictBase) -> list[int] | None:
         int(mask[len(mask) - len(row) :].sum()) if len(mask) == len(whole) else len(row)
         for row, mask, whole in zip(rows, masks, full, strict=True)
     ]
+
+
+class WrittenReward(Scorer):
+    """Takes the reward that a task, a game or a server wrote for the step, as it is.
+
+    For a :class:`~torchrl_llm.rewards.CompositeReward` that is appended to an environment with
+    a reward of its own, and adds to it: success, validity and error of that reward become those of
+    the component. The environment has ended its episodes itself, so pass
+    ``set_done_if_answer=False``.
+
+    Example:
+        >>> from torchrl_llm.data.history import History
+        >>> from torchrl_llm.envs import TicTacToeEnv
+        >>> from torchrl_llm.rewards import Component, CompositeReward
+        >>> short = Component(lambda sample: float(len(sample.response) < 20), weight=0.1)
+        >>> parts = {"game": Component(WrittenReward()), "short": short}
+        >>> env = TicTacToeEnv(num_envs=1, player="X", shuffle=False)
+        >>> env = env.append_transform(CompositeReward(parts, set_done_if_answer=False))
+        >>> td = env.reset()
+        >>> answer = {"role": "assistant", "content": "<move>10</move>"}
+        >>> td["history"].full = History.of([td["history"].prompt.chats[0] + [answer]])
+        >>> td = env.step(td)["next"]
+        >>> round(td["rewards", "game", "value"].item(), 3), round(td["reward"].item(), 3)
+        (-0.3, -0.2)
+    """
+
+    def score(self, sample: Sample) -> float:
+        """Not possible: a response alone does not say what was written for it.
+
+        Raises:
+            RewardError: always.
+        """
+        raise RewardError("a WrittenReward is read from the rows of an environment's step")
+
+    def outcomes(self, next_td: TensorDictBase, rows: Sequence[int]) -> list[Outcome]:
+        """What was written for a step.
+
+        Args:
+            next_td: rows ``[B]`` with ``reward``, ``reward_valid`` and what goes with them.
+            rows: ``N`` indices of those that are asked for.
+
+        Returns:
+            ``N`` outcomes, whose values are scores.
+
+        Raises:
+            DataError: nothing has been written before.
+        """
+        size = next_td.batch_size.numel()
+        valid = next_td.get("reward_valid", None)
+        if valid is None:
+            raise DataError(
+                "there is no reward yet: append this after the transform that writes it, or let "
+                "the environment have a reward (compute_reward=True)"
+            )
+        reward = next_td.get("reward").reshape(size, -1).sum(-1).double().tolist()
+        flags = [
+            _flat(next_td.get(name, None), size).bool().tolist()
+            for name in ("success", "reward_answer", "reward_think")
+        ]
+        seconds = _flat(next_td.get("reward_seconds", None), size).tolist()
+        kinds, messages, places = (next_td.get(("error", n)).tolist() for n in ERROR_KEYS)
+        valid = _flat(valid, size).bool().tolist()
+        return [
+            Outcome(
+                RewardScore(reward[row], *(flag[row] for flag in flags)) if valid[row] else None,
+                "" if valid[row] else kinds[row] or RewardError.__name__,
+                "" if valid[row] else messages[row],
+                seconds[row],
+                places[row],
+            )
+            for row in rows
+        ]
+
+
+def _flat(values: Tensor | None, size: int) -> Tensor:
+    """A number a row, 0 where there is none or where it is NaN."""
+    return torch.zeros(size) if values is None else values.reshape(size, -1)[:, 0].nan_to_num()
+
+
+class TokenRewards(RowTransform):
+    """Puts the reward of each token in the place of the row's reward, in a replay buffer.
+
+    An environment's rewards have one shape for all rows, so
+    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and the tokens' beside
+    it. Append this last, which in a buffer means that it runs first: the turns of a conversation
+    are then joined, and advantages assigned, with rewards ``[R, 1]``.
+
+    Args:
+        reward_key: the reward, ``[1, 1]`` a row; it becomes ``[R, 1]``, aligned with the ``R``
+            tokens of the response.
+        token_key: the reward of each token, ``[R]`` a row.
+
+    Raises:
+        DataError: rows without rewards per token.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
+        >>> buffer = ReplayBuffer(transform=TokenRewards())
+        >>> tokens = {"total": torch.tensor([0.0, 1.0])}
+        >>> row = TensorDict(next={"reward": torch.ones(1, 1), "token_reward": tokens})
+        >>> index = buffer.extend([row])
+        >>> buffer[0]["next", "reward"].tolist()
+        [[0.0], [1.0]]
+    """
+
+    def __init__(
+        self,
+        reward_key: NestedKey = ("next", "reward"),
+        token_key: NestedKey = ("next", "token_reward", "total"),
+    ) -> None:
+        super().__init__()
+        self.reward_key, self.token_key = as_path(reward_key), as_path(token_key)
+
+    @property
+    def written(self) -> Path:
+        """A mark beside the tokens' rewards; those of joined turns are no longer all there."""
+        return (*self.token_key[:-1], "in_place")
+
+    def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
+        """The reward of each token."""
+        advice = "a CompositeReward with a component per token writes it"
+        rewards = [row.unsqueeze(-1) for row in rows.read(self.token_key, advice)]
+        return {self.reward_key: rewards, self.written: [torch.ones(1)] * len(rewards)}
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        raise ConfigError(
+            "an environment's rewards have one shape for all rows; append TokenRewards to the "
+            "replay buffer"
+        )

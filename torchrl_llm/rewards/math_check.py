@@ -1,7 +1,7 @@
 """Whether two answers are the same mathematics; runs in a process of its own.
 
 It imports nothing of this package, so that such a process loads neither torch nor TorchRL. It may
-run without end or without enough memory: :mod:`torchrl_llm.rewards.math` sets the limits.
+run without end or without enough memory: :mod:`torchrl_llm.rewards.math_reward` sets the limits.
 """
 
 from __future__ import annotations

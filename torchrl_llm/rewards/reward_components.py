@@ -1,8 +1,8 @@
 """The parts of a reward: what scores a response, how much it counts, and where it runs.
 
 Next: :class:`~torchrl_llm.rewards.composite_reward.CompositeReward` adds them up;
-:mod:`torchrl_llm.rewards.judge`, :mod:`~torchrl_llm.rewards.format_reward` and
-:mod:`~torchrl_llm.rewards.length_penalty` are scorers.
+:mod:`torchrl_llm.rewards.judge`, :mod:`~torchrl_llm.rewards.form_rewards` and
+:mod:`~torchrl_llm.rewards.form_rewards` are scorers.
 
 Shape legend: ``K`` components, ``N`` rows, ``R`` tokens of a response.
 """

@@ -7,7 +7,7 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.envs import ArithmeticEnv, ArithmeticRewardParser
-from torchrl_llm.envs.datasets.arithmetic import addition_pairs
+from torchrl_llm.envs.datasets.number_tasks import addition_pairs
 from torchrl_llm.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.history import History
-from torchrl_llm.envs.datasets.calculator import (
+from torchrl_llm.envs.datasets.number_tasks import (
     CalculatorEnv,
     calculator_problem,
     calculator_problems,

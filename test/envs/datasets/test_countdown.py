@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_llm.envs.datasets.countdown import CountdownEnv, countdown_problem
+from torchrl_llm.envs.datasets.number_tasks import CountdownEnv, countdown_problem
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.rewards.countdown import evaluate_expression
+from torchrl_llm.rewards.number_rewards import evaluate_expression
 
 
 def reachable(numbers):

@@ -14,7 +14,7 @@ from rewards.local_sandbox import LocalSandbox
 
 from torchrl_llm.data.history import History
 from torchrl_llm.data.row_files import load_rows
-from torchrl_llm.envs.datasets.humaneval import HumanEvalEnv
+from torchrl_llm.envs.datasets.hub_tasks import HumanEvalEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
 from torchrl_llm.sandbox import make_sandbox

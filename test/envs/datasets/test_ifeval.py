@@ -12,7 +12,7 @@ from envs.fake_policy import AnsweringPolicy
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data.history import History
-from torchrl_llm.envs.datasets.ifeval import IFEvalEnv
+from torchrl_llm.envs.datasets.hub_tasks import IFEvalEnv
 from torchrl_llm.errors import DataError
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, IFEvalData, IFEvalScoreData, check
 

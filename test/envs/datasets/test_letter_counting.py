@@ -11,8 +11,7 @@ import torch
 from envs.fake_policy import AnsweringPolicy
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_llm.envs.datasets.letter_counting import TIERS, LetterCountingEnv, letter_problem
-from torchrl_llm.envs.datasets.words import word_list
+from torchrl_llm.envs.datasets.word_tasks import TIERS, LetterCountingEnv, letter_problem, word_list
 from torchrl_llm.errors import ConfigError, DataError
 
 

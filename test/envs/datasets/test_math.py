@@ -8,7 +8,7 @@ import pytest
 from envs.fake_policy import AnsweringPolicy
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_llm.envs.datasets.math import MATHEnv
+from torchrl_llm.envs.datasets.hub_tasks import MATHEnv
 from torchrl_llm.errors import DataError
 
 pytest.importorskip("math_verify")

@@ -7,8 +7,7 @@ import pickle
 import pytest
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_llm.envs.datasets.text_reversal import TextReversalEnv, reversal_problem
-from torchrl_llm.envs.datasets.words import word_list
+from torchrl_llm.envs.datasets.word_tasks import TextReversalEnv, reversal_problem, word_list
 from torchrl_llm.errors import ConfigError
 
 

@@ -1,19 +1,21 @@
-"""Environments over data sets: :class:`DatasetChatEnv`, and :class:`TaskEnv` with a reward.
+"""Environments over datasets: :class:`DatasetChatEnv`, and :class:`TaskEnv` with a reward.
 
-A new task is a subclass of :class:`TaskEnv` in a file of its own: where its rows come from, what of
-a row is the ``query`` and what the ``answer``, and which reward compares.
+A new task is a subclass of :class:`TaskEnv`: where its rows come from, what of a row is the
+``query`` and what the ``answer``, and which reward compares.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torchrl.envs import Transform, TransformedEnv
 
+from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
-from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.tools.call_parsers import MessageCallParser
@@ -22,10 +24,16 @@ from torchrl_llm.tools.tool_transform import ToolTransform
 __all__ = ["DatasetChatEnv", "TaskEnv"]
 
 
+def check_split(split: str) -> None:
+    """Raise ``ConfigError`` for a split other than ``"train"`` and ``"test"``."""
+    if split not in ("train", "test"):
+        raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
+
+
 class TaskEnv(DatasetChatEnv):
     """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
 
-    A task writes ``DATASET`` (or overrides :meth:`default_dataset`), ``COLUMNS``,
+    A task writes ``DATASET`` (or :meth:`generate`, where it makes its rows itself), ``COLUMNS``,
     ``SYSTEM_PROMPT``, :meth:`make_row` and :meth:`make_reward`; one with tools or several turns
     also :meth:`make_tools`, ``MAX_STEPS`` and ``MAX_AUXILIARY_TURNS``.
 
@@ -127,10 +135,32 @@ class TaskEnv(DatasetChatEnv):
 
     @classmethod
     def default_dataset(cls, split: str | None) -> Any:
-        """The task's own data: ``DATASET``, or rows that a task makes itself for each split."""
+        """The task's own data: ``DATASET``, or rows that it makes itself (``train`` by default)."""
         if cls.DATASET is None:
-            raise ConfigError(f"{cls.__name__} has no data of its own: pass dataset or data_files")
+            return cls.generate("train" if split is None else split)
         return cls.DATASET
+
+    @classmethod
+    def generate(cls, split: str) -> GeneratedRows:
+        """Rows that the task makes itself; a subclass may have settings as further arguments.
+
+        Args:
+            split: ``"train"`` or ``"test"``; no row is in both.
+        """
+        raise ConfigError(f"{cls.__name__} has no data of its own: pass dataset or data_files")
+
+    @classmethod
+    def _given_or_generated(
+        cls, dataset: Any, data_files: Any, split: str | None, **settings: Any
+    ) -> Any:
+        """The data that is given, or rows generated with settings, which need not be given then."""
+        if dataset is None and data_files is None:
+            return cls.generate("train" if split is None else split, **settings)
+        defaults = inspect.signature(cls.generate).parameters
+        changed = [f"{k}={v!r}" for k, v in settings.items() if v != defaults[k].default]
+        if changed:
+            raise ConfigError(f"{', '.join(changed)} has no effect on dataset or data_files")
+        return dataset
 
     def make_reward(self) -> RewardParser:
         """The task's reward."""

@@ -10,9 +10,8 @@ from torchrl_llm.envs.games.game import (
     play,
     random_agent,
 )
-from torchrl_llm.envs.games.game_env import GameEnv
+from torchrl_llm.envs.games.game_env import GameEnv, GameSteps
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
-from torchrl_llm.envs.games.steps import GameSteps
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 
 __all__ = [

@@ -12,14 +12,15 @@ from torchrl_llm.envs.transforms.dataloading import (
     as_nested_tensor,
     as_padded_tensor,
 )
+from torchrl_llm.envs.transforms.episode_limits import OverlongPenalty, StepCounter
 from torchrl_llm.envs.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
-from torchrl_llm.envs.transforms.overlong import OverlongPenalty
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
-from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
-from torchrl_llm.envs.transforms.retrieve_teacher import RetrieveTeacherLogProb
-from torchrl_llm.envs.transforms.retrieve_values import RetrieveValues
-from torchrl_llm.envs.transforms.step_counter import StepCounter
+from torchrl_llm.envs.transforms.retrieve_scores import (
+    RetrieveLogProb,
+    RetrieveTeacherLogProb,
+    RetrieveValues,
+)
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
 from torchrl_llm.tools import (

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform, TransformedEnv
@@ -24,7 +24,6 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.envs.transforms.attached import chat_env_of
 from torchrl_llm.errors import ConfigError
 
 Message = Mapping[str, Any]
@@ -314,3 +313,24 @@ def _asks(messages: Sequence[Message], index: int) -> bool:
     """Whether the user's words begin here, after the model's."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
+
+
+if TYPE_CHECKING:
+    from torchrl_llm.envs.chat_env import ChatEnv
+
+
+def chat_env_of(transform: Transform) -> ChatEnv | None:
+    """The chat environment under all transforms; ``None`` where there is none (yet).
+
+    Args:
+        transform: in an environment, in a ``Compose``, or alone.
+    """
+    from torchrl_llm.envs.chat_env import ChatEnv
+
+    try:
+        env = transform.container
+    except ValueError:  # a Compose that is in no environment yet
+        return None
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env if isinstance(env, ChatEnv) else None

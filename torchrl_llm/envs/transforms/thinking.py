@@ -24,7 +24,7 @@ from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.text.codec import Codec, Piece
-from torchrl_llm.envs.transforms.attached import chat_env_of
+from torchrl_llm.envs.transforms.context_strategy import chat_env_of
 from torchrl_llm.errors import ConfigError
 
 _CAUSE = "turn_edited"

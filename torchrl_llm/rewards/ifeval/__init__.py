@@ -1,6 +1,6 @@
 """Instruction following that a program can check (IFEval, arXiv:2311.07911).
 
-All 25 instructions of the paper are functions, one file a family; importing this package registers
+All 25 instructions of the paper are functions of one file; importing this package registers
 them. The names are those of the data set, so its rows are scored as they are. Where the words of an
 instruction and common checkers of it part, the words win:
 
@@ -12,11 +12,25 @@ instruction and common checkers of it part, the words win:
 - the number of a list is no sentence, and abbreviations end none.
 """
 
-from torchrl_llm.rewards.ifeval import content, keywords, language, length, markup
-from torchrl_llm.rewards.ifeval.data import IFEvalData, IFEvalExample, IFEvalScoreData
-from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer
-from torchrl_llm.rewards.ifeval.instructions import INSTRUCTIONS, Instruction, check, instruction
-from torchrl_llm.rewards.ifeval.verdict import Verdict, loose_forms, verify
+from torchrl_llm.rewards.ifeval import paper_instructions
+from torchrl_llm.rewards.ifeval.ifeval_scorer import (
+    IFEvalData,
+    IFEvalExample,
+    IFEvalScoreData,
+    IfEvalScorer,
+)
+from torchrl_llm.rewards.ifeval.instructions import (
+    INSTRUCTIONS,
+    Instruction,
+    Verdict,
+    check,
+    instruction,
+    loose_forms,
+    verify,
+)
+
+# The five families were files of their own.
+content = keywords = language = length = markup = paper_instructions
 
 __all__ = [
     "INSTRUCTIONS",
@@ -27,12 +41,7 @@ __all__ = [
     "Instruction",
     "Verdict",
     "check",
-    "content",
     "instruction",
-    "keywords",
-    "language",
-    "length",
     "loose_forms",
-    "markup",
     "verify",
 ]

@@ -4,7 +4,7 @@ The counts are rules that fit in a page, so they are the same on every machine: 
 letters and digits, a sentence ends with its mark and white space. English abbreviations, initials
 and the numbers of a list end no sentence.
 
-Next: :mod:`torchrl_llm.rewards.ifeval.length` asks for numbers of them.
+Next: :mod:`torchrl_llm.rewards.ifeval.paper_instructions` asks for numbers of them.
 """
 
 from __future__ import annotations

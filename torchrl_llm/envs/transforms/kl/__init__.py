@@ -1,10 +1,12 @@
 """Divergence from a reference policy: measured beside the rows, penalised in the reward."""
 
-from torchrl_llm.envs.transforms.kl.computation import KLComputation
-from torchrl_llm.envs.transforms.kl.kl_reward import KLRewardTransform
-from torchrl_llm.envs.transforms.kl.kl_transform import KLTransform
-from torchrl_llm.envs.transforms.kl.retrieve import RetrieveKL
-from torchrl_llm.envs.transforms.retrieve_log_prob import RetrieveLogProb
+from torchrl_llm.envs.transforms.kl.kl_penalty import (
+    KLComputation,
+    KLRewardTransform,
+    KLTransform,
+    RetrieveKL,
+)
+from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb
 
 __all__ = [
     "KLComputation",

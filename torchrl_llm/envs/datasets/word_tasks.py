@@ -1,7 +1,8 @@
-"""How often is a letter in a text? Ten tiers, from one letter of a word to 26 of 500 letters.
+"""Tasks about the letters of words, made on the spot: counting letters, writing a text backwards.
 
-:func:`letter_problem` makes one problem from a generator; the environment makes its rows by index,
-so that all conversations of a group are about the same problem and a run resumes exactly.
+Problems are computed from their index, so that all conversations of a group are about the same
+problem and a run resumes exactly. The words are a few hundred short English nouns, every fifth of
+them held out.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows
-from torchrl_llm.envs.datasets.task_env import TaskEnv
-from torchrl_llm.envs.datasets.words import word_list
+from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.rewards.letter_counting import LetterCountingRewardParser
+from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, TextReversalRewardParser
 
 _NUM_ROWS = {"train": 100_000, "test": 1_000}
 
@@ -137,6 +138,11 @@ def _problem_row(index: int, *, split: str, difficulty: int) -> Mapping[str, str
     return {"query": problem.question, "answer": json.dumps(problem.counts)}
 
 
+def _checked_rows(make: Callable[[int], Mapping[str, str]], split: str) -> GeneratedRows:
+    make(0)  # impossible settings fail here, not in the first batch
+    return GeneratedRows(make, _NUM_ROWS[split])
+
+
 @register("tasks", "letter_counting")
 class LetterCountingEnv(TaskEnv):
     """Questions such as ``Count r in strawberry``, scored by the share of right counts.
@@ -172,24 +178,109 @@ class LetterCountingEnv(TaskEnv):
         split: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if dataset is None and data_files is None:
-            dataset = self._generated(split, difficulty)
-        elif difficulty != 1:
-            raise ConfigError(f"difficulty={difficulty} has no effect on dataset or data_files")
+        dataset = self._given_or_generated(dataset, data_files, split, difficulty=difficulty)
         super().__init__(dataset=dataset, data_files=data_files, split=split, **kwargs)
 
     @classmethod
-    def default_dataset(cls, split: str | None) -> GeneratedRows:
-        """Problems of difficulty 1, of the split ``train`` if not given."""
-        return cls._generated(split, 1)
-
-    @staticmethod
-    def _generated(split: str | None, difficulty: int) -> GeneratedRows:
-        split = "train" if split is None else split
-        make = partial(_problem_row, split=split, difficulty=difficulty)
-        make(0)  # impossible settings fail here, not in the first batch
-        return GeneratedRows(make, _NUM_ROWS[split])
+    def generate(cls, split: str, difficulty: int = 1) -> GeneratedRows:
+        """Problems of a split."""
+        return _checked_rows(partial(_problem_row, split=split, difficulty=difficulty), split)
 
     def make_reward(self) -> LetterCountingRewardParser:
-        """See :class:`~torchrl_llm.rewards.letter_counting.LetterCountingRewardParser`."""
+        """See :class:`~torchrl_llm.rewards.word_rewards.LetterCountingRewardParser`."""
         return LetterCountingRewardParser()
+
+
+def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) -> Mapping[str, str]:
+    """A row: one to ``max_words`` words of the split and the same text backwards.
+
+    Args:
+        index: number of the problem; the same one gives the same row everywhere.
+        split: ``"train"`` or ``"test"``, which share no word.
+        max_words: at most so many words.
+
+    Raises:
+        ConfigError: for another split, or a text without words.
+
+    Example:
+        >>> reversal_problem(0)["answer"]
+        'noil noitadnuof'
+    """
+    if max_words < 1:
+        raise ConfigError(f"max_words must be at least 1, got {max_words}")
+    # A generator of the standard library takes a string and gives the same numbers everywhere.
+    rng = random.Random(f"reversal {split} {max_words} {index}")
+    text = " ".join(rng.choices(word_list(split), k=rng.randint(1, max_words)))
+    query = f"Write this backwards, letter by letter: {text}\nSay <answer>...</answer>."
+    return {"query": query, "answer": text[::-1]}
+
+
+@register("tasks", "text_reversal")
+class TextReversalEnv(TaskEnv):
+    """Texts to be written backwards, scored by how much of the answer is right.
+
+    Rows have ``query`` and ``answer``, the text backwards. There are 100,000 problems to train on
+    and 1,000 held out (``split="test"``), which have words of their own; no file and no network is
+    needed.
+
+    Args:
+        max_words: at most so many words in a text.
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
+            :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
+            and ``answer``.
+
+    Raises:
+        ConfigError: for another split or a text without words, or ``max_words`` beside data of your
+            own, on which it would have no effect.
+
+    Example:
+        >>> td = TextReversalEnv(shuffle=False, max_words=1).reset()
+        >>> td["answer"][0]
+        'eenk'
+    """
+
+    COLUMNS = ("query", "answer")
+
+    def __init__(
+        self,
+        *,
+        max_words: int = 3,
+        dataset: Any = None,
+        data_files: Any = None,
+        split: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        dataset = self._given_or_generated(dataset, data_files, split, max_words=max_words)
+        super().__init__(dataset=dataset, data_files=data_files, split=split, **kwargs)
+
+    @classmethod
+    def generate(cls, split: str, max_words: int = 3) -> GeneratedRows:
+        """Texts of a split."""
+        return _checked_rows(partial(reversal_problem, split=split, max_words=max_words), split)
+
+    def make_reward(self) -> TextReversalRewardParser:
+        """See :class:`~torchrl_llm.rewards.word_rewards.TextReversalRewardParser`."""
+        return TextReversalRewardParser()
+
+
+_FILE = Path(__file__).parents[2] / "assets" / "words.txt"
+
+
+@cache
+def word_list(split: str) -> tuple[str, ...]:
+    """The words of a split, in a fixed order.
+
+    Args:
+        split: ``"train"``, or ``"test"`` for those that are never trained on.
+
+    Raises:
+        ConfigError: for another split.
+
+    Example:
+        >>> train, test = word_list("train"), word_list("test")
+        >>> len(train), len(test), set(train) & set(test)
+        (504, 126, set())
+    """
+    check_split(split)
+    words = _FILE.read_text(encoding="utf-8").split()
+    return tuple(word for i, word in enumerate(words) if (i % 5 == 0) == (split == "test"))

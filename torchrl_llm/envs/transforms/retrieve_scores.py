@@ -1,0 +1,458 @@
+"""Columns that a second model writes: log-probs of a reference or a teacher, values of a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
+from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_under_budget
+from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, check_same_vocabulary
+from torchrl_llm.data.specs import RaggedSpec
+from torchrl_llm.errors import ConfigError, DataError
+
+
+class RetrieveLogProb(RowTransform):
+    """Scores ``("tokens", "full")`` of each row with a model of its own.
+
+    Writes float32 rows aligned with the tokens, in nats, log p(x_t | x_<t), 0.0 where not scored.
+
+    - In an environment, or called on rows, they go to ``("next", *log_probs_full_key)``, where
+      losses look for a reference.
+    - In a replay buffer they are written with the rows (as an inverse transform), to the same
+      place. Append it *before* :class:`~torchrl_llm.data.replay_buffers.JoinTurns` and the credit
+      assigner where only the loss reads them: it then sees the rows last, joined and filtered, and
+      scores each token once.
+
+    The log-probs of the trainer before its update, which
+    :class:`~torchrl_llm.objectives.PolicyGradientLoss` compares with the sampler's when a
+    correction is set, stand in the row itself::
+
+        buffer.append_transform(
+            RetrieveLogProb(policy, log_probs_full_key=("prox_log_probs", "full"), root=True)
+        )
+
+    The model is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer leave
+    it alone, so that it may be the policy in training.
+
+    Args:
+        model: anything that scores tokens, a
+            :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example.
+        log_probs_full_key: where the log-probs go, a nested key.
+        assistant_only: score the assistant's tokens only, by
+            ``("masks", "all_assistant_mask")``; otherwise every token but the first.
+        detach: score without gradients.
+        device: move the model there once, where it is a module.
+        temperature_key: temperature of each row, float32 ``[B]``; rows without one are scored at 1.
+            Where rows have a ``"support"`` (the ids that truncated sampling kept), they are scored
+            on it.
+        root: write into the row itself instead of its ``"next"``; in a replay buffer only.
+        token_budget: tokens that the model is given at once, with the padding of a padded layout;
+            the result does not depend on it. ``None`` for all rows at once.
+
+    Raises:
+        ConfigError: for a model that cannot score, a key that is not nested, or a budget below 1.
+        DataError: for rows without tokens, or without a mask where one is needed.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
+        >>> from torchrl_llm.data.scoring import TokenScores
+        >>> class Coin(TokenScorer):
+        ...     def token_scores(self, sequences, select, **_):
+        ...         return TokenScores(torch.full((sum(int(s.sum()) for s in select),), -0.69))
+        >>> td = TensorDict(tokens=ragged_rows({"full": [torch.tensor([1, 2])]}), batch_size=[1])
+        >>> td = RetrieveLogProb(Coin(), assistant_only=False)(td)
+        >>> [row.tolist() for row in read_rows(td, ("next", "ref_log_probs", "full"))]
+        [[0.0, -0.6899999976158142]]
+    """
+
+    def __init__(
+        self,
+        model: TokenScorer,
+        *,
+        log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        assistant_only: bool = True,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        temperature_key: NestedKey = ("tokens", "temperature"),
+        root: bool = False,
+        token_budget: int | None = 65536,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, TokenScorer):
+            raise ConfigError(f"model must be a TokenScorer, got {type(model).__name__}")
+        if not isinstance(log_probs_full_key, tuple) or len(log_probs_full_key) != 2:
+            raise ConfigError(f"log_probs_full_key must have two parts, got {log_probs_full_key!r}")
+        if token_budget is not None and token_budget < 1:
+            raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
+        if device is not None:
+            if not isinstance(model, torch.nn.Module):
+                raise ConfigError(
+                    f"a {type(model).__name__} is no module that device={device} could move"
+                )
+            model.to(device)
+        self._models = (model,)  # a tuple hides it from nn.Module, see the class
+        self.log_probs_full_key = log_probs_full_key
+        self.assistant_only = assistant_only
+        self.detach = detach
+        self.temperature_key = temperature_key
+        self.root = root
+        self.token_budget = token_budget
+
+    @property
+    def model(self) -> TokenScorer:
+        """The model that scores."""
+        return self._models[0]
+
+    @property
+    def written(self) -> Path:
+        """Where the log-probs are."""
+        return self.log_probs_full_key if self.root else ("next", *self.log_probs_full_key)
+
+    def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
+        """The log-probs."""
+        return {self.written: self.log_probs(rows)}
+
+    def log_probs(self, rows: RowView) -> list[Tensor]:
+        """Score rows.
+
+        Args:
+            rows: the ``B`` rows.
+
+        Returns:
+            ``B`` float32 tensors ``[T_b]``.
+        """
+        sequences = rows.read(("tokens", "full"), "the policy writes them")
+        selected = self._selected(rows, sequences)
+        temperature = rows.read(as_path(self.temperature_key))
+        found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
+        asked = [row for row, mask in enumerate(selected) if bool(mask.any())]
+        lengths = [ids.shape[0] for ids in sequences]
+        for piece in pieces_under_budget(asked, lengths, self.token_budget):
+            temperatures: float | Tensor = 1.0
+            if temperature is not None:
+                temperatures = torch.stack([temperature[row].reshape(()) for row in piece]).float()
+            masks = [selected[row] for row in piece]
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+                scores = self.model.token_scores(
+                    [sequences[row] for row in piece],
+                    masks,
+                    temperature=temperatures,
+                    extras=self._support(rows, piece, masks),
+                )
+            values = scores.log_probs.float().to(masks[0].device)
+            counts = [int(mask.sum()) for mask in masks]
+            for row, mask, own in zip(piece, masks, values.split(counts), strict=True):
+                found[row] = found[row].masked_scatter(mask, own)
+        return found
+
+    @staticmethod
+    def _support(
+        rows: RowView, asked: Sequence[int], masks: Sequence[Tensor]
+    ) -> ScoreExtras | None:
+        """What truncated sampling kept: two models are compared on the same ids."""
+        ids, counts = (rows.read(("support", name)) for name in Support._fields)
+        if ids is None or counts is None:
+            return None
+        columns = [[column[row] for row in asked] for column in (ids, counts)]
+        return ScoreExtras(support=Support.of_rows(*columns, masks))
+
+    def _selected(self, rows: RowView, sequences: list[Tensor]) -> list[Tensor]:
+        if self.assistant_only:
+            selected = rows.read(("masks", "all_assistant_mask"), "the policy writes it")
+        else:
+            selected = [torch.ones_like(ids, dtype=torch.bool) for ids in sequences]
+        kept = rows.read(("masks", "all_attention_mask"))
+        masks = []
+        for row, stepped in enumerate(rows.stepped()):
+            mask = selected[row] & stepped
+            if kept is not None:
+                mask &= kept[row]
+            mask[:1] = False  # the first token has no prefix
+            masks.append(mask)
+        return masks
+
+    def empty_columns(self) -> dict[Path, Tensor]:
+        """No token has a log-prob yet."""
+        return {self.written: torch.zeros(0)}
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the log-probs."""
+        node, field = self.log_probs_full_key
+        observation_spec[node] = RaggedSpec({field: torch.float32}, shape=observation_spec.shape)
+        return observation_spec
+
+
+class RetrieveTeacherLogProb(RowTransform):
+    """Scores each row with its teacher, for distillation.
+
+    Writes what :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes, under ``("next",
+    "teacher_log_probs", "full")``: float32 along ``("tokens", "full")``, nats, 0.0 where not
+    scored. With several teachers (multi-teacher on-policy distillation) each row names its own, by
+    the domain of its problem for example: a string in the row, such as a column of the data set.
+
+    - In a replay buffer append it after what reads it, which is
+      :class:`~torchrl_llm.objectives.credit.TeacherKL`; before
+      :class:`~torchrl_llm.data.replay_buffers.JoinTurns` and credit where only the loss does
+      (:class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`).
+    - In an environment it works as well, at every step.
+
+    Args:
+        teachers: one scorer for all rows, or a scorer for each name.
+        student: the policy whose rows these are. A teacher with another vocabulary is refused.
+        key: where a row names its teacher; read where there are several.
+        log_probs_full_key: where the log-probs go, below ``"next"``.
+        assistant_only: score the assistant's tokens only; otherwise every token but the first.
+        temperature_key: temperature of each row; rows without one are scored at 1.
+        token_budget: tokens that a teacher is given at once, with the padding of a padded layout;
+            ``None`` for all of its rows at once.
+
+    Raises:
+        ConfigError: without teachers, or for teachers that score nothing or have different
+            vocabularies.
+        DataError: for a row that names no teacher, or one that is not there.
+
+    Example:
+        >>> from tensordict import NonTensorData, TensorDict
+        >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
+        >>> from torchrl_llm.data.scoring import TokenScores
+        >>> class Coin(TokenScorer):
+        ...     def __init__(self, log_prob):
+        ...         self.log_prob = log_prob
+        ...     def token_scores(self, sequences, select, **_):
+        ...         count = sum(int(mask.sum()) for mask in select)
+        ...         return TokenScores(torch.full((count,), self.log_prob))
+        >>> teachers = {"heads": Coin(-0.5), "tails": Coin(-2.0)}
+        >>> transform = RetrieveTeacherLogProb(teachers, assistant_only=False)
+        >>> buffer = ReplayBuffer(transform=transform)
+        >>> ids = torch.arange(2)
+        >>> rows = [TensorDict(tokens={"full": ids}, domain=NonTensorData(x)) for x in teachers]
+        >>> index = buffer.extend(rows)
+        >>> [buffer[i]["next", "teacher_log_probs", "full"].tolist() for i in range(2)]
+        [[0.0, -0.5], [0.0, -2.0]]
+    """
+
+    def __init__(
+        self,
+        teachers: TokenScorer | Mapping[str, TokenScorer],
+        *,
+        student: TokenScorer | None = None,
+        key: NestedKey = "domain",
+        log_probs_full_key: NestedKey = ("teacher_log_probs", "full"),
+        assistant_only: bool = True,
+        temperature_key: NestedKey = ("tokens", "temperature"),
+        token_budget: int | None = 65536,
+    ) -> None:
+        super().__init__()
+        self.key = key
+        self._one = isinstance(teachers, TokenScorer)
+        if not self._one and not isinstance(teachers, Mapping):
+            raise ConfigError(
+                "teachers must be a TokenScorer (TransformersBackend(model) makes one of a model) "
+                f"or some by name, got {type(teachers).__name__}"
+            )
+        named = {"the teacher": teachers} if self._one else dict(teachers)
+        if not named:
+            raise ConfigError("there must be at least one teacher")
+        self._scoring = {
+            name: RetrieveLogProb(
+                teacher,
+                log_probs_full_key=log_probs_full_key,
+                assistant_only=assistant_only,
+                temperature_key=temperature_key,
+                token_budget=token_budget,
+            )
+            for name, teacher in named.items()
+        }
+        known = [*named.items()] if student is None else [("the student", student), *named.items()]
+        first, one = known[0]
+        for name, other in known[1:]:
+            check_same_vocabulary(one, other, names=(first, name))
+
+    @property
+    def teachers(self) -> dict[str, TokenScorer]:
+        """The teachers by name."""
+        return {name: scoring.model for name, scoring in self._scoring.items()}
+
+    @property
+    def written(self) -> Path:
+        """Where the log-probs are."""
+        return next(iter(self._scoring.values())).written
+
+    def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
+        """The log-probs, of each row from its teacher."""
+        if self._one:
+            (scoring,) = self._scoring.values()
+            return {self.written: scoring.log_probs(rows)}
+        found: list[Tensor] = [torch.zeros(0)] * len(rows)
+        for name, index in self._classes(rows).items():
+            scored = self._scoring[name].log_probs(_Part(rows, index))
+            for row, values in zip(index, scored, strict=True):
+                found[row] = values
+        return {self.written: found}
+
+    def _classes(self, rows: RowView) -> dict[str, list[int]]:
+        """The rows of each teacher."""
+        advice = "with several teachers each row names its own"
+        classes: dict[str, list[int]] = {}
+        for row, value in enumerate(rows.read(as_path(self.key), advice)):
+            name = _name(value)
+            if name not in self._scoring:
+                raise DataError(
+                    f"row {row} names the teacher {name!r} at {self.key!r}, and there are "
+                    f"{', '.join(self._scoring)}"
+                )
+            classes.setdefault(name, []).append(row)
+        return classes
+
+
+class _Part(RowView):
+    """Some of the rows of a view."""
+
+    def __init__(self, rows: RowView, index: Sequence[int]) -> None:
+        super().__init__(rows.root, rows.next_rows)
+        self._rows, self._index = rows, index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, path: Path, advice: str | None = None) -> list[Tensor] | None:
+        values = self._rows.read(path, advice)
+        return None if values is None else [values[row] for row in self._index]
+
+    def stepped(self) -> list[bool]:
+        flags = self._rows.stepped()
+        return [flags[row] for row in self._index]
+
+
+def _name(value: Any) -> Any:
+    """A string that a row holds; tensordict hands it out bare or in a cell."""
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+class RetrieveValues(RowTransform):
+    """Writes what a critic says about each sampled token, into the rows of a replay buffer.
+
+    ``("values", "full")`` is float32 along ``("tokens", "full")``: the value of the state before
+    each token that the policy sampled in the row's turn, 0.0 elsewhere. For a row that ends a cut
+    episode, ``("next", "state_value")``, float32 ``[1, 1]``, is the value of the state behind its
+    last token; it is 0.0 for all others.
+
+    Append it to the buffer after :class:`~torchrl_llm.objectives.credit.GAEAdvantage`, which reads
+    both: what is appended last runs first. The head over the vocabulary is not run.
+
+    The critic is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer
+    leave it alone, so that it may be the policy in training.
+
+    Args:
+        critic: a policy or scorer with a value head, see
+            :class:`~torchrl_llm.modules.ValueHead`.
+        values_key: where the values go, a nested key.
+        final_value_key: where the value behind a cut goes.
+        token_budget: tokens that the critic is given at once, with the padding of a padded layout;
+            ``None`` for all rows at once.
+
+    Raises:
+        ConfigError: for a critic that cannot score, a key that is not nested, or a budget below 1.
+        DataError: for rows without tokens.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
+        >>> from torchrl_llm.data.scoring import TokenScores
+        >>> class Position(TokenScorer):
+        ...     def token_scores(self, sequences, select, **_):
+        ...         places = torch.cat([mask.nonzero()[:, 0] for mask in select])
+        ...         return TokenScores(torch.zeros(0), values=places.float())
+        >>> buffer = ReplayBuffer(transform=RetrieveValues(Position()))
+        >>> ids = torch.arange(4)
+        >>> done = {"truncated": torch.tensor([True])}
+        >>> tokens = {"full": ids, "response": ids[2:]}
+        >>> index = buffer.extend([TensorDict(tokens=tokens, next=done)])
+        >>> buffer[0]["values", "full"].tolist(), buffer[0]["next", "state_value"].item()
+        ([0.0, 0.0, 2.0, 3.0], 4.0)
+    """
+
+    def __init__(
+        self,
+        critic: TokenScorer,
+        *,
+        values_key: NestedKey = ("values", "full"),
+        final_value_key: NestedKey = ("next", "state_value"),
+        token_budget: int | None = 65536,
+    ) -> None:
+        super().__init__()
+        if token_budget is not None and token_budget < 1:
+            raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
+        self.token_budget = token_budget
+        if not isinstance(critic, TokenScorer):
+            raise ConfigError(f"critic must be a TokenScorer, got {type(critic).__name__}")
+        if not isinstance(values_key, tuple) or len(values_key) < 2:
+            raise ConfigError(f"values_key must be a nested key, got {values_key!r}")
+        self._critics = (critic,)  # a tuple hides it from nn.Module, see the class
+        self.values_key, self.final_value_key = values_key, final_value_key
+
+    @property
+    def critic(self) -> TokenScorer:
+        """What values the tokens."""
+        return self._critics[0]
+
+    @property
+    def written(self) -> Path:
+        """Where the values are."""
+        return as_path(self.values_key)
+
+    def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
+        """The two columns."""
+        sequences = rows.read(("tokens", "full"), "the policy writes them")
+        cut = [Trajectory([row]).truncated for row in row_list(rows.root)]
+        # Behind a cut stands a token that is only there to be predicted; it is never run.
+        padded = [
+            torch.cat([ids, ids[-1:]]) if behind else ids
+            for ids, behind in zip(sequences, cut, strict=True)
+        ]
+        masks = [
+            torch.cat([mask, mask.new_ones(1)]) if behind else mask.clone()
+            for mask, behind in zip(rows.sampled(), cut, strict=True)
+        ]
+        for mask in masks:
+            mask[:1] = False  # the first token has no prefix
+        found = self._values(padded, masks)
+        values = [own[: ids.shape[0]] for own, ids in zip(found, sequences, strict=True)]
+        behind = [
+            own[-1] if at_end else own.new_zeros(()) for own, at_end in zip(found, cut, strict=True)
+        ]
+        return {
+            self.written: values,
+            as_path(self.final_value_key): [value.reshape(1, 1).clone() for value in behind],
+        }
+
+    def _values(self, sequences: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
+        asked = [row for row, mask in enumerate(masks) if bool(mask.any())]
+        lengths = [ids.shape[0] for ids in sequences]
+        for piece in pieces_under_budget(asked, lengths, self.token_budget):
+            chosen = [masks[row] for row in piece]
+            with torch.no_grad():
+                scores = self.critic.token_scores(
+                    [sequences[row] for row in piece],
+                    chosen,
+                    extras=ScoreExtras(values=True, log_probs=False),
+                )
+            if scores.values is None:
+                raise ConfigError(
+                    f"{type(self.critic).__name__} gives no values: it has no value head"
+                )
+            values = scores.values.float().to(chosen[0].device)
+            counts = [int(mask.sum()) for mask in chosen]
+            for row, mask, own in zip(piece, chosen, values.split(counts), strict=True):
+                found[row] = found[row].masked_scatter(mask, own)
+        return found
