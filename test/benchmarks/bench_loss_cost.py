@@ -181,7 +181,7 @@ def own_cost(scorer: CausalScorer, rows: LazyStackedTensorDict, bare_s: float) -
 
 
 def main() -> None:
-    from torchrl_llm.modules.value_head import ValueHead
+    from torchrl_llm.modules.backends.head import ValueHead
 
     torch.set_num_threads(1)
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 20

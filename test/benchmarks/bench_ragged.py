@@ -35,8 +35,7 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.functional import AttentionBlock, block_mask
 from torchrl_llm.modules.backends.head import LMHead
-from torchrl_llm.modules.backends.hidden_scores import score_hidden
-from torchrl_llm.modules.backends.token_scorer import CausalScorer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer, score_hidden
 from torchrl_llm.objectives import GRPOLoss
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

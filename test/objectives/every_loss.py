@@ -10,8 +10,8 @@ from objectives.rows_helper import TableActor, make_row, make_rows
 from torch import nn
 
 import torchrl_llm.objectives as objectives
+from torchrl_llm.modules.backends.head import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.modules.value_head import ValueHead
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss, TokenLoss
 
 LOSSES = sorted(

@@ -15,6 +15,7 @@ from torchrl_llm.modules.backends import (
     VLLMServer,
     sampling_mode,
 )
+from torchrl_llm.modules.backends.head import ValueHead
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
 from torchrl_llm.modules.backends.vllm.worker_class import make_vllm_worker, vLLMWorker
@@ -30,7 +31,6 @@ from torchrl_llm.modules.policies import (
 from torchrl_llm.modules.reference import AdapterDisabled
 from torchrl_llm.modules.remote import EnginePool, LoadBalancer
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper
-from torchrl_llm.modules.value_head import ValueHead
 from torchrl_llm.weights.process_group import (
     stateless_init_process_group,
     stateless_init_process_group_async,

@@ -31,10 +31,6 @@ class URLWrapper(LLMWrapperBase):
 
     def __init__(self, backend, *, tokenizer=None, **options):
         super().__init__(backend, tokenizer=tokenizer, **options)
-        self._options = options
-
-    def _construction(self):
-        return {"backend": self.backend, "tokenizer": self.tokenizer, **self._options}
 
 
 class TestPolicyOverAServer(WrapperConformance):

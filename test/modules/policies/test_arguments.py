@@ -1,12 +1,53 @@
-"""Generation arguments as users write them."""
+"""Arguments of policies as users write them: the constructors', and those of generation."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+
 import pytest
 
+from torchrl_llm import modules
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
-from torchrl_llm.modules.policies.sampling_arguments import parse_generate_kwargs
+from torchrl_llm.modules import FakeBackend, LLMWrapperBase, SamplingParams, TransformersBackend
+from torchrl_llm.modules.policies.policy_arguments import PolicyOptions, parse_generate_kwargs
+
+OWN = {
+    "FakeWrapper": "answers tokenizer vocab_size eos_token_ids max_length",
+    "LLMWrapperBase": "backend tokenizer",
+    "TransformersWrapper": "model tokenizer pad_model_input device",
+    "vLLMWrapper": "model tokenizer engine_options",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_signature_of_a_policy_lists_every_argument_with_its_default(name):
+    cls = getattr(modules, name)
+    options = {field.name: field.default for field in fields(PolicyOptions)}
+    shown = inspect.signature(cls).parameters
+    assert list(shown) == [*OWN[name].split(), *options]
+    assert {key: shown[key].default for key in options} == options
+    with pytest.raises(
+        TypeError, match=rf"^{name}\(\) has no argument 'pad_outputs'; .*'pad_output'"
+    ):
+        cls(FakeBackend(vocab_size=8, eos_token_ids=(2,)), input_mode="tokens", pad_outputs=True)
+
+
+def test_a_policy_of_a_user_takes_the_common_arguments_too():
+    class Quiet(LLMWrapperBase):
+        def __init__(self, model, *, hush=False, tokenizer=None, **options):
+            super().__init__(model, tokenizer=tokenizer, **options)
+
+    with pytest.raises(TypeError, match=r"Quiet\(\) has no argument 'hus'; did you mean 'hush'"):
+        Quiet(None, hus=True)
+    assert list(inspect.signature(Quiet).parameters)[:4] == [
+        "model", "hush", "tokenizer", "input_mode",
+    ]  # fmt: skip
+    first = Quiet(FakeBackend(vocab_size=8, eos_token_ids=(2,)), input_mode="tokens")
+    again = first.get_new_version(generate=False)
+    assert type(again) is Quiet
+    assert again.backend is first.backend
+    assert again.in_keys == [("tokens", "full")]
 
 
 @pytest.fixture

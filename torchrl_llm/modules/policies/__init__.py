@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from torchrl_llm.modules.policies.distributions import LogProbDistribution, TokenDistribution
-from torchrl_llm.modules.policies.fake_wrapper import FakeWrapper
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
-from torchrl_llm.modules.policies.remote_wrapper import RemoteTransformersWrapper
-from torchrl_llm.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_llm.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_llm.modules.policies.model_wrappers import (
+    FakeWrapper,
+    RemoteTransformersWrapper,
+    TransformersWrapper,
+    vLLMWrapper,
+)
+from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenDistribution
 
 __all__ = [
     "ChatHistory",

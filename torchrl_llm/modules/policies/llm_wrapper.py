@@ -9,10 +9,10 @@ Shape legend: ``B`` rows, ``n`` samples a prompt, ``T`` tokens, ``V`` vocabulary
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -31,8 +31,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import restrict_logits
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.policies.batching import make_batcher
-from torchrl_llm.modules.policies.context_limit import OnOverlong, check_on_overlong, fit_context
-from torchrl_llm.modules.policies.distributions import TokenDistribution
+from torchrl_llm.modules.policies.context_limit import fit_context
 from torchrl_llm.modules.policies.outputs import (
     answered_columns,
     pad_columns,
@@ -40,33 +39,34 @@ from torchrl_llm.modules.policies.outputs import (
     scored_columns,
     with_tool_calls,
 )
+from torchrl_llm.modules.policies.policy_arguments import (
+    InputMode,
+    PolicyOptions,
+    override_generation,
+    settle_generation,
+    take_options,
+)
 from torchrl_llm.modules.policies.row_blocks import deliver, flat_blocks, nest, tensor_rows
 from torchrl_llm.modules.policies.row_readers import (
     HistoryRows,
     KeyNames,
     RowReader,
+    TextCodec,
     TextRows,
     TokensRows,
 )
-from torchrl_llm.modules.policies.row_selection import (
+from torchrl_llm.modules.policies.scored_rows import (
+    TokenDistribution,
     select_tokens,
     support_extras,
     temperatures,
 )
-from torchrl_llm.modules.policies.sampling_arguments import (
-    check_mode,
-    override_generation,
-    settle_generation,
-)
-from torchrl_llm.modules.policies.text_codec import TextCodec
 
-InputMode = Literal["history", "text", "tokens"]
-_READERS: dict[str, type[RowReader]] = {
+_READERS: dict[InputMode, type[RowReader]] = {
     "history": HistoryRows,
     "text": TextRows,
     "tokens": TokensRows,
 }
-_HISTORY_ONLY = ("chat_template_name", "chat_template", "template_kwargs", "tools", "on_rewrite")
 
 
 class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
@@ -79,173 +79,94 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     kept ids that it records, and writes ``log_probs.full``, ``tokens.full`` and ``masks``. Columns
     are ragged, one tensor a row, unless ``pad_output``.
 
-    Subclasses only build the backend. Their remaining arguments are those listed here.
+    Subclasses only build the backend.
 
     Args:
         backend: samples and scores token ids.
         tokenizer: a fast tokenizer; tokens mode does without one.
-        input_mode: what the rows hold: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where they are, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
-        attention_mask_key: mask of padded token prompts, read in tokens mode where it is present.
-        generate: sample, or score what is there.
-        generate_kwargs: see
-            :func:`~torchrl_llm.modules.policies.sampling_arguments.parse_generate_kwargs`; may be
-            overridden in each call.
-        tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
-            special token is added.
-        pad_output: write dense columns: prompts padded on the left, all others on the right.
-        inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
-            into an empty one of its kind, ``False`` into a new one.
-        layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
-        num_samples: responses a prompt; the output gets a second dimension, ``[B, n]``.
-        chat_template_name: name of a registered chat template.
-        chat_template: a Jinja template; the tokenizer's own by default.
-        template_kwargs: variables of the template, such as ``enable_thinking``.
-        tools: tools of every conversation.
-        on_rewrite: what to do where the template rewrites history, see
-            :class:`~torchrl_llm.data.text.ChatFormatter`.
-        return_log_probs: write the sampled log-probs (the default).
-        history_key: name of the conversations.
-        text_key: name of the text columns.
-        tokens_key: name of the token columns.
-        masks_key: name of the masks.
-        log_probs_key: name of the log-probs.
-        trace_key: name of the provenance columns.
-        support_key: name of the ids that truncated sampling kept; written with
-            ``generate_kwargs={"record_support": True}``.
-        batching: run requests of several threads together; on when a size is given.
-        min_batch_size: prompts to wait for.
-        max_batch_size: most prompts of one call of the model.
-        batching_timeout: seconds after which a request runs with whatever is there.
-        prefer_tokens: use known ids (a chat's record, ``tokens.prompt`` that spells the text)
-            instead of encoding again. ``False`` encodes everything anew.
-        on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
-            aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
-        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
-        policy_version: version of the weights, written into the trace of every sampled token.
+        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
 
     Attributes:
         backend: as given.
+        options: as given.
         policy_version: set by whoever updates the weights.
         overlong_counts: prompts dropped and truncated so far.
 
     Raises:
-        ConfigError: for arguments that are unknown, contradict each other or would have no effect.
+        ConfigError: for arguments that contradict each other or would have no effect.
+        TypeError: for an unknown argument, with the nearest name.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        tokenizer: Any = None,
-        input_mode: InputMode = "history",
-        input_key: NestedKey | None = None,
-        attention_mask_key: NestedKey = "attention_mask",
-        generate: bool = True,
-        generate_kwargs: Mapping[str, Any] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        pad_output: bool = False,
-        inplace: bool | Literal["empty"] | None = None,
-        layout: torch.layout | None = None,
-        num_samples: int | None = None,
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Any] | None = None,
-        on_rewrite: Literal["fork", "keep", "error"] = "fork",
-        return_log_probs: bool | None = None,
-        history_key: str = "history",
-        text_key: str = "text",
-        tokens_key: str = "tokens",
-        masks_key: str = "masks",
-        log_probs_key: str = "log_probs",
-        trace_key: str = "trace",
-        support_key: str = "support",
-        batching: bool | None = None,
-        min_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        batching_timeout: float = 10.0,
-        prefer_tokens: bool = True,
-        on_overlong: OnOverlong = "error",
-        max_prompt_length: int | None = None,
-        policy_version: int = 0,
-    ) -> None:
+    @take_options
+    def __init__(self, backend: Backend, *, tokenizer: Any = None, **options: Any) -> None:
         super().__init__()
-        check_mode(
-            input_mode,
-            tokenizer,
-            layout,
-            {
-                "tokenizer_kwargs": tokenizer_kwargs,
-                "chat_template_name": chat_template_name,
-                "chat_template": chat_template,
-                "template_kwargs": template_kwargs,
-                "tools": tools,
-                "on_rewrite": None if on_rewrite == "fork" else on_rewrite,
-            },
-        )
+        self.options = chosen = PolicyOptions(**options)
+        mode, self.generate = chosen.input_mode, chosen.generate
+        if tokenizer is None and mode != "tokens":
+            raise ConfigError(f"input_mode={mode!r} needs a tokenizer: pass tokenizer=...")
         self.backend = backend
         if backend.module is not None:
             self.model = backend.module
         self.tokenizer = tokenizer
         self.vocab_size = backend.vocab_size
-        self.input_mode = input_mode
-        self.generate = generate
-        self.pad_output = pad_output
-        self.policy_version = policy_version
-        self.on_overlong = check_on_overlong(on_overlong, max_prompt_length)
-        self.max_prompt_length = max_prompt_length
+        self.input_mode, self.pad_output = mode, chosen.pad_output
+        self.policy_version = chosen.policy_version
+        self.on_overlong, self.max_prompt_length = chosen.on_overlong, chosen.max_prompt_length
         self.overlong_counts = {"dropped": 0, "truncated": 0}
-        self.names = KeyNames(
-            history=history_key,
-            text=text_key,
-            tokens=tokens_key,
-            masks=masks_key,
-            log_probs=log_probs_key,
-            trace=trace_key,
-            support=support_key,
-            attention_mask=attention_mask_key,
-        )
-        self._generate_kwargs = dict(generate_kwargs or {})
+        self.names = KeyNames.of(chosen)
+        self._generate_kwargs = dict(chosen.generate_kwargs or {})
         self._arguments = settle_generation(
-            self._generate_kwargs, backend, generate, num_samples, return_log_probs
+            self._generate_kwargs,
+            backend,
+            self.generate,
+            chosen.num_samples,
+            chosen.return_log_probs,
         )
         self.num_samples = self._arguments.num_samples
         self.return_log_probs = self._arguments.log_probs
-        if inplace and self.num_samples is not None:
+        if chosen.inplace and self.num_samples is not None:
             raise ConfigError(
-                f"num_samples adds a dimension, so the output cannot go in place; got {inplace=}"
+                "num_samples adds a dimension, so the output cannot go in place; got "
+                f"inplace={chosen.inplace!r}"
             )
-        self.inplace = self.num_samples is None if inplace is None else inplace
-        self.batcher = make_batcher(batching, min_batch_size, max_batch_size, batching_timeout)
-        codec = None
-        if tokenizer is not None:
-            skip = self._arguments.skip_special_tokens
-            codec = TextCodec(
-                tokenizer, tokenizer_kwargs=tokenizer_kwargs, skip_special_tokens=skip
-            )
-        self.formatter = None
-        if input_mode == "history":
-            self.formatter = ChatFormatter(
-                tokenizer,
-                chat_template=chat_template,
-                chat_template_name=chat_template_name,
-                on_rewrite=on_rewrite,
-                tools=tools,
-                template_kwargs=template_kwargs,
-            )
-        if input_key is None:
-            name = getattr(self.names, input_mode)
-            input_key = (name, "prompt" if generate else "full")
-        self.reader = _READERS[input_mode](
-            (input_key,) if isinstance(input_key, str) else tuple(input_key),
-            self.names,
-            formatter=self.formatter,
-            codec=codec,
-            prefer_tokens=prefer_tokens,
+        self.inplace = self.num_samples is None if chosen.inplace is None else chosen.inplace
+        self.batcher = make_batcher(
+            chosen.batching, chosen.min_batch_size, chosen.max_batch_size, chosen.batching_timeout
         )
-        self.in_keys = [input_key]
+        codec = formatter = None
+        if tokenizer is not None:
+            codec = TextCodec(
+                tokenizer,
+                tokenizer_kwargs=chosen.tokenizer_kwargs,
+                skip_special_tokens=self._arguments.skip_special_tokens,
+            )
+        if mode == "history":
+            formatter = ChatFormatter(
+                tokenizer,
+                chat_template=chosen.chat_template,
+                chat_template_name=chosen.chat_template_name,
+                on_rewrite=chosen.on_rewrite,
+                tools=chosen.tools,
+                template_kwargs=chosen.template_kwargs,
+            )
+        self.formatter = formatter
+        key = chosen.input_key
+        if key is None:
+            key = (getattr(self.names, mode), "prompt" if self.generate else "full")
+        self.reader = _READERS[mode](
+            (key,) if isinstance(key, str) else tuple(key),
+            self.names,
+            formatter=formatter,
+            codec=codec,
+            prefer_tokens=chosen.prefer_tokens,
+        )
+        self.in_keys = [key]
         self.out_keys = self._out_keys()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "__init__" in vars(cls):
+            cls.__init__ = take_options(cls.__init__)
 
     # -- construction -----------------------------------------------------------------------------
 
@@ -266,10 +187,6 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             keys += [(fact.key[0], "response"), fact.key] if fact.parts else [fact.key]
         return keys
 
-    @abstractmethod
-    def _construction(self) -> dict[str, Any]:
-        """The arguments that would build this policy again, sharing model and tokenizer."""
-
     def get_new_version(self, **changes: Any) -> Self:
         """The same policy with other arguments; model, tokenizer and backend are shared.
 
@@ -285,14 +202,10 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             >>> policy.get_new_version(generate=False).in_keys
             [('tokens', 'full')]
         """
-        arguments = {**self._construction(), "policy_version": self.policy_version}
-        if changes.get("generate") is False:
-            for name in ("generate_kwargs", "num_samples", "return_log_probs"):
-                arguments.pop(name, None)
-        if "input_mode" in changes and changes["input_mode"] != "history":
-            for name in _HISTORY_ONLY:
-                arguments.pop(name, None)
-        return type(self)(**{**arguments, **changes})
+        model = next(iter(inspect.signature(type(self)).parameters))
+        own = {model: self.backend, "tokenizer": self.tokenizer}
+        changes = {"policy_version": self.policy_version, **changes}
+        return type(self)(**{**own, **self.options.changed(changes)})
 
     # -- forward ----------------------------------------------------------------------------------
 

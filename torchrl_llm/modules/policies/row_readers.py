@@ -9,8 +9,8 @@ Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +24,15 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.data.text.codec import Codec, Piece
 from torchrl_llm.data.token_facts import RECORD_COLUMNS, TokenFact, added_facts, find_fact
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion
 from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tensor_rows
-from torchrl_llm.modules.policies.text_codec import TextCodec
 
 Blocks = Sequence[TensorDictBase]
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+_TOKENIZER = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,76 @@ class KeyNames:
     support: str = "support"
     attention_mask: str | tuple[str, ...] = "attention_mask"
 
+    @classmethod
+    def of(cls, options: Any) -> KeyNames:
+        """The names that a policy's options give, each as ``<name>_key``."""
+        return cls(**{f.name: getattr(options, f"{f.name}_key") for f in fields(cls)})
+
     def prompt_key(self, fact: TokenFact) -> tuple[str, str]:
         """Where the prompt's values of a fact are; a registered fact has a node of its own."""
         node, column = fact.prompt_key
         return getattr(self, node) if fact.name in RECORD_COLUMNS else node, column
+
+
+class TextCodec:
+    """Encodes and decodes batches of text with one tokenizer, from any thread.
+
+    Text is taken to be complete: nothing is added (a chat template writes its own first token), and
+    special-token strings are special tokens, for rendered conversations hold them.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        tokenizer_kwargs: arguments of the tokenizer's call: ``add_special_tokens``,
+            ``split_special_tokens``, ``truncation`` and ``max_length``.
+        skip_special_tokens: leave special tokens out of decoded text.
+
+    Raises:
+        ConfigError: for other arguments; padding belongs to the output, ``pad_output=True``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._codec = Codec(tokenizer)
+        self._kwargs = dict(tokenizer_kwargs or {})
+        if unknown := sorted(set(self._kwargs) - _TOKENIZER):
+            raise ConfigError(
+                f"tokenizer_kwargs takes {sorted(_TOKENIZER)}, got {unknown}; rows are not padded "
+                "before the model, pad_output=True pads what comes out"
+            )
+        self._skip = skip_special_tokens
+
+    def encode(self, texts: Sequence[str]) -> list[Tensor]:
+        """``B`` int64 tensors ``[T_b]``."""
+        with self._codec.lock:
+            options = {"add_special_tokens": False, **self._kwargs}
+            rows = self.tokenizer(list(texts), **options)["input_ids"]
+        return [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+
+    def encode_continuation(self, text: str) -> Tensor:
+        """Ids of text that goes on behind other text, int64 ``[T]``: no prefix space is added."""
+        return torch.from_numpy(self._codec.encode(Piece(text, continues=True)).ids.copy())
+
+    def decode(self, rows: Sequence[Tensor]) -> list[str]:
+        """The text of each row; equal rows are decoded once."""
+        known: dict[bytes, str] = {}
+        texts = []
+        for ids in rows:
+            key = ids.numpy().tobytes()
+            if key not in known:
+                known[key] = self._decode(ids.tolist())
+            texts.append(known[key])
+        return texts
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._skip:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self._codec.decode(ids)
 
 
 class Prompts(NamedTuple):

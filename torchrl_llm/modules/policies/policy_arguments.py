@@ -1,0 +1,393 @@
+"""Arguments of policies: the list of what every constructor takes, and what generation takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict.utils import NestedKey
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
+from torchrl_llm.modules.policies.context_limit import OnOverlong, check_on_overlong
+
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Length of a response when ``max_new_tokens`` is not given."""
+
+InputMode = Literal["history", "text", "tokens"]
+# Arguments of one mode, and their values where they change nothing.
+_OF_A_MODE = {
+    "tokenizer_kwargs": ("text", None),
+    "chat_template_name": ("history", None),
+    "chat_template": ("history", None),
+    "template_kwargs": ("history", None),
+    "tools": ("history", None),
+    "on_rewrite": ("history", "fork"),
+}
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "n": "num_samples",
+    "stop": "stop_sequences",
+    "stop_strings": "stop_sequences",
+    "return_log_probs": "logprobs",
+    "guided_decoding": "structured_outputs",
+}
+_BEAMS = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+_COMMON = (
+    "max_new_tokens",
+    "num_samples",
+    "num_return_sequences",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "do_sample",
+    "stop_sequences",
+    "stop_token_ids",
+    "seed",
+    "ignore_eos",
+    "record_support",
+    "skip_special_tokens",
+    "logprobs",
+    *_BEAMS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Arguments that every policy takes next to its model and its tokenizer.
+
+    This is their only list. Constructors take them by name; :func:`take_options` adds them to the
+    signatures of these.
+
+    Args:
+        input_mode: what the rows hold: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: where they are, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
+        attention_mask_key: mask of padded token prompts, read in tokens mode where it is present.
+        generate: sample, or score what is there.
+        generate_kwargs: see :func:`parse_generate_kwargs`; each call may override them.
+        tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
+            special token is added.
+        pad_output: write dense columns: prompts padded on the left, all others on the right.
+        inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
+            into an empty one of its kind, ``False`` into a new one.
+        layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
+        num_samples: responses per prompt; the output gets a second dimension, ``[B, n]``.
+        chat_template_name: name of a registered chat template.
+        chat_template: a Jinja template; the tokenizer's own by default.
+        template_kwargs: variables of the template, such as ``enable_thinking``.
+        tools: tools of every conversation.
+        on_rewrite: what to do where the template rewrites history, see
+            :class:`~torchrl_llm.data.text.ChatFormatter`.
+        return_log_probs: write the sampled log-probs (the default).
+        history_key: name of the conversations.
+        text_key: name of the text columns.
+        tokens_key: name of the token columns.
+        masks_key: name of the masks.
+        log_probs_key: name of the log-probs.
+        trace_key: name of the provenance columns.
+        support_key: name of the ids that truncated sampling kept; written with
+            ``generate_kwargs={"record_support": True}``.
+        batching: run requests of several threads together; on when a size is given.
+        min_batch_size: prompts to wait for.
+        max_batch_size: most prompts of one call of the model.
+        batching_timeout: seconds after which a request runs with whatever is there.
+        prefer_tokens: use known ids (a chat's record, ``tokens.prompt`` that spells the text)
+            instead of encoding again. ``False`` always encodes.
+        on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
+            aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
+        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
+        policy_version: version of the weights, written into the trace of every sampled token.
+
+    Raises:
+        ConfigError: for a value that is impossible or would have no effect.
+    """
+
+    input_mode: InputMode = "history"
+    input_key: NestedKey | None = None
+    attention_mask_key: NestedKey = "attention_mask"
+    generate: bool = True
+    generate_kwargs: Mapping[str, Any] | None = None
+    tokenizer_kwargs: Mapping[str, Any] | None = None
+    pad_output: bool = False
+    inplace: bool | Literal["empty"] | None = None
+    layout: torch.layout | None = None
+    num_samples: int | None = None
+    chat_template_name: str | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    tools: Sequence[Any] | None = None
+    on_rewrite: Literal["fork", "keep", "error"] = "fork"
+    return_log_probs: bool | None = None
+    history_key: str = "history"
+    text_key: str = "text"
+    tokens_key: str = "tokens"
+    masks_key: str = "masks"
+    log_probs_key: str = "log_probs"
+    trace_key: str = "trace"
+    support_key: str = "support"
+    batching: bool | None = None
+    min_batch_size: int | None = None
+    max_batch_size: int | None = None
+    batching_timeout: float = 10.0
+    prefer_tokens: bool = True
+    on_overlong: OnOverlong = "error"
+    max_prompt_length: int | None = None
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        check_mode(self.input_mode, self.layout, vars(self))
+        check_on_overlong(self.on_overlong, self.max_prompt_length)
+
+    def changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a policy with some of them changed; what then has no effect is left out.
+
+        Args:
+            changes: names and values.
+        """
+        dropped = set()
+        if changes.get("generate") is False:
+            dropped |= {"generate_kwargs", "num_samples", "return_log_probs"}
+        if changes.get("input_mode", "history") != "history":
+            dropped |= {name for name, (mode, _) in _OF_A_MODE.items() if mode == "history"}
+        kept = {name: value for name, value in vars(self).items() if name not in dropped}
+        return {**kept, **changes}
+
+
+def take_options(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Let a policy's constructor that ends in ``**options`` take these by the names listed above.
+
+    They are added to its signature, where ``inspect``, the help of a notebook and the reference
+    pages read them. An unknown name is a ``TypeError`` that tells the nearest one, before a model
+    is loaded or an engine started.
+
+    Args:
+        constructor: an ``__init__``; one without ``**options`` stays as it is.
+    """
+    shown = inspect.signature(constructor)
+    own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(own) == len(shown.parameters):
+        return constructor
+    common = [
+        inspect.Parameter(f.name, own[0].KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(PolicyOptions)
+        if f.name not in shown.parameters
+    ]
+    whole = shown.replace(parameters=[*own, *common])
+
+    @wraps(constructor)
+    def construct(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in whole.parameters:
+                hint = _hint(name, whole.parameters)
+                raise TypeError(f"{type(self).__name__}() has no argument {name!r}{hint}")
+        constructor(self, *args, **given)
+
+    construct.__signature__ = whole
+    return construct
+
+
+def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[str, Any]) -> None:
+    """Check a policy's input mode and refuse arguments that it would not use.
+
+    Args:
+        input_mode: of the policy.
+        layout: the constructor's.
+        settings: arguments by name.
+
+    Raises:
+        ConfigError: for an unknown mode, a layout that is not offered, or the first argument
+            without effect.
+    """
+    if input_mode not in get_args(InputMode):
+        raise ConfigError(f"input_mode must be one of {get_args(InputMode)}, got {input_mode!r}")
+    if layout not in (None, torch.strided):
+        raise ConfigError(
+            f"layout must be None or torch.strided, got {layout}: rows are ragged lists or padded, "
+            "for jagged tensors can be neither indexed nor stacked"
+        )
+    for name, (mode, neutral) in _OF_A_MODE.items():
+        if settings.get(name, neutral) != neutral and input_mode != mode:
+            raise ConfigError(f"{name} has no effect with input_mode={input_mode!r}")
+
+
+@dataclass(frozen=True)
+class GenerationArguments:
+    """What ``generate_kwargs`` said.
+
+    Args:
+        params: how to sample; ``num_samples`` is 1 unless it was given.
+        skip_special_tokens: leave special tokens out of the text columns.
+        log_probs: whether the log-probs are written; ``None`` where nothing was said.
+        num_samples: as given, ``None`` where it was not.
+    """
+
+    params: SamplingParams
+    skip_special_tokens: bool
+    log_probs: bool | None
+    num_samples: int | None
+
+
+def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> GenerationArguments:
+    """Check generation arguments and make them explicit.
+
+    Common to all backends: ``max_new_tokens``, ``num_samples`` (``num_return_sequences``),
+    ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, ``do_sample``,
+    ``stop_sequences``, ``stop_token_ids``, ``seed``, ``ignore_eos``, ``record_support``,
+    ``skip_special_tokens``, ``logprobs``; further names are those of ``backend.native_arguments``.
+
+    Args:
+        kwargs: names and values; ``None`` means "not given", as everywhere in transformers.
+        backend: says which further names it takes.
+
+    Raises:
+        ConfigError: for an unknown name (with the nearest known one), an old name (with the new
+            one), beam search, or values that contradict each other.
+
+    Example:
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> fake = FakeBackend(vocab_size=8, eos_token_ids=(2,))
+        >>> parse_generate_kwargs({"do_sample": False}, fake).params.greedy
+        True
+    """
+    _check_names(kwargs, backend)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    for name, neutral in _BEAMS.items():
+        if given.pop(name, neutral) != neutral:
+            raise ConfigError(
+                f"{name} belongs to beam search, which is not sampling: its results have no "
+                "log-prob that a loss could use; take it away"
+            )
+    num_samples = given.pop("num_samples", None)
+    same = given.pop("num_return_sequences", num_samples)
+    if num_samples not in (None, same):
+        raise ConfigError(
+            f"num_samples={num_samples} contradicts num_return_sequences={same}; they mean the same"
+        )
+    stop = given.pop("stop_sequences", ())
+    log_probs = given.pop("logprobs", None)
+    skip_special_tokens = bool(given.pop("skip_special_tokens", False))
+    params = SamplingParams(
+        max_new_tokens=given.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
+        temperature=_temperature(given.pop("do_sample", None), given.pop("temperature", None)),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(given.pop("stop_token_ids", ())),
+        num_samples=1 if same is None else same,
+        native={name: given.pop(name) for name in list(given) if name not in _COMMON},
+        **given,
+    )
+    if params.record_support and not backend.records_support:
+        raise ConfigError(
+            f"{type(backend).__name__} cannot tell which ids it kept, so record_support is out of "
+            "reach; sample with top_p=1, top_k=0, min_p=0"
+        )
+    return GenerationArguments(
+        params, skip_special_tokens, None if log_probs is None else bool(log_probs), same
+    )
+
+
+def settle_generation(
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    generate: bool,
+    num_samples: int | None,
+    return_log_probs: bool | None,
+) -> GenerationArguments:
+    """A policy's generation arguments, with those that its constructor takes by name.
+
+    Args:
+        kwargs: see :func:`parse_generate_kwargs`.
+        backend: see :func:`parse_generate_kwargs`.
+        generate: whether the policy samples at all.
+        num_samples: the constructor's.
+        return_log_probs: the constructor's.
+
+    Raises:
+        ConfigError: for two values of one thing, or arguments without effect.
+    """
+    if not generate and (kwargs or num_samples is not None or return_log_probs is False):
+        raise ConfigError(
+            "generate_kwargs, num_samples and return_log_probs=False have no effect with "
+            "generate=False, which scores what is there"
+        )
+    arguments = parse_generate_kwargs(kwargs, backend)
+    samples = _agree("num_samples", num_samples, arguments.num_samples)
+    if samples is not None and samples < 1:
+        raise ConfigError(f"num_samples must be at least 1, got {samples}")
+    log_probs = _agree("return_log_probs (logprobs)", return_log_probs, arguments.log_probs)
+    return replace(
+        arguments,
+        params=replace(arguments.params, num_samples=samples or 1),
+        num_samples=samples,
+        log_probs=True if log_probs is None else log_probs,
+    )
+
+
+def override_generation(
+    kwargs: Mapping[str, Any], backend: Backend, own: GenerationArguments
+) -> GenerationArguments:
+    """Generation arguments of one call.
+
+    Args:
+        kwargs: those of the constructor, overridden by those of the call.
+        backend: see :func:`parse_generate_kwargs`.
+        own: what the policy settled at construction.
+
+    Raises:
+        ConfigError: for an argument that shapes the output, which is fixed at construction.
+    """
+    arguments = settle_generation(kwargs, backend, True, own.num_samples, own.log_probs)
+    for name, now, before in (
+        ("num_samples", arguments.num_samples, own.num_samples),
+        ("skip_special_tokens", arguments.skip_special_tokens, own.skip_special_tokens),
+        ("record_support", arguments.params.record_support, own.params.record_support),
+    ):
+        if now != before:
+            raise ConfigError(
+                f"{name} shapes the output and is fixed at construction; use get_new_version(...)"
+            )
+    return arguments
+
+
+def _agree(name: str, first: Any, second: Any) -> Any:
+    if first is not None and second is not None and first != second:
+        raise ConfigError(
+            f"{name}={first} and generate_kwargs, which say {second}, contradict each other; "
+            "what shapes the output is fixed at construction"
+        )
+    return second if first is None else first
+
+
+def _check_names(given: Iterable[str], backend: Backend) -> None:
+    known = {*_COMMON, *backend.native_arguments}
+    for name in given:
+        if name in known:
+            continue
+        if name in _RENAMED:
+            raise ConfigError(f"generation argument {name!r} is renamed to {_RENAMED[name]!r}")
+        raise ConfigError(f"unknown generation argument {name!r}{_hint(name, known)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {sorted(known)}"
+
+
+def _temperature(do_sample: bool | None, temperature: float | None) -> float:
+    if do_sample is False:
+        if temperature:
+            raise ConfigError(
+                f"do_sample=False decodes greedily, which temperature={temperature} contradicts; "
+                "pass temperature=0 or leave it out"
+            )
+        return 0.0
+    if do_sample and temperature == 0:
+        raise ConfigError("do_sample=True samples, which temperature=0 contradicts")
+    return 1.0 if temperature is None else float(temperature)
