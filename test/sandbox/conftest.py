@@ -1,8 +1,13 @@
-"""A trainer to attack, as root and as an ordinary user, with each of the sandboxes."""
+"""Trainers to attack: root's and an ordinary user's, with each of the sandboxes.
+
+Every hostile program runs in each of these four places under the marker ``full``; a plain run has
+every program in one of them, which its name decides.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +20,7 @@ import tempfile
 import time
 import types
 import uuid
+import zlib
 from pathlib import Path
 
 import pytest
@@ -30,6 +36,7 @@ PYTHONS = (sys.executable, "/usr/bin/python3")
 DEFAULTS = {"wall_s": 5.0, "memory_bytes": 256 << 20, "file_bytes": 4 << 20}
 
 
+@functools.cache
 def bubblewrap_works():
     try:
         BubblewrapSandbox()
@@ -190,26 +197,48 @@ class Trainer:
         shutil.rmtree(self.base, ignore_errors=True)
 
 
-WHO = [
-    pytest.param((kind, user), id=f"{kind}-{user}", marks=pytest.mark.sandbox)
-    if kind == "bubblewrap"
-    else pytest.param((kind, user), id=f"{kind}-{user}")
-    for kind in ("bubblewrap", "subprocess")
-    for user in ("self", "nobody")
-]
+def why_not(kind, user):
+    """Why a trainer cannot be made on this machine; empty where it can."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    if user == "nobody" and os.geteuid() != 0:
+        return "only root can become another user; these tests run as an ordinary one"
+    if kind == "bubblewrap" and not bubblewrap_works():
+        return "bubblewrap does not work here"
+    return ""
 
 
-@pytest.fixture(scope="module", params=WHO)
+PLACES = [(kind, user) for kind in ("bubblewrap", "subprocess") for user in ("self", "nobody")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave each hostile program in one of the places that there are, and mark the others."""
+    hostile = [item for item in items if item.path.name.startswith("test_hostile_")]
+    places = [place for place in PLACES if not why_not(*place)] if hostile else []
+    for item in hostile if places else ():
+        place = item.callspec.params["trainer"]
+        program = item.name.replace("-".join(place), "")
+        if place != places[zlib.crc32(program.encode()) % len(places)]:
+            item.add_marker("full")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(
+            place,
+            id="-".join(place),
+            marks=[pytest.mark.sandbox] if place[0] == "bubblewrap" else [],
+        )
+        for place in PLACES
+    ],
+)
 def trainer(request):
     """A trainer: root's (or whoever runs the tests) and an ordinary user's, in each sandbox."""
-    kind, user = request.param
-    if not sys.platform.startswith("linux"):
-        pytest.skip("needs Linux")
-    if kind == "bubblewrap" and not bubblewrap_works():
-        pytest.skip("bubblewrap does not work here")
-    if user == "nobody" and os.geteuid() != 0:
-        pytest.skip("only root can become another user; these tests run as an ordinary one")
-    trainer = Trainer(kind, user)
+    if reason := why_not(*request.param):
+        pytest.skip(reason)
+    trainer = Trainer(*request.param)
     yield trainer
     trainer.close()
 

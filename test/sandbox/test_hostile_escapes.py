@@ -357,10 +357,11 @@ def test_limits_and_priorities_of_the_trainer_stay(attack):
             try: act(); print("done")
             except OSError: pass
         # Its own it may change as ever.
+        before = os.nice(0)
         os.nice(1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.sched_setaffinity(0, os.sched_getaffinity(0))
-        print(os.getpriority(os.PRIO_PROCESS, 0))
+        print(os.getpriority(os.PRIO_PROCESS, 0) - before)
     """
     assert attack(code(meddler)).stdout == "1\n"
 

@@ -18,7 +18,7 @@ def code(text):
 
 
 def test_a_fork_bomb_ends_with_the_run(attack):
-    result = attack(code("import os\nwhile True: os.fork()"), wall_s=2)
+    result = attack(code("import os\nwhile True: os.fork()"), wall_s=1)
     assert result.status in ("error", "killed", "timeout")
 
 
@@ -29,7 +29,7 @@ def test_a_fork_bomb_that_swallows_errors_ends_with_the_run(attack):
             try: os.fork()
             except OSError: pass
     """
-    assert attack(code(bomb), wall_s=1.5).status in ("timeout", "killed")
+    assert attack(code(bomb), wall_s=1).status in ("timeout", "killed")
 
 
 def test_a_fork_bomb_of_sessions_of_their_own_ends_with_the_run(attack):
@@ -42,7 +42,7 @@ def test_a_fork_bomb_of_sessions_of_their_own_ends_with_the_run(attack):
                 if os.fork() == 0: os.setsid()
             except OSError: pass
     """
-    assert attack(code(bomb), wall_s=1.5).status in ("timeout", "killed")
+    assert attack(code(bomb), wall_s=1).status in ("timeout", "killed")
 
 
 def test_sessions_that_end_each_other_end_with_the_run(attack):
@@ -57,7 +57,7 @@ def test_sessions_that_end_each_other_end_with_the_run(attack):
                 except OSError: pass
         time.sleep(60)
     """
-    assert attack(code(relay), wall_s=1.5).status in ("timeout", "killed")
+    assert attack(code(relay), wall_s=1).status in ("timeout", "killed")
 
 
 def test_processes_that_start_their_own_successors_end_with_the_run(attack):
@@ -77,7 +77,7 @@ def test_a_thread_bomb_ends_with_the_run(attack):
         import threading, time
         while True: threading.Thread(target=time.sleep, args=(60,)).start()
     """
-    result = attack(code(bomb), wall_s=3)
+    result = attack(code(bomb), wall_s=1.5)
     assert result.status in ("error", "memory", "killed", "timeout")
 
 
@@ -91,7 +91,7 @@ def test_no_more_processes_than_allowed_run_at_a_time(attack):
                     time.sleep(30); os._exit(0)
                 started += 1
         except OSError: pass
-        time.sleep(3)
+        time.sleep(1)
         print(started)
     """
     result = attack(code(many), num_processes=8)

@@ -23,6 +23,7 @@ from torchrl_llm.sandbox import (
     subprocess_sandbox,
 )
 from torchrl_llm.sandbox import bubblewrap as module
+from torchrl_llm.sandbox.contained_process import Program
 from torchrl_llm.sandbox.seccomp import filter_program
 
 KINDS = [pytest.param("bubblewrap", marks=pytest.mark.sandbox), "subprocess"]
@@ -225,7 +226,7 @@ def test_a_run_that_is_ended_while_it_begins_leaves_no_process(sandbox, survivor
     try:
         for step in range(60):
             argv = ["/usr/bin/sleep", "300", token]
-            contained = sandbox._spawn(argv, limits=sandbox.limits, files={})
+            contained = sandbox._spawn(Program(argv=argv, limits=sandbox.limits))
             time.sleep(0.0002 * (step % 30))
             contained.close()
         assert survivors(token) == []
@@ -293,7 +294,7 @@ def test_root_becomes_nobody_inside_where_user_namespaces_are_forbidden(bubblewr
         pytest.skip("only root can do without user namespaces")
     layouts = [layout for layout in module._layouts(None) if layout.become == "inside"]
     sandbox = BubblewrapSandbox()
-    sandbox._layout = layouts[0]
+    sandbox._layout, sandbox.python = layouts[0], layouts[0].python
     code = """
 import os
 print(os.getuid() == 0, open("/proc/self/status").read().split("CapEff:")[1].split()[0])

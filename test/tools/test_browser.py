@@ -17,7 +17,7 @@ from tools.web import Site, leads_to, names_of_this_machine
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, TemplateError, WorkerError
-from torchrl_llm.tools import browser_proxy
+from torchrl_llm.tools import browser_rules
 from torchrl_llm.tools.browser import BrowserTool, BrowserTransform
 from torchrl_llm.tools.browser_driver import BrowserDriver
 from torchrl_llm.tools.browser_rules import AddressRules
@@ -342,7 +342,7 @@ def test_without_a_list_a_public_page_is_read_and_what_it_asks_of_this_machine_f
 ):
     public = Site("127.0.0.77", f"http://{socket.gethostname()}:{machine.port}")
     leads_to(monkeypatch, {"public.example": "127.0.0.77"})
-    monkeypatch.setattr(browser_proxy, "_may_reach", lambda ip: ip == "127.0.0.77")
+    monkeypatch.setattr(browser_rules, "_may_reach", lambda ip: ip == "127.0.0.77")
     url = f"http://public.example:{public.port}"
     page = anywhere(f"{url}/")
     assert "The secret number is 4711." in page.content, page

@@ -8,8 +8,8 @@ import socket
 import pytest
 from tools.web import leads_to, names_of_this_machine
 
-from torchrl_llm.tools import browser_proxy
-from torchrl_llm.tools.browser_proxy import PublicProxy
+from torchrl_llm.tools import browser_rules
+from torchrl_llm.tools.browser_rules import PublicProxy
 
 OWN = "127.0.0.77"
 
@@ -61,15 +61,15 @@ def test_what_leads_to_this_machine_is_unreachable(monkeypatch):
 
 
 def test_a_public_address_that_this_machine_has_is_its_own(monkeypatch):
-    monkeypatch.setattr(browser_proxy, "is_public", lambda ip: True)
+    monkeypatch.setattr(browser_rules, "is_public", lambda ip: True)
     assert through_a_proxy(OWN, "127.0.0.1") == ([(4, b"")] * 2, [])
-    assert not browser_proxy._is_own("192.0.2.200")
+    assert not browser_rules._is_own("192.0.2.200")
 
 
 def test_its_own_name_is_refused_wherever_it_leads(monkeypatch):
     name = socket.gethostname()
     leads_to(monkeypatch, {name: OWN})
-    monkeypatch.setattr(browser_proxy, "_may_reach", lambda ip: ip == OWN)
+    monkeypatch.setattr(browser_rules, "_may_reach", lambda ip: ip == OWN)
     assert through_a_proxy(name, f"{name}.") == ([(4, b"")] * 2, [])
 
 
@@ -84,7 +84,7 @@ def test_it_connects_to_the_address_that_it_has_checked_and_carries_both_ways(mo
 
     ours = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", once)
-    monkeypatch.setattr(browser_proxy, "_may_reach", lambda ip: ip == OWN)
+    monkeypatch.setattr(browser_rules, "_may_reach", lambda ip: ip == OWN)
     assert through_a_proxy("public.example") == ([(0, b"HELLO")], [b"hello"])
     assert looked_up == ["public.example"]
 

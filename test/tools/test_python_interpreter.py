@@ -19,8 +19,11 @@ from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, TemplateError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.sandbox import Limits
-from torchrl_llm.tools.python_interpreter import PythonInterpreter, PythonTool
-from torchrl_llm.tools.python_service import PythonExecutorService
+from torchrl_llm.tools.python_interpreter import (
+    PythonExecutorService,
+    PythonInterpreter,
+    PythonTool,
+)
 from torchrl_llm.tools.tool_call import ToolCall
 
 SQUARE = """Here is a block of code to be executed in python:

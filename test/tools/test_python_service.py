@@ -11,9 +11,10 @@ import pytest
 from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
 from torchrl_llm.sandbox import Limits, make_sandbox
 from torchrl_llm.sandbox.interface import Sandbox, SandboxResult, SandboxSession
-from torchrl_llm.tools.python_interpreter import PythonInterpreter, PythonTool
-from torchrl_llm.tools.python_service import (
+from torchrl_llm.tools.python_interpreter import (
     PythonExecutorService,
+    PythonInterpreter,
+    PythonTool,
     RayPythonExecutor,
 )
 from torchrl_llm.tools.tool_call import ToolCall

@@ -12,33 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import select
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.errors import ResourceError
+from torchrl_llm.sandbox import local_process
+from torchrl_llm.sandbox.contained_process import GRACE_S, Contained, Program
 from torchrl_llm.sandbox.interface import Limits
-from torchrl_llm.sandbox.limits import (
-    counts_processes_by_namespace,
-    find,
-    prlimit_argv,
-    unused_uid,
-)
-from torchrl_llm.sandbox.local_process import (
-    ENVIRONMENT,
-    GRACE_S,
-    Contained,
-    ProcessSandbox,
-    data_fd,
-)
+from torchrl_llm.sandbox.local_process import ROOT_FOLDERS, data_fd, find
 from torchrl_llm.sandbox.process_watch import Capture
-from torchrl_llm.sandbox.pythons import ROOT_FOLDERS, candidates
 from torchrl_llm.sandbox.seccomp import filter_program
 
 FOLDER = "/sandbox"
@@ -64,7 +51,7 @@ class _Layout(NamedTuple):
     lock: bool
 
 
-class BubblewrapSandbox(ProcessSandbox):
+class BubblewrapSandbox(local_process.ProcessSandbox):
     r"""Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
 
     Args:
@@ -93,35 +80,10 @@ class BubblewrapSandbox(ProcessSandbox):
         super().__init__(limits)
         self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
         self._layout = _working_layout(python)
+        self.python = self._layout.python
 
-    @property
-    def python(self) -> str:
-        """The interpreter, as it is called inside the sandbox."""
-        return self._layout.python
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Nothing: see :attr:`Sandbox.missing`."""
-        return ()
-
-    def _spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        limits: Limits,
-        files: Mapping[PurePosixPath, bytes],
-        stdin: int | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Contained:
-        return _spawn(
-            self._layout,
-            argv,
-            limits=limits,
-            files=files,
-            read_only=self._read_only,
-            stdin=stdin,
-            pass_fds=pass_fds,
-        )
+    def _spawn(self, program: Program) -> Contained:
+        return _spawn(self._layout, program, self._read_only)
 
 
 class _Status(Capture):
@@ -140,15 +102,6 @@ class _Status(Capture):
                     self.first_fd = os.pidfd_open(pid)
         return more
 
-    def report(self, key: str) -> int | None:
-        """A number that was reported, ``None`` if it was not (yet)."""
-        for line in self.text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                report = json.loads(line)
-                if key in report:
-                    return report[key]
-        return None
-
     def close(self) -> None:
         super().close()
         if self.first_fd is not None:
@@ -161,10 +114,10 @@ class _Jailed(Contained):
 
     overhead = 2
 
-    def __init__(self, argv: Sequence[str], *, status: _Status, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, status: _Status, **kwargs: Any) -> None:
         self.status = status
         self._group_is_killed = False
-        super().__init__(argv, **kwargs)
+        super().__init__(*args, **kwargs)
 
     @property
     def outputs(self) -> tuple[Capture, ...]:
@@ -179,7 +132,7 @@ class _Jailed(Contained):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the namespace's first process, whereupon the kernel kills all others in it."""
+        """Kill the namespace's first process; the kernel then kills all others in it."""
         self.status.drain()
         if self.status.first_fd is None and not self._group_is_killed:
             # Bubblewrap is about to report it, and reaps it if it is let. Until then it is of
@@ -223,40 +176,29 @@ def _wait_for(fd: int, event: int) -> None:
     poll.poll(GRACE_S * 1000)
 
 
-def _spawn(
-    layout: _Layout,
-    argv: Sequence[str],
-    *,
-    limits: Limits,
-    files: Mapping[PurePosixPath, bytes],
-    read_only: Sequence[str] = (),
-    stdin: int | None = None,
-    pass_fds: Sequence[int] = (),
-) -> _Jailed:
+def _spawn(layout: _Layout, program: Program, read_only: Sequence[str] = ()) -> _Jailed:
     status_r, status_w = os.pipe()
     opened = [status_w]
     status = _Status(status_r)
     try:
         words = ["--json-status-fd", str(status_w)]
-        for folder in sorted({parent for path in files for parent in path.parents}):
+        for folder in sorted({parent for path in program.files for parent in path.parents}):
             if folder.parts:
                 words += ["--perms", "0777", "--dir", f"{FOLDER}/{folder}"]
-        for path, data in files.items():
+        for path, data in program.files.items():
             opened.append(data_fd(data))
             words += ["--perms", "0666", "--file", str(opened[-1]), f"{FOLDER}/{path}"]
-        program = filter_program()
-        if program is not None:
-            opened.append(data_fd(program))
+        filter_ = filter_program()
+        if filter_ is not None:
+            opened.append(data_fd(filter_))
             words += ["--seccomp", str(opened[-1])]
+        path = f"{os.path.dirname(layout.python)}:/usr/bin:/bin"
         return _Jailed(
-            _command_line(
-                layout, argv, words, limits=limits, read_only=read_only, pass_fds=pass_fds
-            ),
+            program,
+            _command_line(layout, program, words, read_only),
             status=status,
-            limits=limits,
-            env={**ENVIRONMENT, "PATH": _path(layout.python), "HOME": FOLDER},
-            stdin=stdin,
-            pass_fds=(*opened, *pass_fds),
+            env={**local_process.ENVIRONMENT, "PATH": path, "HOME": FOLDER},
+            pass_fds=opened,
         )
     except BaseException:
         status.close()
@@ -266,22 +208,12 @@ def _spawn(
             os.close(fd)
 
 
-def _path(python: str) -> str:
-    return f"{os.path.dirname(python)}:/usr/bin:/bin"
-
-
 def _command_line(
-    layout: _Layout,
-    argv: Sequence[str],
-    words: Sequence[str],
-    *,
-    limits: Limits,
-    read_only: Sequence[str],
-    pass_fds: Sequence[int],
+    layout: _Layout, program: Program, words: Sequence[str], read_only: Sequence[str]
 ) -> list[str]:
     """Everything in front of a program, and the program."""
     bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
-    spare = next(fd for fd in range(3, 10) if fd not in pass_fds)
+    spare = next(fd for fd in range(3, 10) if fd not in program.pass_fds)
     line: list[str] = []
     if layout.become == "outside":
         line += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -297,8 +229,8 @@ def _command_line(
             line += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             line += ["--ro-bind", folder, folder]
-    size = ["--size", str(limits.file_bytes), "--perms", "1777", "--tmpfs"]
-    # The first process inside has the run's pipes open, and is nobody's business.
+    size = ["--size", str(program.limits.file_bytes), "--perms", "1777", "--tmpfs"]
+    # The first process inside has the run's pipes open, and must not be looked into.
     line += ["--proc", "/proc", "--perms", "0000", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     line += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
@@ -309,19 +241,19 @@ def _command_line(
         line += ["--ro-bind", folder, folder]
     line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
     # The first process counts too.
-    num_processes: int | None = limits.num_processes + 1
+    num_processes: int | None = program.limits.num_processes + 1
     if layout.become == "inside":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-        uid = unused_uid()
+        uid = local_process.unused_uid()
         line += _first_process(spare)
         line += [setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
         line += ["--bounding-set=-all", "--inh-caps=-all"]
     else:
         line += _first_process(spare)
-        if not counts_processes_by_namespace():
+        if not local_process.counts_processes_by_namespace():
             num_processes = None
-    line += prlimit_argv(prlimit, limits, num_processes=num_processes)
-    return [*line, *argv]
+    line += local_process.prlimit_argv(prlimit, program.limits, num_processes=num_processes)
+    return [*line, *program.argv]
 
 
 def _first_process(spare: int) -> list[str]:
@@ -365,23 +297,12 @@ def _working_layout(python: str | None) -> _Layout:
 
 
 def _try(layout: _Layout) -> tuple[bool, str]:
-    code = "import os, socket; assert os.getuid(); print('works')"
-    limits = Limits(wall_s=20.0)
-    try:
-        with _spawn(layout, [layout.python, "-I", "-c", code], limits=limits, files={}) as jailed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                jailed.process.wait(limits.wall_s)
-            jailed.kill()
-            jailed.stdout.drain()
-            jailed.stderr.drain()
-            return jailed.stdout.text() == "works\n", jailed.stderr.text()
-    except OSError as error:
-        return False, str(error)
+    return local_process.works(functools.partial(_spawn, layout), layout.python)
 
 
 def _layouts(python: str | None) -> Iterator[_Layout]:
     """Ways to try, the strongest first."""
-    pythons = candidates(python)
+    pythons = local_process.candidates(python)
     root = os.geteuid() == 0
     for lock in (True, False):
         for path, folders in pythons:

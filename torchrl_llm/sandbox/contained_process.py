@@ -1,30 +1,77 @@
-"""Process in a sandbox with its output pipes: started, watched, and ended with all it started."""
+"""Process in a sandbox: started with its pipes, watched, asked piece by piece, and ended.
+
+:class:`Contained` runs one program. :class:`PipeSession` keeps an interpreter in one and gives it
+one piece of code after another. No text marks where an answer ends, so nothing that the code holds
+or prints can be taken for such a mark. Errors on standard error are no failure by themselves. What
+background work prints between two pieces comes with the later one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import json
 import os
+import queue
+import signal
+import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from torchrl_llm.sandbox.cgroups import control_group
-from torchrl_llm.sandbox.interface import Limits
-from torchrl_llm.sandbox.process_watch import Capture, Tree
+from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession, check_seconds
+from torchrl_llm.sandbox.process_watch import (
+    Capture,
+    Feed,
+    Tree,
+    classify,
+    cpu_seconds,
+    pump,
+)
 
 GRACE_S = 1.5
 """How long a killed process may take to be gone."""
+
+INTERPRETER = Path(__file__).with_name("interpreter.py")
+_T = TypeVar("_T")
+_ANSWER_BYTES = 4096
+_IDLE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a sandbox is to run.
+
+    Attributes:
+        argv: program and arguments, as they are called inside.
+        limits: of the run.
+        files: path inside its folder to contents.
+        stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
+        pass_fds: further descriptors that it gets.
+    """
+
+    argv: Sequence[str]
+    limits: Limits
+    files: Mapping[PurePosixPath, bytes] = dataclasses.field(default_factory=dict)
+    stdin: int | None = None
+    pass_fds: Sequence[int] = ()
 
 
 class Contained:
     """A process in a sandbox with its output pipes; a context that leaves nothing of it.
 
     Args:
+        program: what runs.
         argv: the whole command line, sandbox included.
-        limits: of the run.
         env: its environment, complete.
-        cwd: where it starts.
-        stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
-        pass_fds: further descriptors that it gets.
+        pass_fds: descriptors that the sandbox gets besides the program's.
 
     Raises:
         OSError: the program that makes the sandbox cannot be started.
@@ -40,17 +87,14 @@ class Contained:
 
     def __init__(
         self,
+        program: Program,
         argv: Sequence[str],
         *,
-        limits: Limits,
         env: Mapping[str, str],
-        cwd: str = "/",
-        stdin: int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        group = None
-        if self.grouped:
-            group = control_group(limits.memory_bytes, limits.file_bytes)
+        limits = program.limits
+        group = control_group(limits.memory_bytes, limits.file_bytes) if self.grouped else None
         self.group = group
         out_r, out_w = os.pipe()
         err_r, err_w = os.pipe()
@@ -59,12 +103,12 @@ class Contained:
         try:
             self.process = subprocess.Popen(
                 argv if group is None else [*group.argv, *argv],
-                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
                 stdout=out_w,
                 stderr=err_w,
                 env=dict(env),
-                cwd=cwd,
-                pass_fds=pass_fds,
+                cwd="/",
+                pass_fds=(*pass_fds, *program.pass_fds),
                 start_new_session=True,
             )
         except BaseException:
@@ -122,3 +166,216 @@ class Contained:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def interpreter_argv(python: str, *places: str | int) -> list[str]:
+    """The command line of an interpreter that keeps its names.
+
+    Args:
+        python: as it is called inside.
+        places: see :mod:`torchrl_llm.sandbox.interpreter`.
+    """
+    return [python, "-E", "-s", "-B", "-c", INTERPRETER.read_text(), *map(str, places)]
+
+
+class _Answers(Capture):
+    """The pipe on which the interpreter answers, one frame for each piece."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, keep=_ANSWER_BYTES)
+
+    def complete(self) -> bool:
+        """Whether a whole frame has come, or something that is none."""
+        if len(self.kept) < 4:
+            return False
+        (length,) = struct.unpack(">I", self.kept[:4])
+        return len(self.kept) - 4 >= min(length, _ANSWER_BYTES - 4)
+
+    def take_answer(self) -> tuple[int, bool] | None:
+        """Exit code and whether memory ran out; ``None`` if there is no frame, or none of ours."""
+        frame = bytes(self.kept[4:])
+        self.reset()
+        try:
+            values = json.loads(frame)
+            return int(values["exit_code"]), bool(values["memory"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+class PipeSession(SandboxSession):
+    """A session whose interpreter was given a pipe for code and one for its answers.
+
+    Args:
+        start: starts the interpreter; it is given the two descriptors that belong inside.
+        limits: of the session.
+        answers_fd: where the answers come from, if not from the second of these.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], Contained],
+        limits: Limits,
+        *,
+        answers_fd: int | None = None,
+    ) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._contained: Contained | None = None
+        self._why_over = "the session was closed"
+        code_r, self._code_w = os.pipe()
+        answers_r, answers_w = os.pipe()
+        if answers_fd is not None:
+            os.close(answers_r)
+        self._answers = _Answers(answers_r if answers_fd is None else answers_fd)
+        try:
+            self._contained = _keeper().call(lambda: start(code_r, answers_w))
+        except (OSError, ValueError) as error:
+            self._why_over = f"the interpreter cannot be started: {error}"
+        finally:
+            os.close(code_r)
+            os.close(answers_w)
+        # Also where nobody closes it, and where the process ends.
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._contained, self._answers, self._code_w, os.getpid()
+        )
+        if self._contained is None:
+            self._finalizer()
+        else:
+            _keeper().sessions.add(self)
+
+    @property
+    def alive(self) -> bool:
+        """See :attr:`SandboxSession.alive`."""
+        contained = self._contained
+        return contained is not None and contained.process.poll() is None
+
+    def run(self, code: str, *, wall_s: float | None = None) -> SandboxResult:
+        """See :meth:`SandboxSession.run`; one piece at a time, others wait."""
+        check_seconds("wall_s", wall_s, optional=True)
+        with self._lock:
+            if not self.alive:
+                self._end("the interpreter ended between two pieces of code")
+                return SandboxResult(
+                    status="sandbox_error", stderr=f"{self._why_over}; open another session"
+                )
+            return self._run(
+                self._contained, code, self._limits.wall_s if wall_s is None else wall_s
+            )
+
+    def _run(self, contained: Contained, code: str, wall_s: float) -> SandboxResult:
+        start = time.monotonic()
+        for output in (contained.stdout, contained.stderr):
+            output.reset()
+        payload = json.dumps({"code": code}).encode()
+        ended = pump(
+            contained.process,
+            (*contained.outputs, self._answers),
+            deadline=start + wall_s,
+            tree=contained.tree,
+            feed=Feed(self._code_w, struct.pack(">I", len(payload)) + payload),
+            ready=self._answers.complete,
+        )
+        answer = self._answers.take_answer()
+        if ended == "exit" and answer is not None:
+            ended = "ready"  # it answered, then died of something that it had left running
+        if ended == "ready" and contained.out_of_memory:
+            ended = "memory"
+        exit_code: int | None = -signal.SIGKILL
+        if ended == "ready" and answer is not None:
+            exit_code, out_of_memory = answer
+            ended = "memory" if out_of_memory else ended
+        if ended != "ready" or answer is None:
+            contained.kill()
+            if ended == "exit":
+                exit_code = contained.exit_code()
+                ended = "memory" if contained.out_of_memory else ended
+        contained.stdout.drain()
+        contained.stderr.drain()
+        self._seconds += time.monotonic() - start
+        result = classify(
+            ended,
+            exit_code,
+            contained.stdout,
+            contained.stderr,
+            self._seconds,
+            cpu_seconds(self._limits),
+        )
+        if ended != "ready" or answer is None:
+            self._end(f"the interpreter was ended ({result.status})")
+        return dataclasses.replace(result, seconds=time.monotonic() - start)
+
+    def check(self) -> None:
+        """End an idle session if what it left running has outgrown its limits."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._contained is not None and self._contained.tree.outgrown():
+                    self._end("what ran in the background outgrew the session's limits")
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """See :meth:`SandboxSession.close`; a piece that is running is cut short."""
+        contained = self._contained
+        if contained is not None:
+            contained.interrupt()
+            with self._lock:
+                self._end("the session was closed")
+
+    def _end(self, why: str) -> None:
+        contained, self._contained = self._contained, None
+        if contained is None:
+            return
+        self._why_over = why
+        self._finalizer()
+
+
+def _let_go(contained: Contained | None, answers: Capture, code_w: int, owner: int) -> None:
+    if contained is not None and os.getpid() == owner:
+        contained.close()
+    elif contained is not None:  # a fork of the trainer lets go of its copy, and ends nothing
+        contained.close_pipes()
+    answers.close()
+    os.close(code_w)
+
+
+class _Keeper:
+    """A thread that lives as long as the process.
+
+    The kernel ends a sandbox when the thread that started it ends, so one that is to outlive a
+    worker of some pool has to be started here. Between starts it looks after the idle sessions.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: weakref.WeakSet[PipeSession] = weakref.WeakSet()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="sandbox-sessions", daemon=True).start()
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function on the thread and wait for it."""
+        future: Future = Future()
+        self._jobs.put((function, future))
+        return future.result()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                function, future = self._jobs.get(timeout=_IDLE_S if self.sessions else None)
+            except queue.Empty:
+                for session in list(self.sessions):
+                    session.check()
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del function, future
+
+
+@functools.cache
+def _keeper() -> _Keeper:
+    return _Keeper()
+
+
+# A forked process has none of its parent's threads.
+os.register_at_fork(after_in_child=_keeper.cache_clear)

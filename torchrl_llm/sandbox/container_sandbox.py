@@ -20,10 +20,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.sandbox.contained_process import (
+    Contained,
+    PipeSession,
+    Program,
+    interpreter_argv,
+)
 from torchrl_llm.sandbox.interface import Limits, SandboxSession
-from torchrl_llm.sandbox.local_process import ENVIRONMENT, Contained, ProcessSandbox
+from torchrl_llm.sandbox.local_process import ENVIRONMENT, ProcessSandbox
 from torchrl_llm.sandbox.process_watch import Capture, Tree, cpu_seconds
-from torchrl_llm.sandbox.sandbox_session import INTERPRETER, PipeSession
 
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
@@ -76,13 +81,12 @@ class ContainerSandbox(ProcessSandbox):
             raise ConfigError(f"image must be the name of an image, got {image!r}")
         self.image = image
         self.engine = _answering_engine(engine)
-        self._python = python
+        self.python = python
         if _ask(self.engine, "image", "inspect", image) is None:
             raise ResourceError(
                 f"{self.engine} has no image {image!r}; fetch it first: {self.engine} pull {image}"
             )
-        self._missing: tuple[str, ...] = ()
-        self._missing = self._try()
+        self.missing = self._try()
 
     def _try(self) -> tuple[str, ...]:
         """Start a container; what the engine does not hold.
@@ -90,7 +94,8 @@ class ContainerSandbox(ProcessSandbox):
         Raises:
             ResourceError: it cannot.
         """
-        with self._start([self._python, "-c", ""], Limits(), None, None) as contained:
+        program = Program(argv=[self.python, "-c", ""], limits=Limits())
+        with self._spawn(program) as contained:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 contained.process.wait(_PATIENCE_S)
             state = contained.look()
@@ -102,16 +107,6 @@ class ContainerSandbox(ProcessSandbox):
                     f"{self.engine} can start no container of {self.image!r}: it said {said!r}"
                 )
         return state.missing
-
-    @property
-    def python(self) -> str:
-        """The interpreter inside the image."""
-        return self._python
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """What the engine ignored of the limits; see :attr:`Sandbox.missing`."""
-        return self._missing
 
     def argv(self, argv: Sequence[str], name: str, *, limits: Limits, share: Path | None) -> list:
         """The engine's command line for a program.
@@ -155,31 +150,19 @@ class ContainerSandbox(ProcessSandbox):
         copy = 'cp -R /files/. . && exec "$@"'
         return [*words, self.image, "sh", "-c", copy, "sh", *argv]
 
-    def _spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        limits: Limits,
-        files: Mapping[PurePosixPath, bytes],
-        stdin: int | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Contained:
-        share = _share(files) if files else None
-        return self._start(argv, limits, share, stdin)
+    def _spawn(self, program: Program) -> _InContainer:
+        return self._start(program, _share(program.files) if program.files else None)
 
-    def _start(
-        self, argv: Sequence[str], limits: Limits, share: Path | None, stdin: int | None
-    ) -> _InContainer:
+    def _start(self, program: Program, share: Path | None) -> _InContainer:
         name = f"sandbox-{uuid.uuid4().hex}"
         try:
             return _InContainer(
-                self.argv(argv, name, limits=limits, share=share),
+                program,
+                self.argv(program.argv, name, limits=program.limits, share=share),
                 engine=self.engine,
                 name=name,
                 share=share,
-                limits=limits,
                 env=_environment(),
-                stdin=stdin,
             )
         except BaseException:
             if share is not None:
@@ -192,12 +175,11 @@ class ContainerSandbox(ProcessSandbox):
         share = _share({})
         # What is written to the engine's client comes later than an answer that goes by itself.
         answers_r, out_r, err_r = (_fifo(share / "pipes" / name) for name in _PIPES)
-        program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text(), "0"]
-        program += [f"/pipes/{name}" for name in _PIPES]
+        argv = interpreter_argv(self.python, 0, *(f"/pipes/{name}" for name in _PIPES))
 
         def start(code_fd: int, _: int) -> Contained:
             try:
-                contained = self._start(program, limits, share, code_fd)
+                contained = self._start(Program(argv=argv, limits=limits, stdin=code_fd), share)
             except BaseException:
                 os.close(out_r)
                 os.close(err_r)
@@ -235,7 +217,13 @@ class _InContainer(Contained):
     grouped = False
 
     def __init__(
-        self, argv: Sequence[str], *, engine: str, name: str, share: Path | None, **kwargs: Any
+        self,
+        program: Program,
+        *args: Any,
+        engine: str,
+        name: str,
+        share: Path | None,
+        **kwargs: Any,
     ) -> None:
         self.engine = engine
         self.name = name
@@ -243,9 +231,9 @@ class _InContainer(Contained):
         self._state: _State | None = None
         self._removed = False
         self._client: tuple[Capture, ...] = ()
-        super().__init__(argv, **kwargs)
-        # The engine counts, and the client's own use is none of the run's.
-        self.tree = Tree(-1, kwargs["limits"])
+        super().__init__(program, *args, **kwargs)
+        # The engine counts, and the client's own use does not belong to the run.
+        self.tree = Tree(-1, program.limits)
 
     def listen(self, out_r: int, err_r: int, keep: int) -> None:
         """Take output and errors from pipes of their own, and not from the client any more."""
@@ -268,10 +256,7 @@ class _InContainer(Contained):
         if len(answer) != len(keys):
             return None
         started_at, out_of_memory, memory, processes = answer
-        held = (
-            (memory, "memory of all processes together"),
-            (processes, "the number of processes"),
-        )
+        held = ((memory, _MEMORY), (processes, _PROCESSES))
         return _State(
             not started_at.startswith("0001"),
             out_of_memory == "true",

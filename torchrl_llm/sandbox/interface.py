@@ -133,7 +133,15 @@ class Sandbox(ABC):
 
     Args:
         limits: of each run; ``None`` for the defaults.
+
+    Attributes:
+        python: the interpreter, as it is called inside the sandbox.
+        missing: what this sandbox does not contain, a phrase each (``"the network"``); empty for
+            none.
     """
+
+    python: str
+    missing: tuple[str, ...] = ()
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
@@ -192,16 +200,6 @@ class Sandbox(ABC):
         return self.run(
             [self.python, "-E", "-s", "-B", "main.py"], stdin=stdin, files=files, limits=limits
         )
-
-    @property
-    @abstractmethod
-    def python(self) -> str:
-        """The interpreter, as it is called inside the sandbox."""
-
-    @property
-    @abstractmethod
-    def missing(self) -> tuple[str, ...]:
-        """What this sandbox does not contain, a phrase each (``"the network"``); empty for none."""
 
     def close(self) -> None:
         """Let go of what was kept between runs; may be called twice."""

@@ -1,27 +1,38 @@
-"""What the sandboxes share that start a process on this machine: running it and watching it.
+"""What the sandboxes share that start a process on this machine.
 
 A subclass of :class:`ProcessSandbox` says how a process is started apart from everything else, and
-gives back a :class:`Contained` that can end it with all that it started.
+gives back a :class:`~torchrl_llm.sandbox.contained_process.Contained` that can end it with all that
+it started. Here are also the interpreter that a sandbox runs, with the folders that it needs to
+see, and the limits of one process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
+import platform
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.sandbox.contained_process import GRACE_S, Contained
+from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.sandbox.contained_process import GRACE_S as GRACE_S
+from torchrl_llm.sandbox.contained_process import (
+    Contained,
+    PipeSession,
+    Program,
+    interpreter_argv,
+)
 from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult, SandboxSession
 from torchrl_llm.sandbox.process_watch import Feed, classify, cpu_seconds, pump
-from torchrl_llm.sandbox.sandbox_session import INTERPRETER, PipeSession
-
-__all__ = ["GRACE_S", "Contained", "ProcessSandbox", "data_fd", "encode", "relative_parts"]
 
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
@@ -31,6 +42,15 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """Variables that every sandboxed process gets, and nothing of the trainer's."""
+
+ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Folders of the system beside ``/usr``; links into it on most distributions."""
+
+STACK_BYTES = 8 << 20
+_SYSTEM_PYTHON = "/usr/bin/python3"
+# The range that systemd keeps for users who exist only while a service runs.
+_UIDS = (61184, 65519)
+_turns = itertools.count()
 
 
 def encode(text: str | bytes) -> bytes:
@@ -77,16 +97,8 @@ class ProcessSandbox(Sandbox):
     """A sandbox whose runs are processes that this one watches."""
 
     @abstractmethod
-    def _spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        limits: Limits,
-        files: Mapping[PurePosixPath, bytes],
-        stdin: int | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Contained:
-        """Start a program apart from everything else, in a folder with these files."""
+    def _spawn(self, program: Program) -> Contained:
+        """Start a program apart from everything else, in a folder with its files."""
 
     def run(
         self,
@@ -117,7 +129,9 @@ class ProcessSandbox(Sandbox):
             if feed is not None:
                 stack.callback(feed.close)
             try:
-                contained = self._spawn(argv, limits=limits, files=contents, stdin=stdin_fd)
+                contained = self._spawn(
+                    Program(argv=argv, limits=limits, files=contents, stdin=stdin_fd)
+                )
             except (OSError, ValueError) as error:
                 return SandboxResult(
                     status="sandbox_error",
@@ -153,13 +167,8 @@ class ProcessSandbox(Sandbox):
         limits = self.limits if limits is None else limits
 
         def start(code_fd: int, answers_fd: int) -> Contained:
-            program = [self.python, "-E", "-s", "-B", "-c", INTERPRETER.read_text()]
-            return self._spawn(
-                [*program, str(code_fd), str(answers_fd)],
-                limits=limits,
-                files={},
-                pass_fds=(code_fd, answers_fd),
-            )
+            argv = interpreter_argv(self.python, code_fd, answers_fd)
+            return self._spawn(Program(argv=argv, limits=limits, pass_fds=(code_fd, answers_fd)))
 
         return PipeSession(start, limits)
 
@@ -176,3 +185,135 @@ def _input(data: bytes) -> tuple[int | None, Feed | None]:
     feed = Feed(write, data, last=True)
     feed.write()
     return read, feed
+
+
+def works(spawn: Callable[[Program], Contained], python: str) -> tuple[bool, str]:
+    """Whether a sandbox can run an interpreter, as somebody else than root, and what it said.
+
+    Args:
+        spawn: starts a program in the sandbox.
+        python: the interpreter.
+    """
+    code = "import os, socket; assert os.getuid(); print('works')"
+    program = Program(argv=[python, "-I", "-c", code], limits=Limits(wall_s=20.0))
+    try:
+        with spawn(program) as contained:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                contained.process.wait(program.limits.wall_s)
+            contained.kill()
+            contained.stdout.drain()
+            contained.stderr.drain()
+            return contained.stdout.text() == "works\n", contained.stderr.text()
+    except OSError as error:
+        return False, str(error)
+
+
+def find(program: str) -> str | None:
+    """Where a system program is, ``PATH`` of the trainer aside.
+
+    Args:
+        program: its name.
+    """
+    return shutil.which(program, path="/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin")
+
+
+@functools.cache
+def counts_processes_by_namespace() -> bool:
+    """Whether a limit on processes counts those of a user namespace alone (Linux 5.14 and later).
+
+    Before, it counts everything that the user runs on the machine, and would forbid all.
+    """
+    try:
+        major, minor = platform.release().split(".")[:2]
+        return (int(major), int("".join(itertools.takewhile(str.isdigit, minor)))) >= (5, 14)
+    except ValueError:
+        return False
+
+
+def unused_uid() -> int:
+    """A user that no account has, another one for each of the next thousands of runs."""
+    low, high = _UIDS
+    return low + (os.getpid() * 67 + next(_turns)) % (high - low + 1)
+
+
+def kernel_limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    """Limits of one process by the kernel's names: the soft one, and the hard one."""
+    cpu_s = cpu_seconds(limits)
+    return {
+        "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
+        # One may ignore the signal at the first; none can ignore that at the second.
+        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
+        "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
+        "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
+        "RLIMIT_STACK": (STACK_BYTES, STACK_BYTES),
+        "RLIMIT_CORE": (0, 0),
+    }
+
+
+def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> list[str]:
+    """The words to put in front of a program, so that it has the limits of one process.
+
+    A Python function between fork and exec would do the same, but forking a trainer with many
+    gigabytes and threads is slow and can hang; ``prlimit`` costs a millisecond.
+
+    Args:
+        prlimit: the program of that name.
+        limits: what the run may use.
+        num_processes: of the user, or ``None`` for no limit.
+    """
+    named = kernel_limits(limits)
+    if num_processes is not None:
+        named["RLIMIT_NPROC"] = (num_processes, num_processes)
+    words = [f"--{name[len('RLIMIT_') :].lower()}={a}:{b}" for name, (a, b) in named.items()]
+    return [prlimit, *words, "--"]
+
+
+def own_python() -> str:
+    """The interpreter that the trainer's environment was made from, or else that environment's."""
+    base = getattr(sys, "_base_executable", None)
+    return base if base and os.access(base, os.X_OK) else sys.executable
+
+
+def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
+    """Interpreters to try, with the folders that each needs besides the system's.
+
+    Args:
+        python: the only one to try; ``None`` for the trainer's own, then the system's.
+
+    Raises:
+        ResourceError: ``python`` is no interpreter that runs here.
+    """
+    if python is not None:
+        return [(python, _folders(python))]
+    own = os.path.realpath(own_python())
+    pythons = [(own, _outside_usr(sys.base_prefix, os.path.dirname(own)))]
+    if own != os.path.realpath(_SYSTEM_PYTHON):
+        pythons.append((_SYSTEM_PYTHON, ()))
+    return pythons
+
+
+def _folders(python: str) -> tuple[str, ...]:
+    """The folders that an interpreter needs, by its own account.
+
+    Raises:
+        ResourceError: it is no interpreter that runs here.
+    """
+    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+    try:
+        answer = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ResourceError(f"python={python!r} is no Python that runs here: {error}") from error
+    places = [os.path.dirname(python), os.path.dirname(os.path.realpath(python))]
+    return _outside_usr(*answer.stdout.split("\n")[:2], *places)
+
+
+def _outside_usr(*folders: str) -> tuple[str, ...]:
+    """Those that are not shown anyway, none inside another."""
+    shown = [Path("/usr"), *map(Path, ROOT_FOLDERS)]
+    kept: list[Path] = []
+    for folder in sorted({Path(os.path.abspath(f)) for f in folders if f}):
+        if not any(folder.is_relative_to(other) for other in (*shown, *kept)):
+            kept.append(folder)
+    return tuple(map(str, kept))

@@ -1,24 +1,27 @@
 """Watching a process: its output with a cap, its time, its memory, and what came of it.
 
-Everything here runs in the calling thread, on pipes that never block it. How a process is kept
-apart, and how it is killed with all that it started, is the business of each sandbox.
+Everything here runs in the calling thread, on pipes that never block it. Limits of the kernel hold
+for one process each, so a run that starts many is held by a count over ``/proc``. Each sandbox
+itself keeps a process apart, and kills it with all that it started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.sandbox.cgroups import OVERHEAD_BYTES, ControlGroup
 from torchrl_llm.sandbox.interface import Limits, SandboxResult, Status
-from torchrl_llm.sandbox.process_usage import ProcessTable, committed_bytes, socket_bytes
 
 Ended = Literal["exit", "ready", "timeout", "output", "memory", "processes"]
 
@@ -26,7 +29,10 @@ OUTPUT_FACTOR = 64
 """A run that writes this many times what is kept is ended."""
 
 _CHUNK = 1 << 16
-_TABLE = ProcessTable()
+# What may lie in a socket until somebody reads it: Linux's default, which a run cannot raise.
+_SOCKET_BYTES = 212_992
+# Descriptors that any program may have open without being taken for a hoard of sockets.
+_FEW_FILES = 32
 
 
 def cpu_seconds(limits: Limits) -> int:
@@ -73,13 +79,26 @@ class Capture:
         """What was kept, as text: UTF-8, with replacements for what is none."""
         return self.kept.decode("utf-8", errors="replace")
 
+    def report(self, key: str) -> Any:
+        """A value of the JSON objects that it holds, one per line; ``None`` if there is none yet.
+
+        Args:
+            key: of the value.
+        """
+        for line in self.text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                report = json.loads(line)
+                if key in report:
+                    return report[key]
+        return None
+
     @property
     def cut(self) -> bool:
         """Whether something was thrown away."""
         return self.total > len(self.kept)
 
     def reset(self) -> None:
-        """Begin anew on the same pipe."""
+        """Forget what was read, and go on with the same pipe."""
         self.kept = bytearray()
         self.total = 0
 
@@ -124,6 +143,156 @@ class Feed:
         if self.last and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class _Entry(NamedTuple):
+    parent: int
+    threads: int
+    addresses: int
+
+
+class Use(NamedTuple):
+    """What a process and everything below it use.
+
+    Attributes:
+        threads: processes and threads.
+        address_bytes: all that they have mapped, used or not; no less than their memory.
+        pids: the processes.
+    """
+
+    threads: int
+    address_bytes: int
+    pids: tuple[int, ...]
+
+
+def _entry(pid: str) -> _Entry | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name of the program stands in parentheses and may itself hold anything.
+    fields = text[text.rfind(b")") + 2 :].split()
+    return _Entry(int(fields[1]), int(fields[17]), int(fields[20]))
+
+
+class ProcessTable:
+    """The machine's processes as a tree, at most ``max_age_s`` old.
+
+    Args:
+        max_age_s: seconds for which a reading serves; longer where a reading takes long, so that it
+            never costs more than a tenth of a core.
+
+    Example:
+        >>> ProcessTable().use(os.getpid()).threads >= 1
+        True
+    """
+
+    def __init__(self, max_age_s: float = 0.1) -> None:
+        self.max_age_s = max_age_s
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._cost_s = 0.0
+        self._entries: dict[int, _Entry] = {}
+        self._children: dict[int, list[int]] = {}
+
+    def use(self, pid: int) -> Use:
+        """Sum over a process and its descendants.
+
+        Args:
+            pid: the process; zeros if it is gone.
+        """
+        entries, children = self._table()
+        pids = tuple(p for p in _below(pid, children) if p in entries)
+        return Use(
+            sum(entries[p].threads for p in pids),
+            sum(entries[p].addresses for p in pids),
+            pids,
+        )
+
+    def _table(self) -> tuple[dict[int, _Entry], dict[int, list[int]]]:
+        with self._lock:
+            if time.monotonic() - self._read_at > max(self.max_age_s, 10 * self._cost_s):
+                start = time.thread_time()
+                self._read()
+                self._cost_s = time.thread_time() - start
+                self._read_at = time.monotonic()
+            return self._entries, self._children
+
+    def _read(self) -> None:
+        try:
+            pids = [name for name in os.listdir("/proc") if name.isdigit()]
+        except OSError:  # no /proc: nothing is seen, and the limits of each process remain
+            pids = []
+        entries: dict[int, _Entry] = {}
+        children: dict[int, list[int]] = defaultdict(list)
+        for pid in pids:
+            entry = _entry(pid)
+            if entry is not None:
+                entries[int(pid)] = entry
+                children[entry.parent].append(int(pid))
+        self._entries, self._children = entries, dict(children)
+
+
+def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
+    waiting = [pid]
+    while waiting:
+        at = waiting.pop()
+        yield at
+        waiting.extend(children.get(at, ()))
+
+
+def socket_bytes(pids: tuple[int, ...]) -> int:
+    """The most that the kernel may hold in sockets of some processes, if that is much.
+
+    Args:
+        pids: the processes.
+    """
+    total = 0
+    for pid in pids:
+        # The size of that folder is the number of its entries (Linux 6.2 and later).
+        with contextlib.suppress(OSError):
+            total += max(0, os.stat(f"/proc/{pid}/fd").st_size - _FEW_FILES) * _SOCKET_BYTES
+    return total
+
+
+def committed_bytes(pids: tuple[int, ...]) -> int:
+    """Memory that some processes may use at any moment without asking for more.
+
+    What was never written to counts, or was given back and can be written to again; a page that a
+    fork shares with its parent counts once until one of them writes to it.
+
+    Args:
+        pids: the processes; those that are gone count nothing.
+    """
+    total = 0
+    shared: dict[tuple[bytes, ...], int] = {}
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                rows = (row.split() for row in file.read().splitlines()[1:])
+            used = {row[0]: int(row[1]) << 10 for row in rows}
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                maps = [line.split(maxsplit=5) for line in file.read().splitlines()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:  # it hides itself: it may have all that it has addresses for
+            entry = _entry(str(pid))
+            total += 0 if entry is None else entry.addresses
+            continue
+        private = 0
+        for place, rights, _, *file in maps:
+            low, high = (int(end, 16) for end in place.split(b"-"))
+            if rights[1:2] == b"w" and rights[3:4] == b"s":
+                key = tuple(file[:2])
+                shared[key] = max(shared.get(key, 0), high - low)
+            elif rights[1:2] == b"w":
+                private += high - low
+        total += max(0, private - used[b"Anonymous:"]) + used[b"Pss:"]
+    return total + sum(shared.values())
+
+
+_TABLE = ProcessTable()
 
 
 class Tree:

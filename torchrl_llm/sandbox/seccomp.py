@@ -127,10 +127,11 @@ def filter_program(
     named: list[tuple[int, int, str]] = []
     if not others:
         named = [(_EQUAL, numbers[column], "named") for numbers in _OTHERS.values()]
-        named += [
-            (_EQUAL, _SETPRIORITY[column], "priority"),
-            (_EQUAL, _IOPRIO_SET[column], "forbid"),
-        ]
+        named += [(_EQUAL, _SETPRIORITY[column], "priority")]
+        named += [(_EQUAL, _IOPRIO_SET[column], "forbid")]
+    new_session = {"ask": "ask", "refuse": "forbid"}.get(sessions, "allow")
+    allow = (_RETURN, _ALLOW, None)
+    forbid = (_RETURN, _ERRNO | errno.EPERM, None)
     lines: list[tuple[int, int, str | None] | str] = [
         (_LOAD, _ARCH_AT, None),
         (_EQUAL, _AUDIT_ARCH[machine], "known"),
@@ -145,48 +146,38 @@ def filter_program(
         (_EQUAL, _CLONE[column], "clone"),
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
         (_EQUAL, _CLONE3[column], "absent"),
-        (_EQUAL, _SETSID[column], {"ask": "ask", "refuse": "forbid"}.get(sessions, "allow")),
+        (_EQUAL, _SETSID[column], new_session),
         *named,
         *((_EQUAL, number, "forbid") for number in numbers),
-        "allow",
-        (_RETURN, _ALLOW, None),
-        "forbid",
-        (_RETURN, _ERRNO | errno.EPERM, None),
-        "ask",
-        (_RETURN, _ASK, None),
-        "absent",
-        (_RETURN, _ERRNO | errno.ENOSYS, None),
+        allow,
         "clone",
         (_LOAD, _ARGUMENT_AT, None),
-        (_ANY_BIT, _CLONE_NEWUSER, "forbid_clone"),
-        (_RETURN, _ALLOW, None),
-        "forbid_clone",
-        (_RETURN, _ERRNO | errno.EPERM, None),
+        (_ANY_BIT, _CLONE_NEWUSER, "forbid"),
+        allow,
         "priority",
         (_LOAD, _ARGUMENT_AT, None),
         (_EQUAL, 0, "whose"),
-        (_RETURN, _ERRNO | errno.EPERM, None),
+        forbid,
         "whose",
         (_LOAD, _ARGUMENT_AT + 8, None),
-        (_EQUAL, 0, "own"),
-        (_RETURN, _ERRNO | errno.EPERM, None),
+        (_EQUAL, 0, "allow"),
+        forbid,
         "named",
         (_LOAD, _ARGUMENT_AT, None),
-        (_EQUAL, 0, "own"),
-        (_RETURN, _ERRNO | errno.EPERM, None),
-        "own",
-        (_RETURN, _ALLOW, None),
+        (_EQUAL, 0, "allow"),
+        forbid,
         "option",
         (_LOAD, _ARGUMENT_AT + 8, None),
         (_EQUAL, _SOL_SOCKET, "of_any_socket"),
-        (_RETURN, _ALLOW, None),
+        allow,
         "of_any_socket",
         (_LOAD, _ARGUMENT_AT + 16, None),
-        (_EQUAL, _SO_SNDBUF, "forbid_option"),
-        (_EQUAL, _SO_SNDBUFFORCE, "forbid_option"),
-        (_RETURN, _ALLOW, None),
-        "forbid_option",
-        (_RETURN, _ERRNO | errno.EPERM, None),
+        (_EQUAL, _SO_SNDBUF, "forbid"),
+        (_EQUAL, _SO_SNDBUFFORCE, "forbid"),
+        "allow",
+        allow,
+        "forbid",
+        forbid,
         "pair",
         (_LOAD, _ARGUMENT_AT, None),
         (_EQUAL, AF_UNIX, "allow_socket"),
@@ -196,7 +187,11 @@ def filter_program(
         *((_EQUAL, family, "allow_socket") for family in families),
         (_RETURN, _ERRNO | errno.EAFNOSUPPORT, None),
         "allow_socket",
-        (_RETURN, _ALLOW, None),
+        allow,
+        "absent",
+        (_RETURN, _ERRNO | errno.ENOSYS, None),
+        "ask",
+        (_RETURN, _ASK, None),
     ]
     return _assemble(lines)
 

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import tempfile
 import threading
 import uuid
@@ -26,21 +25,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from torchrl_llm.errors import ResourceError
-from torchrl_llm.sandbox import run_supervisor
+from torchrl_llm.sandbox import local_process, run_supervisor
+from torchrl_llm.sandbox.contained_process import Contained, Program
 from torchrl_llm.sandbox.interface import Limits
-from torchrl_llm.sandbox.limits import STACK_BYTES, unused_uid
-from torchrl_llm.sandbox.local_process import ENVIRONMENT, Contained, ProcessSandbox, data_fd
-from torchrl_llm.sandbox.process_watch import Capture, cpu_seconds
-from torchrl_llm.sandbox.pythons import candidates, own_python
+from torchrl_llm.sandbox.local_process import ENVIRONMENT, ROOT_FOLDERS, data_fd
+from torchrl_llm.sandbox.process_watch import Capture
 from torchrl_llm.sandbox.seccomp import filter_program
 
 _MARK = "TORCHRL_LLM_RUN"
-_READ = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc")
+_READ = ("/usr", *ROOT_FOLDERS, "/proc")
 _READ_FILES = ("/etc/ld.so.cache", "/dev/random", "/dev/urandom", "/etc/localtime")
 _WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 
 
-class SubprocessSandbox(ProcessSandbox):
+class SubprocessSandbox(local_process.ProcessSandbox):
     """Runs programs as plain processes with limits; it warns of what that leaves open.
 
     There are no sockets inside, and no program can change the mode, owner or times of a file by its
@@ -67,7 +65,8 @@ class SubprocessSandbox(ProcessSandbox):
     ) -> None:
         super().__init__(limits)
         self._read_only = tuple(os.path.abspath(folder) for folder in read_only)
-        self._python, self._folders = _working_python(python)
+        self.python, self._folders = _working_python(python)
+        self.missing = _missing(run_supervisor.landlock_version(), os.geteuid() == 0)
         warnings.warn(
             "SubprocessSandbox runs code of the model as a plain process. Not contained: "
             + "; ".join(self.missing)
@@ -76,34 +75,8 @@ class SubprocessSandbox(ProcessSandbox):
             stacklevel=3,
         )
 
-    @property
-    def python(self) -> str:
-        """The interpreter."""
-        return self._python
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """What this machine leaves open; see :attr:`Sandbox.missing`."""
-        return _missing(run_supervisor.landlock_version(), os.geteuid() == 0)
-
-    def _spawn(
-        self,
-        argv: Sequence[str],
-        *,
-        limits: Limits,
-        files: Mapping[PurePosixPath, bytes],
-        stdin: int | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> Contained:
-        return _spawn(
-            argv,
-            python=self._python,
-            read_only=(*self._folders, *self._read_only),
-            limits=limits,
-            files=files,
-            stdin=stdin,
-            pass_fds=pass_fds,
-        )
+    def _spawn(self, program: Program) -> Contained:
+        return _spawn(program, self.python, (*self._folders, *self._read_only))
 
 
 def _missing(landlock: int, root: bool) -> tuple[str, ...]:
@@ -130,13 +103,9 @@ class _Supervised(Contained):
 
     overhead = 1
 
-    def __init__(
-        self, argv: Sequence[str], *, folder: str, mark: str, report: Capture, **kwargs: Any
-    ) -> None:
-        self.folder = folder
-        self.mark = mark
-        self.report = report
-        super().__init__(argv, **kwargs)
+    def __init__(self, *args: Any, folder: str, mark: str, report: Capture, **kwargs: Any) -> None:
+        self.folder, self.mark, self.report = folder, mark, report
+        super().__init__(*args, **kwargs)
 
     @property
     def outputs(self) -> tuple[Capture, ...]:
@@ -148,49 +117,31 @@ class _Supervised(Contained):
             self.process.terminate()
             self.wait()
         self.report.drain()
-        if self.process.returncode is None or self._reported("exit_code", absent=True):
+        if self.process.returncode is None or self.report.report("exit_code") is None:
             self.process.kill()
             self.wait()
             _kill_marked(self.mark)
 
     def exit_code(self) -> int | None:
-        if not self._reported("failed", absent=True):  # before the program was begun
-            return None
-        return self._reported("exit_code")
-
-    def _reported(self, key: str, *, absent: bool = False) -> Any:
-        for line in self.report.text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                report = json.loads(line)
-                if key in report:
-                    return False if absent else report[key]
-        return True if absent else None
+        failed = self.report.report("failed") is not None  # before the program was begun
+        return None if failed else self.report.report("exit_code")
 
     def close(self) -> None:
         super().close()
         _remove(self.folder)
 
 
-def _spawn(
-    argv: Sequence[str],
-    *,
-    python: str,
-    read_only: Sequence[str],
-    limits: Limits,
-    files: Mapping[PurePosixPath, bytes],
-    stdin: int | None,
-    pass_fds: Sequence[int],
-) -> _Supervised:
-    uid = unused_uid() if os.geteuid() == 0 else None
+def _spawn(program: Program, python: str, read_only: Sequence[str]) -> _Supervised:
+    uid = local_process.unused_uid() if os.geteuid() == 0 else None
     folder = tempfile.mkdtemp(prefix="sandbox-")
     report_r, report_w = os.pipe()
     report = Capture(report_r, 4096)
     opened = [report_w]
     mark = uuid.uuid4().hex
     try:
-        _write_files(Path(folder), files, uid)
+        _write_files(Path(folder), program.files, uid)
         orders = {
-            "argv": list(argv),
+            "argv": list(program.argv),
             "env": {
                 **ENVIRONMENT,
                 "PATH": f"{os.path.dirname(python)}:/usr/bin:/bin",
@@ -200,33 +151,25 @@ def _spawn(
             },
             "folder": folder,
             "uid": uid,
-            "limits": _limits(limits),
-            "num_processes": limits.num_processes,
+            "limits": local_process.kernel_limits(program.limits),
+            "num_processes": program.limits.num_processes,
             "landlock": True,
             "filters": [_filter(sessions).hex() for sessions in ("ask", "refuse")],
             "read": [*_READ, *_READ_FILES, *read_only],
             "write": list(_WRITE),
-            "close": list(pass_fds),
+            "close": list(program.pass_fds),
             "parent": os.getpid(),
         }
         opened.append(data_fd(json.dumps(orders).encode()))
+        guard = [local_process.own_python(), "-I", "-S", "-B", run_supervisor.__file__]
         return _Supervised(
-            [
-                own_python(),
-                "-I",
-                "-S",
-                "-B",
-                run_supervisor.__file__,
-                str(opened[1]),
-                str(report_w),
-            ],
+            program,
+            [*guard, str(opened[1]), str(report_w)],
             folder=folder,
             mark=mark,
             report=report,
-            limits=limits,
             env=ENVIRONMENT,
-            stdin=stdin,
-            pass_fds=(*opened, *pass_fds),
+            pass_fds=opened,
         )
     except BaseException:
         report.close()
@@ -240,19 +183,6 @@ def _spawn(
 def _filter(sessions: Literal["ask", "refuse"]) -> bytes:
     program = filter_program(families=(), attributes=False, others=False, sessions=sessions)
     return program or b""
-
-
-def _limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    cpu_s = cpu_seconds(limits)
-    return {
-        "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
-        # One may ignore the signal at the first; none can ignore that at the second.
-        "RLIMIT_CPU": (cpu_s, cpu_s + 1),
-        "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
-        "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
-        "RLIMIT_STACK": (STACK_BYTES, STACK_BYTES),
-        "RLIMIT_CORE": (0, 0),
-    }
 
 
 def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | None) -> None:
@@ -327,24 +257,11 @@ def _working_python(python: str | None) -> tuple[str, tuple[str, ...]]:
         ResourceError: there is none.
     """
     said = ""
-    for path, folders in candidates(python):
-        with _spawn(
-            [path, "-I", "-c", "print('works')"],
-            python=path,
-            read_only=folders,
-            limits=Limits(wall_s=20.0),
-            files={},
-            stdin=None,
-            pass_fds=(),
-        ) as run:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.process.wait(20.0)
-            run.kill()
-            run.stdout.drain()
-            run.stderr.drain()
-            if run.stdout.text() == "works\n":
-                return path, folders
-            said = run.stderr.text() or run.report.text()
+    for path, folders in local_process.candidates(python):
+        spawn = functools.partial(_spawn, python=path, read_only=folders)
+        worked, said = local_process.works(spawn, path)
+        if worked:
+            return path, folders
     raise ResourceError(
         f"no interpreter can be started as the user of a run: {said.strip()!r}; install Python "
         "where every user can read it (Debian: apt-get install python3), or pass python=..."

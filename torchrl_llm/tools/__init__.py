@@ -16,14 +16,20 @@ from torchrl_llm.tools.call_parsers import (
 from torchrl_llm.tools.code_blocks import CodeBlockParser
 from torchrl_llm.tools.executor import ToolExecutor
 from torchrl_llm.tools.mcp import MCPServers, MCPTool, MCPToolTransform
-from torchrl_llm.tools.ordered import ExecuteToolsInOrder
 from torchrl_llm.tools.process_tool import ProcessTool
-from torchrl_llm.tools.python_interpreter import PythonInterpreter, PythonTool
-from torchrl_llm.tools.python_service import PythonExecutorService
-from torchrl_llm.tools.simple import SimpleToolTransform
+from torchrl_llm.tools.python_interpreter import (
+    PythonExecutorService,
+    PythonInterpreter,
+    PythonTool,
+)
 from torchrl_llm.tools.tool import FunctionTool, Tool
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolResult
-from torchrl_llm.tools.tool_registry import ToolRegistry, ToolService
+from torchrl_llm.tools.tool_registry import (
+    ExecuteToolsInOrder,
+    SimpleToolTransform,
+    ToolRegistry,
+    ToolService,
+)
 from torchrl_llm.tools.tool_transform import ToolTransform
 
 __all__ = [

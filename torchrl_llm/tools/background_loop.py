@@ -9,6 +9,7 @@ either.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -77,12 +78,13 @@ class BackgroundLoop:
         """
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
                 thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name=self.name, daemon=True
+                    target=lambda: asyncio.run(_until_ended(started)), name=self.name, daemon=True
                 )
                 thread.start()
-                self._finalizer = weakref.finalize(self, _end, self._loop, thread)
+                self._loop, end = started.result()
+                self._finalizer = weakref.finalize(self, _end, self._loop, end, thread)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -93,21 +95,14 @@ class BackgroundLoop:
             finalizer()
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
+async def _until_ended(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    end = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), end))
+    await end.wait()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(loop.stop)
+def _end(loop: asyncio.AbstractEventLoop, end: asyncio.Event, thread: threading.Thread) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        loop.call_soon_threadsafe(end.set)
     if thread is not threading.current_thread():
         thread.join(10.0)

@@ -16,7 +16,7 @@ from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.browser_driver import BrowserDriver, BrowserError
 from torchrl_llm.tools.browser_rules import AddressRules
 from torchrl_llm.tools.call_parsers import ToolParser
-from torchrl_llm.tools.tool import Tool
+from torchrl_llm.tools.tool import Restarted, Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -51,7 +51,7 @@ _GRACE_S = 5.0
 
 
 @register("tools", "browser")
-class BrowserTool(Tool):
+class BrowserTool(Restarted, Tool):
     """Opens web pages and acts on them; one page a conversation, one browser for all.
 
     What the model reads is a page's title, address and text. A page that never loads, an element
@@ -88,6 +88,7 @@ class BrowserTool(Tool):
         "additionalProperties": False,
     }
     stateful = True
+    _own = ("_loop", "_driver")
 
     def __init__(
         self,
@@ -103,16 +104,21 @@ class BrowserTool(Tool):
         if timeout <= 0 or start_timeout <= 0 or page_chars < 1:
             raise ConfigError("timeout, start_timeout and page_chars must be above 0")
         self.rules = AddressRules(allowed_domains)
-        self.page_timeout, self.start_timeout = timeout, start_timeout
-        self.timeout = timeout + _GRACE_S
+        self.start_timeout, self.timeout = start_timeout, timeout + _GRACE_S
         self.settings = {
+            "rules": self.rules,
             "headless": headless,
+            "timeout_s": timeout,
+            "start_timeout_s": start_timeout,
             "executable_path": executable_path,
             "chromium_sandbox": chromium_sandbox,
             "page_chars": page_chars,
         }
+        self._begin()
+
+    def _begin(self) -> None:
         self._loop = BackgroundLoop("torchrl_llm-browser")
-        self._driver: BrowserDriver | None = None
+        self._driver = BrowserDriver(**self.settings)
 
     def start(self) -> None:
         """Start the browser.
@@ -121,18 +127,7 @@ class BrowserTool(Tool):
             MissingExtraError: Playwright is not installed.
             WorkerError: the browser did not start.
         """
-        self._loop.run(self._started(), timeout_s=self.start_timeout + _GRACE_S)
-
-    async def _started(self) -> BrowserDriver:
-        if self._driver is None:
-            self._driver = BrowserDriver(
-                self.rules,
-                timeout_s=self.page_timeout,
-                start_timeout_s=self.start_timeout,
-                **self.settings,
-            )
-        await self._driver.start()
-        return self._driver
+        self._loop.run(self._driver.start(), timeout_s=self.start_timeout + _GRACE_S)
 
     def run(self, call: ToolCall) -> ToolOutput:
         """Carry out an action; its failure is a result."""
@@ -144,8 +139,9 @@ class BrowserTool(Tool):
         # What another action would take is no reason to refuse this one.
         args = {name: value for name, value in args.items() if name in required + optional}
         try:
-            self.start()  # its time is none of the action's
-            return ToolOutput(self._loop.run(self._act(call, action, args), timeout_s=self.timeout))
+            self.start()  # its time is not the action's
+            work = self._driver.act(call.session, action, args)
+            return ToolOutput(self._loop.run(work, timeout_s=self.timeout))
         except BrowserError as error:
             return ToolOutput(str(error), "BrowserError")
         except TimeoutError as error:
@@ -153,33 +149,23 @@ class BrowserTool(Tool):
         except WorkerError as error:
             return ToolOutput(str(error), "WorkerError")
 
-    async def _act(self, call: ToolCall, action: str, args: Mapping[str, Any]) -> str:
-        return await (await self._started()).act(call.session, action, args)
-
     def end_session(self, session: int) -> None:
         """Close the page of a conversation, with its cookies and everything else."""
-        if self._driver is not None and self._loop.running:
+        if self._loop.running:
             self._loop.submit(self._driver.end_session(session))
 
     @property
     def num_pages(self) -> int:
         """How many conversations have a page open."""
-        return 0 if self._driver is None else self._driver.num_pages
+        return self._driver.num_pages
 
     def close(self) -> None:
         """Close the browser."""
-        driver, self._driver = self._driver, None
-        if driver is not None and self._loop.running:
-            self._loop.run(driver.close(), timeout_s=3 * _GRACE_S)
-        self._loop.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy elsewhere starts a browser of its own.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_loop", "_driver")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._loop, self._driver = BackgroundLoop("torchrl_llm-browser"), None
+        driver, loop = self._driver, self._loop
+        self._begin()
+        if loop.running:
+            loop.run(driver.close(), timeout_s=3 * _GRACE_S)
+        loop.close()
 
 
 class BrowserTransform(ToolTransform):

@@ -11,12 +11,12 @@ import asyncio
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import TorchRLLLMError, WorkerError
-from torchrl_llm.tools.browser_proxy import PublicProxy
-from torchrl_llm.tools.browser_rules import AddressRules
+from torchrl_llm.tools.browser_rules import AddressRules, PublicProxy
 
 _FEATURE = "BrowserTransform"
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -105,6 +105,7 @@ def _is_visit(request: Any) -> bool:
         return True  # of a window that is not there yet
 
 
+@dataclass(eq=False)
 class BrowserDriver:
     """Opens pages and acts on them; every method runs in the same loop.
 
@@ -121,20 +122,16 @@ class BrowserDriver:
         num_starts: how often the browser was started.
     """
 
-    def __init__(
-        self,
-        rules: AddressRules,
-        *,
-        headless: bool = True,
-        timeout_s: float = 30.0,
-        start_timeout_s: float = 60.0,
-        executable_path: str | None = None,
-        chromium_sandbox: bool = False,
-        page_chars: int = 8000,
-    ) -> None:
-        self.rules, self.headless, self.timeout_s = rules, headless, timeout_s
-        self.start_timeout_s, self.chromium_sandbox = start_timeout_s, chromium_sandbox
-        self.executable_path, self.page_chars = executable_path, page_chars
+    rules: AddressRules
+    _: KW_ONLY
+    headless: bool = True
+    timeout_s: float = 30.0
+    start_timeout_s: float = 60.0
+    executable_path: str | None = None
+    chromium_sandbox: bool = False
+    page_chars: int = 8000
+
+    def __post_init__(self) -> None:
         self.num_starts = 0
         self._playwright: Any = None
         self._browser: Any = None
@@ -358,9 +355,8 @@ class BrowserDriver:
     async def _read(self, seat: _Seat, offset: int = 0) -> str:
         title, total, text = await self._in_page(seat, _READ, offset, self.page_chars)
         offset, end = min(offset, total), min(offset + self.page_chars, total)
-        shown = (
-            "" if (offset, end) == (0, total) else f"[characters {offset} to {end} of {total}]\n"
-        )
+        whole = (offset, end) == (0, total)
+        shown = "" if whole else f"[characters {offset} to {end} of {total}]\n"
         return f"{title}\n{seat.page.url[:_URL_CHARS]}\n{shown}\n{text}"
 
     async def _click(self, seat: _Seat, selector: str) -> str:

@@ -12,20 +12,7 @@ from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<mark>[-+*/()]))")
-_SPELLINGS = str.maketrans(
-    {
-        "×": "*",
-        "·": "*",
-        "∗": "*",
-        "⋅": "*",
-        "x": "*",
-        "÷": "/",
-        "−": "-",
-        "–": "-",
-        "$": " ",
-        "`": " ",
-    }
-)
+_SPELLINGS = str.maketrans("×·∗⋅x÷−–$`", "*****/--  ")
 _LATEX = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": "", "\\right": ""}
 _LATEX |= dict.fromkeys(("\\(", "\\)", "\\[", "\\]"), "")
 _WRAPPER = re.compile(r"\A(?:\\boxed\s*\{(.*)\}|\*\*(.*)\*\*)\Z", re.DOTALL)

@@ -22,17 +22,17 @@ from typing import Any
 from torchrl._utils import logger
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.sandbox.workers.daemon_threads import DaemonThreads
+from torchrl_llm.sandbox.workers import DaemonThreads
 from torchrl_llm.tools.call_arguments import (
     ArgumentError,
     argument_checker,
     describe_parameters,
 )
-from torchrl_llm.tools.tool import Tool, as_text, failure
+from torchrl_llm.tools.tool import Restarted, Tool, as_output, failure
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolResult
 
 
-class ToolExecutor:
+class ToolExecutor(Restarted):
     """Answers the tool calls of many conversations.
 
     Calls of different conversations run at once, in threads; within one conversation those to
@@ -71,6 +71,8 @@ class ToolExecutor:
         >>> executor.close()
     """
 
+    _own = ("_lock", "_checkers", "_hanging", "_threads", "_started")
+
     def __init__(
         self,
         tools: Iterable[Tool] = (),
@@ -90,12 +92,15 @@ class ToolExecutor:
         self.max_result_chars = max_result_chars
         self.stop_on_error = stop_on_error
         self.tools: dict[str, Tool] = {}
+        self._begin()
+        self.add(tools)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._checkers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
         self._hanging: Counter[str] = Counter()
         self._threads: DaemonThreads | None = None
         self._started: set[str] = set()
-        self.add(tools)
 
     def add(self, tools: Iterable[Tool]) -> None:
         """Add tools.
@@ -126,7 +131,7 @@ class ToolExecutor:
             for name, tool in self.tools.items():
                 if name not in self._started:
                     tool.start()
-                    self._checker(tool)  # it takes its time, which is none of a call's
+                    self._checker(tool)  # it takes its time, which is not the call's
                     self._started.add(name)
 
     def end_session(self, session: int) -> None:
@@ -148,17 +153,6 @@ class ToolExecutor:
             _quietly(self.tools[name], self.tools[name].close)
         if threads is not None:
             threads.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Threads, locks and compiled schemas are made anew where this is unpickled.
-        rest = {"_lock", "_checkers", "_hanging", "_threads", "_started"}
-        return {key: value for key, value in self.__dict__.items() if key not in rest}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
-        self._checkers, self._hanging = {}, Counter()
-        self._threads, self._started = None, set()
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -210,10 +204,7 @@ class ToolExecutor:
             wanted = describe_parameters(tool.parameters)
             text = f"Invalid arguments for {tool.name}: {error}. Expected {wanted}."
             return ToolOutput(text, "InvalidArguments")
-        value = tool.run(replace(call, args=args))
-        if isinstance(value, ToolOutput):
-            return value._replace(content=as_text(value.content))
-        return ToolOutput(as_text(value))
+        return as_output(tool.run(replace(call, args=args)))
 
     def _checker(self, tool: Tool) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         checker = self._checkers.get(tool.name)

@@ -19,7 +19,7 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.mcp_client import MCPConnection, MCPServerConfig
-from torchrl_llm.tools.tool import Tool, ToolKind
+from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -27,7 +27,7 @@ from torchrl_llm.tools.tool_transform import ToolTransform
 _GRACE_S = 5.0
 
 
-class MCPServers:
+class MCPServers(Restarted):
     """Several servers in one background loop; its tools share it.
 
     Args:
@@ -49,6 +49,8 @@ class MCPServers:
         >>> servers.running
         False
     """
+
+    _own = ("_loop", "_connections")
 
     def __init__(
         self,
@@ -153,14 +155,6 @@ class MCPServers:
         if connections and self._loop.running:
             self._loop.run(_close_all(connections), timeout_s=30.0)
         self._loop.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy elsewhere starts servers of its own.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_loop", "_connections")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
 
 
 class MCPTool(Tool):

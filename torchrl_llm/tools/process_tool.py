@@ -19,7 +19,7 @@ from torchrl_llm.sandbox.workers import (
     RemoteTimeoutError,
     WorkerPool,
 )
-from torchrl_llm.tools.tool import FunctionTool, Tool, as_text, failure
+from torchrl_llm.tools.tool import FunctionTool, Tool, as_output, failure
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
 
@@ -117,9 +117,6 @@ class _Answers:
 
     def __call__(self, call: ToolCall) -> ToolOutput:
         try:
-            value = self._tool.run(call)
-            if isinstance(value, ToolOutput):
-                return value._replace(content=as_text(value.content))
-            return ToolOutput(as_text(value))
+            return as_output(self._tool.run(call))
         except BaseException as error:  # the end of a call, not of the process
             return failure(error)

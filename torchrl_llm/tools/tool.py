@@ -102,6 +102,26 @@ class Tool(ABC):
         """Let go of processes and connections; may be called twice."""
 
 
+class Restarted:
+    """Base of what is copied or pickled without its processes, threads and connections.
+
+    The copy starts its own. A subclass names those attributes and makes them in :meth:`_begin`,
+    which its constructor calls.
+    """
+
+    _own: ClassVar[tuple[str, ...]]
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
 class FunctionTool(Tool):
     """A Python function as a tool; it runs in the trainer's process, so it must be one you trust.
 
@@ -154,8 +174,7 @@ class FunctionTool(Tool):
 
     def run(self, call: ToolCall) -> str | ToolOutput:
         """Call the function; what is no string is written as one, by :func:`as_text`."""
-        value = self.function(**call.args)
-        return value if isinstance(value, ToolOutput) else as_text(value)
+        return as_output(self.function(**call.args))
 
 
 def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -196,6 +215,13 @@ def as_text(value: Any) -> str:
         except (TypeError, ValueError, RecursionError):  # keys or cycles that JSON has no form for
             pass
     return str(value)
+
+
+def as_output(value: Any) -> ToolOutput:
+    """What a tool returned as an output whose content is a text."""
+    if isinstance(value, ToolOutput):
+        return value._replace(content=as_text(value.content))
+    return ToolOutput(as_text(value))
 
 
 def failure(error: BaseException) -> ToolOutput:

@@ -1,22 +1,22 @@
-"""Services as tools: objects with a name that are called with keywords and return a dict.
+"""Services and plain functions as tools, as TorchRL writes them, and the transforms for both.
 
-This is TorchRL's way of writing a tool. A :class:`ServiceTool` makes a
-:class:`~torchrl_llm.tools.tool.Tool` of one, which is the richer interface: write
-that for something new.
-
-Next: :mod:`torchrl_llm.tools.ordered` runs the calls of services in order.
+A service is an object with a name that is called with keywords and returns a dict. A
+:class:`ServiceTool` makes a :class:`~torchrl_llm.tools.tool.Tool` of one, which is the richer
+interface: write that for something new.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
 from torchrl_llm.tools.tool import Tool, as_text, closed_schema
-from torchrl_llm.tools.tool_call import ToolCall
+from torchrl_llm.tools.tool_call import ToolCall, ToolResult
+from torchrl_llm.tools.tool_transform import ToolTransform
 
 _TYPES = {
     str: "string",
@@ -221,3 +221,104 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
         return False
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return any_name or name in parameters
+
+
+class SimpleToolTransform(ToolTransform):
+    r"""A :class:`~torchrl_llm.tools.ToolTransform` from plain functions.
+
+    Calls are written ``<tool>name\n{"argument": value}</tool>`` by default.
+
+    Args:
+        tools: name to function; it is called with the arguments as keywords.
+        tool_schemas: name to JSON schema of the arguments, where the signature does not say enough.
+        parser: another way to write calls.
+        tool_call_pattern: a regular expression with two groups, name and JSON arguments, instead of
+            a parser.
+        tool_name: role of the results.
+        timeout: seconds that a call may take.
+        kwargs: further arguments of the base class.
+
+    Raises:
+        ConfigError: parser and pattern, or a schema for a tool that there is not.
+
+    Example:
+        >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
+        >>> transform.schemas[0]["function"]["name"]
+        'add'
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        parser: ToolParser | Callable[[str], Mapping[str, Any]] | None = None,
+        tool_call_pattern: str | None = None,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+        **kwargs: Any,
+    ) -> None:
+        if parser is not None and tool_call_pattern is not None:
+            raise ConfigError("pass parser or tool_call_pattern, not both")
+        schemas = dict(tool_schemas or {})
+        if unknown := sorted(set(schemas) - set(tools)):
+            raise ConfigError(f"tool_schemas has {unknown}, and tools only {sorted(tools)}")
+        if parser is None:
+            parser = PatternParser(tool_call_pattern) if tool_call_pattern else ToolTagParser()
+        parameters = {name: json_schema(schema) for name, schema in schemas.items()}
+        made = [
+            ServiceTool(function, name=name, parameters=parameters.get(name))
+            for name, function in tools.items()
+        ]
+        super().__init__(made, parser, tool_name=tool_name, timeout=timeout, **kwargs)
+
+
+class ExecuteToolsInOrder(ToolTransform):
+    """Runs the calls of a turn strictly one after another and reports them in one message.
+
+    The message is ``<tool_results>``, a paragraph for each call, ``</tool_results>``. Calls of
+    different conversations still run at once.
+
+    Args:
+        registry: the services.
+        parser: how calls are written.
+        stop_on_error: do not run the calls behind one that failed.
+        pass_state_to_tools: call a service with ``_state``, the row that calls as a locked
+            tensordict, where it takes that keyword.
+        kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
+
+    Example:
+        >>> from torchrl_llm.tools import XMLBlockParser
+        >>> class Search:
+        ...     name, schema_in, schema_out = "search", {"query": str}, {"results": list}
+        ...     def __call__(self, query, _state=None):
+        ...         return {"results": [query, _state["turn"].item()]}
+        >>> transform = ExecuteToolsInOrder(ToolRegistry([Search()]), XMLBlockParser())
+        >>> list(transform.tools)
+        ['search']
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        parser: ToolParser | Callable[[str], Mapping[str, Any]],
+        stop_on_error: bool = False,
+        pass_state_to_tools: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        tools = [
+            ServiceTool.of(service, pass_state=pass_state_to_tools, stateful=True)
+            for service in registry
+        ]
+        super().__init__(tools, parser, **kwargs)
+        self.hands_over_state = pass_state_to_tools
+        self.executor.stop_on_error = stop_on_error
+
+    def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+        """One message with the results of all calls."""
+        lines = ["<tool_results>"]
+        for number, result in enumerate(results, start=1):
+            name = result.call.tool or "a call"
+            tag = "" if result.call.tag is None else f" [{result.call.tag}]"
+            state = "" if result.ok else " failed"
+            lines.append(f"{number}. {name}{tag}{state}: {result.content}")
+        return [{"role": self.tool_name, "content": "\n".join([*lines, "</tool_results>"])}]

@@ -2,12 +2,11 @@
 
 Tools and rewards use them; neither knows of conversations or tensordicts.
 
-Next: :mod:`torchrl_llm.sandbox.workers.daemon_threads` for what waits,
-:mod:`torchrl_llm.sandbox.workers.worker_pool` for what computes, or may never end.
+Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` has both.
 """
 
-from torchrl_llm.sandbox.workers.daemon_threads import DaemonThreads
 from torchrl_llm.sandbox.workers.worker_pool import (
+    DaemonThreads,
     RemoteCallError,
     RemoteDiedError,
     RemoteRaisedError,

@@ -1,9 +1,10 @@
-"""Processes that run one function, and can be stopped in the middle of it.
+"""Workers: processes that can be stopped in the middle of a function, threads that can be given up.
 
-For work that keeps a CPU busy (several run at once, which Python's threads do not), and for work
-that may not end: a thread cannot be stopped, a process can, in the middle of a computation that
-never looks at a signal. It keeps the trainer's memory out of reach of what runs there, but it is no
-sandbox: the function is the user's own, and has the trainer's rights.
+:class:`DaemonThreads` are for work that waits. :class:`WorkerPool` is for work that keeps a CPU
+busy (several processes run at once, which Python's threads do not), and for work that may not end:
+a thread cannot be stopped, a process can, in the middle of a computation that never looks at a
+signal. It keeps the trainer's memory out of reach of what runs there, but it is no sandbox: the
+function is the user's own, and has the trainer's rights.
 
 Next: :mod:`torchrl_llm.sandbox.workers.worker_server` is the other end.
 """
@@ -14,30 +15,95 @@ import io
 import json
 import os
 import pickle
+import queue
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _SCRIPT = Path(__file__).with_name("worker_server.py")
-_LENGTH = struct.Struct("!Q")
-_COMMAND = struct.Struct("!cq")
-_ANSWER = struct.Struct("!q")
 _MAIN = ("__main__", "__mp_main__")
 # An interpreter that imports torch on a machine that is busy with much else.
 _START_TIMEOUT_S = 600.0
 _CONTROL_TIMEOUT_S = 60.0
+
+
+class DaemonThreads:
+    """A pool of daemonic threads.
+
+    A thread cannot be stopped from outside. One whose work takes too long is left alone (it is
+    daemonic, so the interpreter does not wait for it) and another takes its place; how many are in
+    that state is counted.
+
+    Args:
+        max_threads: how many work at a time, those that were given up not counted.
+
+    Example:
+        >>> threads, done = DaemonThreads(2), threading.Event()
+        >>> threads.submit(done.set)
+        >>> done.wait(10), threads.close()
+        (True, None)
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max = max_threads
+        self._jobs: queue.SimpleQueue[Callable[[], bool | None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._alive = 0
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, job: Callable[[], bool | None]) -> None:
+        """Run a job as soon as a thread is free.
+
+        Args:
+            job: must not raise; it returns true if :meth:`replace` was called for its thread.
+        """
+        with self._lock:
+            self._jobs.put(job)
+            self._idle -= 1
+            if self._idle < 0 and self._alive < self._max:
+                self._spawn()
+
+    def replace(self) -> None:
+        """Give one thread up: it ends when its job does, and another may start at once."""
+        with self._lock:
+            self._alive -= 1
+            if self._idle < 0 and not self._closed:
+                self._spawn()
+
+    def close(self) -> None:
+        """Let the threads end when they have nothing to do; may be called twice."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._alive):
+                self._jobs.put(None)
+
+    def _spawn(self) -> None:
+        # The idle count is of threads that wait, less the jobs that wait for one.
+        self._alive += 1
+        self._idle += 1
+        threading.Thread(target=_work, args=(self,), name="tool", daemon=True).start()
+
+
+def _work(pool: DaemonThreads) -> None:
+    jobs = pool._jobs
+    while (job := jobs.get()) is not None:
+        if job():
+            return
+        del job  # it holds the caller's data
+        with pool._lock:
+            pool._idle += 1
 
 
 class RemoteCallError(TorchRLLLMError, RuntimeError):
@@ -177,7 +243,7 @@ class WorkerPool:
                     worker.close()  # the pool was closed meanwhile
         if "error" in reply:
             raise RemoteRaisedError(reply["error"], reply["message"], reply["frames"])
-        return _value(reply["value"])
+        return reply["value"]
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -235,8 +301,7 @@ class _Server:
         self._ready = False
         self._failure = ""
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair()
-        self._control = ours
+        self._control, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
                 # Isolated: neither the script's folder nor the environment adds to its path.
@@ -247,12 +312,11 @@ class _Server:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
-            ours.close()
+            self._control.close()
             raise RemoteCallError(f"no process could be started: {error}") from error
         finally:
             theirs.close()
-        content = pickle.dumps({**setup, "path": list(sys.path), "pid": os.getpid()})
-        self._pending = _LENGTH.pack(len(content)) + content
+        self._pending = {**setup, "path": list(sys.path), "pid": os.getpid()}
 
     def fork(self) -> _Worker:
         """A new process.
@@ -260,39 +324,36 @@ class _Server:
         Raises:
             RemoteCallError: the function cannot be loaded, or there is no process to be had.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         try:
-            pid = self._ask(b"F", 0, theirs)
+            started = self._ask("fork", passed=theirs)
+            if "error" in started:
+                raise RemoteCallError(f"no process could be started: {started['error']}")
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        if pid < 0:
-            ours.close()
-            raise RemoteCallError(f"no process could be started: {os.strerror(-pid)}")
-        return _Worker(self, ours, pid)
+        return _Worker(self, ours, started["pid"])
 
     def end(self, pid: int) -> int | None:
         """Kill a process; its exit code."""
         try:
-            code = self._ask(b"K", pid)
+            return self._ask("end", pid)
         except RemoteCallError:  # the server is gone, and its processes with it
             return None
-        return code if abs(code) < 1 << 32 else None
 
-    def _ask(self, what: bytes, pid: int, passed: socket.socket | None = None) -> int:
+    def _ask(self, what: str, pid: int = 0, passed: Connection | None = None) -> Any:
         with self._lock:
             if self._failure:
                 raise RemoteCallError(self._failure)
             try:
                 self._wait_until_ready()
-                self._control.settimeout(_CONTROL_TIMEOUT_S)
-                command = _COMMAND.pack(what, pid)
-                fds = [] if passed is None else [passed.fileno()]
-                socket.send_fds(self._control, [command], fds)
-                return _ANSWER.unpack(_receive(self._control, _ANSWER.size, None))[0]
-            except OSError as error:
+                self._control.send((what, pid))
+                if passed is not None:
+                    reduction.send_handle(self._control, passed.fileno(), self._process.pid)
+                return _answer(self._control, _CONTROL_TIMEOUT_S)
+            except (OSError, EOFError) as error:
                 self._abandon()
                 raise RemoteCallError(
                     f"the process that starts the others died ({_status(self._process.returncode)})"
@@ -304,12 +365,10 @@ class _Server:
     def _wait_until_ready(self) -> None:
         if self._ready:
             return
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        self._control.settimeout(_START_TIMEOUT_S)
-        if self._pending:
-            self._control.sendall(self._pending)
-            self._pending = b""
-        reply = _message(self._control, deadline)
+        if self._pending is not None:
+            self._control.send(self._pending)
+            self._pending = None
+        reply = _answer(self._control, _START_TIMEOUT_S)
         if "error" in reply:
             self._failure = (
                 f"the function cannot be loaded in a process: {reply['error']}: {reply['message']}"
@@ -331,8 +390,7 @@ class _Server:
         self.gone = True
         if self._ready:
             with suppress(OSError, subprocess.TimeoutExpired), self._lock:
-                self._control.settimeout(_CONTROL_TIMEOUT_S)
-                self._control.sendall(_COMMAND.pack(b"Q", 0))
+                self._control.send(("quit", 0))
                 self._process.wait(_CONTROL_TIMEOUT_S)
         self._abandon()
 
@@ -340,14 +398,14 @@ class _Server:
 class _Worker:
     """One process that calls the function."""
 
-    def __init__(self, server: _Server, its_socket: socket.socket, pid: int) -> None:
+    def __init__(self, server: _Server, pipe: Connection, pid: int) -> None:
         self.server, self.pid = server, pid
-        self._socket = its_socket
+        self._pipe = pipe
         self._ended = False
 
     def wait_until_ready(self) -> None:
         """Wait for what it does before its first call."""
-        reply = self._exchange(b"", _START_TIMEOUT_S)
+        reply = self.ask(None, _START_TIMEOUT_S)
         if "error" in reply:
             raise RemoteCallError(
                 f"the function cannot be started in a process: {reply['error']}: {reply['message']}"
@@ -355,28 +413,17 @@ class _Worker:
 
     def is_waiting(self) -> bool:
         """Whether it lives and owes nothing."""
-        self._socket.settimeout(0)
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not self._pipe.poll()
 
-    def ask(self, content: bytes, timeout: float | None) -> dict[str, Any]:
-        """Send a request and wait for the answer."""
-        return self._exchange(_LENGTH.pack(len(content)) + content, timeout)
-
-    def _exchange(self, request: bytes, timeout: float | None) -> dict[str, Any]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def ask(self, request: bytes | None, timeout: float | None) -> dict[str, Any]:
+        """Send a request, if there is one, and wait for the answer."""
         try:
-            self._socket.settimeout(timeout)
-            self._socket.sendall(request)
-            return _message(self._socket, deadline)
+            if request is not None:
+                self._pipe.send_bytes(request)
+            return _answer(self._pipe, timeout)
         except TimeoutError:
             raise RemoteTimeoutError(f"no answer within {timeout:g} s") from None
-        except OSError as error:
+        except (OSError, EOFError) as error:
             raise RemoteDiedError(self.end()) from error
 
     def end(self) -> int | None:
@@ -384,32 +431,18 @@ class _Worker:
         if self._ended:
             return None
         self._ended = True
-        self._socket.close()
+        self._pipe.close()
         return self.server.end(self.pid)
 
     def close(self) -> None:
         """Let go of one that has been ended."""
-        self._socket.close()
+        self._pipe.close()
 
 
-def _message(source: socket.socket, deadline: float | None) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_receive(source, _LENGTH.size, deadline))
-    return json.loads(_receive(source, length, deadline))
-
-
-def _receive(source: socket.socket, length: int, deadline: float | None) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            source.settimeout(left)
-        part = source.recv(min(length - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionResetError
-        parts += part
-    return bytes(parts)
+def _answer(source: Connection, timeout: float | None) -> Any:
+    if not source.poll(timeout):
+        raise TimeoutError
+    return json.loads(source.recv_bytes())
 
 
 def _stop_all(servers: list[_Server], pid: int) -> None:
@@ -426,14 +459,6 @@ def _status(code: int | None) -> str:
     with suppress(ValueError):
         return signal.Signals(-code).name
     return f"signal {-code}"
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict) and "items" in value:
-        return [_value(item) for item in value["items"]]
-    if isinstance(value, dict):
-        return {name: _value(item) for name, item in value["fields"].items()}
-    return value
 
 
 class _Pickler(pickle.Pickler):

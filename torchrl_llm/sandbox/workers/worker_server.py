@@ -1,10 +1,15 @@
 """The other end of a pool of processes: loads a function once and forks processes that call it.
 
 It is run as a script, in a bare interpreter, and needs the standard library alone: what the
-function does not import, its processes do not load. This process runs nothing of the user's after
-loading, so it can always fork, kill and tell how a process ended; when the program that started it
-is gone, it ends all of them, and where it is killed itself, the kernel does. Requests are pickled
-by that program; answers are JSON, so that whatever a function is given can at worst answer wrongly.
+function does not import, its processes do not load. ``multiprocessing`` itself would not start it
+so: what it spawns runs the program's own file again, its fork server is one for the whole program
+and lives while any fork of that holds a pipe of it, and a ``Process`` that died is reaped whenever
+another starts, so that a kill could hit whoever has its number by then. Its connections are used.
+
+This process runs nothing of the user's after loading, so it can always fork, kill and tell how a
+process ended. When the program that started it is gone, it ends all of them; where it is killed
+itself, the kernel does. Requests are pickled by that program; answers are JSON, so that whatever a
+function is given can at worst answer wrongly.
 
 Its only user is :mod:`torchrl_llm.sandbox.workers.worker_pool`.
 """
@@ -13,17 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import pickle
 import resource
 import runpy
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -31,17 +33,14 @@ import time
 import traceback
 import types
 from contextlib import suppress
-from typing import Any, BinaryIO, NoReturn
+from multiprocessing import connection, reduction
+from typing import Any, NoReturn
 
-_LENGTH = struct.Struct("!Q")
-_COMMAND = struct.Struct("!cq")  # what to do, and with which process
-_ANSWER = struct.Struct("!q")
 _LONGEST_MESSAGE = 2000
 _MOST_FRAMES = 50
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 _KILL_S = 5.0
-_NO_CODE = 1 << 32  # of a process that the kernel does not let go
 
 # The pool refuses to start processes while this is set: a program without `if __name__ ==
 # "__main__":` would start itself over and over.
@@ -52,21 +51,19 @@ class Server:
     """Forks and ends the processes of one pool.
 
     Args:
-        control: the socket on which the pool asks.
+        control: where the pool asks.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: connection.Connection) -> None:
         self._control = control
-        self._pid = os.getpid()
         self._children: set[int] = set()
 
     def run(self) -> None:
         """Serve until the pool, or the program that has it, is gone."""
         try:
-            stream = self._control.makefile("rb", buffering=0)
-            self._setup = pickle.loads(_content(stream))
+            self._setup = self._control.recv()
             reply = self._load()
-            self._control.sendall(_packed(reply))
+            self._control.send_bytes(_packed(reply))
             if "error" not in reply:
                 self._serve()
         except (EOFError, OSError):
@@ -86,86 +83,85 @@ class Server:
 
     def _serve(self) -> None:
         ended = _when_ended(self._setup["pid"])
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        if ended is not None:
-            poll.register(ended, select.POLLIN)
+        sources = [self._control] if ended is None else [self._control, ended]
         while True:
-            events = poll.poll(None if ended is not None else 1000 * _LOOK_S)
-            if any(fd == ended for fd, _ in events) or os.getppid() != self._setup["pid"]:
+            ready = connection.wait(sources, _LOOK_S if ended is None else None)
+            if ended in ready or os.getppid() != self._setup["pid"]:
                 return
-            if not events:
+            if not ready:
                 continue
-            command, descriptors, _, _ = socket.recv_fds(self._control, _COMMAND.size, 1)
-            if len(command) < _COMMAND.size:
+            what, pid = self._control.recv()
+            if what == "quit":
                 return
-            what, pid = _COMMAND.unpack(command)
-            if what == b"Q":
-                return
-            answer = self._start_one(descriptors[0]) if what == b"F" else self._end(pid)
-            self._control.sendall(_ANSWER.pack(answer))
+            answer = self._start_one() if what == "fork" else self._end(pid)
+            self._control.send_bytes(_packed(answer))
 
-    def _start_one(self, descriptor: int) -> int:
-        """Start a process that serves a socket; its pid, or an error number, negative."""
+    def _start_one(self) -> dict[str, Any]:
+        """Start a process that serves the connection which comes with the request."""
+        handle = reduction.recv_handle(self._control)
         try:
-            pid = self._fork(descriptor) if self._can_fork else self._spawn(descriptor)
+            pid = self._fork(handle) if self._can_fork else self._spawn(handle)
         except OSError as error:
-            return -(error.errno or 1)
+            return {"error": os.strerror(error.errno or 1)}
         finally:
-            os.close(descriptor)
+            os.close(handle)
         with suppress(OSError):  # it does so, too: whoever is first
             os.setpgid(pid, pid)
         self._children.add(pid)
-        return pid
+        return {"pid": pid}
 
-    def _fork(self, descriptor: int) -> int:
+    def _fork(self, handle: int) -> int:
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 self._control.close()
                 _seed_again()
-                serve(descriptor, self._setup, self._function, self._start, self._pid)
+                serve(handle, self._setup, self._function, self._start, server)
             finally:
                 os._exit(1)
         return pid
 
-    def _spawn(self, descriptor: int) -> int:
+    def _spawn(self, handle: int) -> int:
         """Start a process that loads everything again, where threads make a fork unsafe."""
-        process = subprocess.Popen(
-            [sys.executable, "-I", __file__, "alone", str(descriptor)],
-            stdin=subprocess.PIPE,
-            pass_fds=[descriptor],
-        )
-        process.returncode = 0  # this server waits for it, that object does not
-        with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(_with_length(pickle.dumps({**self._setup, "pid": self._pid})))
+        theirs, ours = multiprocessing.Pipe(duplex=False)
+        with theirs, ours:
+            process = subprocess.Popen(
+                [sys.executable, "-I", __file__, str(theirs.fileno()), str(handle)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), handle],
+            )
+            process.returncode = 0  # this server waits for it, that object does not
+            theirs.close()
+            with suppress(BrokenPipeError):
+                ours.send({**self._setup, "pid": os.getpid()})
         return process.pid
 
-    def _end(self, pid: int) -> int:
-        """End a process and what it has started; its exit code."""
+    def _end(self, pid: int) -> int | None:
+        """End a process and what it has started; its exit code, where the kernel lets it go."""
         if pid not in self._children:
-            return _NO_CODE
+            return None
+        self._children.discard(pid)
         below = _descendants(pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         for one in (pid, *below):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(one, signal.SIGKILL)
-        self._children.discard(pid)
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.001)
-        return _NO_CODE
+        return None
 
 
-def serve(descriptor: int, setup: dict[str, Any], function: Any, start: Any, parent: int) -> None:
+def serve(handle: int, setup: dict[str, Any], function: Any, start: Any, parent: int) -> NoReturn:
     """Call the function until nobody asks: the life of a process.
 
     Args:
-        descriptor: the socket on which the pool asks.
+        handle: the connection on which the pool asks.
         setup: of the pool.
         function: what is called.
         start: what is called once, before; ``None`` for nothing.
@@ -174,9 +170,9 @@ def serve(descriptor: int, setup: dict[str, Any], function: Any, start: Any, par
     with suppress(OSError):
         os.setpgid(0, 0)  # what it starts is killed with it
     _end_with_parent(parent)
-    stream = socket.socket(fileno=descriptor).makefile("rwb")
-    # A fork of the function's must not keep the socket open, nor come back and answer.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    pool = connection.Connection(handle)
+    # A fork of the function's must not keep the connection open, nor come back and answer.
+    os.register_at_fork(after_in_child=pool.close)
     try:
         if setup["memory_bytes"] is not None:
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)
@@ -188,9 +184,8 @@ def serve(descriptor: int, setup: dict[str, Any], function: Any, start: Any, par
     content = _packed(reply)
     while True:
         try:
-            stream.write(content)
-            stream.flush()
-            request = _content(stream)
+            pool.send_bytes(content)
+            request = pool.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # nobody asks any more
         try:
@@ -199,27 +194,8 @@ def serve(descriptor: int, setup: dict[str, Any], function: Any, start: Any, par
             content = _packed(_failure(error))
 
 
-def _content(stream: BinaryIO) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
-    return _exactly(stream, length)
-
-
-def _exactly(stream: BinaryIO, length: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        part = stream.read(length - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
-def _with_length(content: bytes) -> bytes:
-    return _LENGTH.pack(len(content)) + content
-
-
-def _packed(reply: dict[str, Any]) -> bytes:
-    return _with_length(json.dumps(reply).encode())
+def _packed(reply: Any) -> bytes:
+    return json.dumps(reply).encode()
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -242,11 +218,11 @@ def _failure(error: BaseException) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A value as JSON takes it: numbers, strings, lists of them, and named tuples by field."""
     if hasattr(value, "_asdict"):
-        return {"fields": {name: _plain(item) for name, item in value._asdict().items()}}
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
-        return {"items": [_plain(item) for item in value]}
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return float(value)
@@ -273,7 +249,6 @@ def _load(setup: dict[str, Any]) -> tuple[Any, Any]:
 
 def _import_main(kind: str, what: str) -> None:
     """The program's own file as a module, under the name that ``multiprocessing`` gives it."""
-    importlib.import_module("multiprocessing")  # which takes that name for what now runs
     run = {"path": runpy.run_path, "module": runpy.run_module}[kind]
     content = run(what, run_name="__mp_main__")
     module = types.ModuleType("__mp_main__")
@@ -332,19 +307,23 @@ def _descendants(pid: int) -> list[int]:
 
 
 def main(*arguments: str) -> NoReturn:
-    """Be a server (its socket is the argument), or (``alone``) a process of one."""
+    """Be a server, or, with a second argument, a process of one that cannot fork.
+
+    Args:
+        arguments: descriptors: where the orders come from, and where that process is asked.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what a function prints is no answer
-    if arguments[0] == "alone":
-        setup = pickle.loads(_content(sys.stdin.buffer))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        function = start = None
+    asked = connection.Connection(int(arguments[0]))
+    if len(arguments) == 2:
+        with asked:
+            setup = asked.recv()
         try:
             function, start = _load(setup)
         except BaseException as error:
             raise SystemExit(f"it cannot be loaded again: {error!r}") from error
         serve(int(arguments[1]), setup, function, start, setup["pid"])
-    Server(socket.socket(fileno=int(arguments[0]))).run()
+    Server(asked).run()
     os._exit(0)
 
 
