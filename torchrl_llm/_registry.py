@@ -201,6 +201,38 @@ def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Param
     return {name: p for name, p in found.items() if p.kind not in nameless}
 
 
+class FullSignature:
+    """Signature of a class with the arguments that ``**kwargs`` hands on to the classes it extends.
+
+    ``inspect.signature``, ``help`` and the reference pages read it from ``__signature__``.
+
+    Args:
+        of: the class that the arguments are handed on to, where it is none of those.
+
+    Example:
+        >>> class Shape:
+        ...     __signature__ = FullSignature()
+        ...     def __init__(self, *, colour: str = "red") -> None: ...
+        >>> class Disc(Shape):
+        ...     def __init__(self, radius: float, **options: Any) -> None: ...
+        >>> list(inspect.signature(Disc).parameters)
+        ['radius', 'colour']
+    """
+
+    def __init__(self, of: type | None = None) -> None:
+        self.of = of
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        """The signature of the class; instances have none of their own."""
+        if instance is not None:
+            raise AttributeError("__signature__ belongs to the class")
+        found = constructor_arguments(owner if self.of is None else owner.__init__)
+        found.pop("self", None)
+        if self.of is not None:
+            found = {**found, **constructor_arguments(self.of), **found}
+        return inspect.Signature(sorted(found.values(), key=lambda p: p.kind))
+
+
 def import_named(path: str) -> Any:
     """What a path of the user's stands for.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -44,13 +45,11 @@ from torchrl_llm.recipes.builders import (
 )
 from torchrl_llm.trainers import (
     BatchSource,
-    LossMeter,
     TrainingRun,
     check_override_keys,
-    clipped_step,
     make_optimizer,
     make_scheduler,
-    micro_batches,
+    optimize,
     rollout_metrics,
 )
 
@@ -67,10 +66,7 @@ def main(cfg: DictConfig) -> None:
     tqdm.write(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
     env, eval_env = make_problems(config, policy)
     collector = LLMCollector(
-        env,
-        policy=policy,
-        yield_completed_trajectories=True,
-        reset_at_each_iter=True,
+        env, policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
     )
     algorithm = make_algorithm(config, policy, teachers)
     buffer = make_buffer(config, algorithm)
@@ -81,7 +77,6 @@ def main(cfg: DictConfig) -> None:
         num_rows=config.rows_per_batch,
         rows_per_trajectory=max_turns(config),
     )
-    loss_module = algorithm.loss
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -110,20 +105,18 @@ def main(cfg: DictConfig) -> None:
     for _ in run.steps():
         with autocast(config):
             rows = source.fill()
-        meter = LossMeter()
-        for minibatch in minibatches(buffer, config.train.epochs):
-            normalizer = loss_module.normalizer(minibatch)
-            for micro_batch in micro_batches(
-                minibatch, budget=config.train.micro_token_budget, layout=config.train.packing
-            ):
-                with autocast(config):
-                    output = loss_module(micro_batch, normalizer=normalizer)
-                output.total_loss().backward()
-                meter.add(output)
-            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+        updates = optimize(
+            algorithm.loss,
+            minibatches(buffer, config.train.epochs),
+            optimizer,
+            scheduler,
+            max_norm=config.optimizer.clip_grad_norm,
+            budget=config.train.micro_token_budget,
+            layout=config.train.packing,
+            context=partial(autocast, config),
+        )
         collector.update_policy_weights_()
-        metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         run.record(metrics | overlong_metrics(policy))
     run.finish()
     tqdm.write(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))

@@ -34,7 +34,7 @@ from torchrl_llm.recipes import (
 )
 from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer, naming
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
-from torchrl_llm.trainers import clipped_step, make_optimizer, make_scheduler, save_pretrained
+from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, save_pretrained
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 # Sums whose units carry, and sums whose units do not.
@@ -262,17 +262,17 @@ def make_teacher(config: DistillationConfig, domain: str, folder: Path) -> None:
     model = load_model(config.model.name, device=device_of(config)).train()
     tokenizer = load_tokenizer(config.model.name)
     wanted = config.teacher
-    loss_module = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer))
+    loss = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer))
     optimizer = make_optimizer(model.parameters(), name="AdamW", lr=wanted.lr)
     scheduler = make_scheduler(
         optimizer, name="linear", warmup_steps=wanted.max_steps // 10, total_steps=wanted.max_steps
     )
     pairs = pairs_of("train", domain)
     generator = torch.Generator().manual_seed(config.seed)
-    for _ in range(wanted.max_steps):
-        drawn = torch.randint(len(pairs), (wanted.batch_size,), generator=generator).tolist()
-        loss_module(right_answers([pairs[i] for i in drawn])).total_loss().backward()
-        clipped_step(optimizer, scheduler, max_norm=1.0)
+    size = (wanted.max_steps, wanted.batch_size)
+    drawn = torch.randint(len(pairs), size, generator=generator).tolist()
+    batches = (right_answers([pairs[i] for i in of_step]) for of_step in drawn)
+    optimize(loss, batches, optimizer, scheduler, max_norm=1.0)
     # Whole or not at all, so that a run that resumes never takes half a teacher.
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -18,14 +18,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from evaluate_utils import (
-    EvaluateConfig,
-    answer_task,
-    figures,
-    load_config,
-    make_policy,
-    table,
-)
+from evaluate_utils import EvaluateConfig, answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm

@@ -20,12 +20,7 @@ from tqdm import tqdm
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
-from torchrl_llm.modules import (
-    LLMWrapperBase,
-    TransformersWrapper,
-    load_model,
-    vLLMWrapper,
-)
+from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.recipes import ModelConfig

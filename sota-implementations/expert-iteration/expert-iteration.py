@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 
 import hydra
 from ei_utils import EIConfig, load_config, make_buffer, make_loss, selection_metrics
@@ -33,13 +34,11 @@ from torchrl_llm.recipes.builders import (
 )
 from torchrl_llm.trainers import (
     BatchSource,
-    LossMeter,
     TrainingRun,
     check_override_keys,
-    clipped_step,
     make_optimizer,
     make_scheduler,
-    micro_batches,
+    optimize,
     rollout_metrics,
 )
 
@@ -53,10 +52,7 @@ def main(cfg: DictConfig) -> None:
     policy = make_policy(config)
     env, eval_env = make_envs(config, policy)
     collector = LLMCollector(
-        env,
-        policy=policy,
-        yield_completed_trajectories=True,
-        reset_at_each_iter=True,
+        env, policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
     )
     buffer, selector = make_buffer(config, policy)
     source = BatchSource(
@@ -67,7 +63,7 @@ def main(cfg: DictConfig) -> None:
         truncated=config.select.truncated,
         rows_per_trajectory=max_turns(config),
     )
-    loss_module = make_loss(config, policy)
+    loss = make_loss(config, policy)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -96,20 +92,18 @@ def main(cfg: DictConfig) -> None:
     for _ in run.steps():
         with autocast(config):
             rows = source.fill()
-        meter = LossMeter()
-        for minibatch in minibatches(buffer, config.train.epochs):
-            normalizer = loss_module.normalizer(minibatch)
-            for micro_batch in micro_batches(
-                minibatch, budget=config.train.micro_token_budget, layout=config.train.packing
-            ):
-                with autocast(config):
-                    output = loss_module(micro_batch, normalizer=normalizer)
-                output.total_loss().backward()
-                meter.add(output)
-            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+        updates = optimize(
+            loss,
+            minibatches(buffer, config.train.epochs),
+            optimizer,
+            scheduler,
+            max_norm=config.optimizer.clip_grad_norm,
+            budget=config.train.micro_token_budget,
+            layout=config.train.packing,
+            context=partial(autocast, config),
+        )
         collector.update_policy_weights_()
-        metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy))
     run.finish()
 

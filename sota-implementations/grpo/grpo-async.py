@@ -1,4 +1,4 @@
-"""GRPO beside its collectors: while one batch is trained, the next ones are collected.
+"""Asynchronous GRPO: while one batch is trained, the next ones are collected.
 
     python sota-implementations/grpo/grpo-async.py
     python sota-implementations/grpo/grpo-async.py train.max_policy_age=2 train.on_stale=drop
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 import hydra
-from grpo_beside import train_beside
+from async_loop import train_async
 from omegaconf import DictConfig
 
 from torchrl_llm.recipes.builders import seed_everything, set_threads
@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg, AsyncGRPOConfig)
     set_threads(config)
     seed_everything(config.seed)
-    train_beside(config, ray_collection, lambda collector, model: collector.start(model))
+    train_async(config, ray_collection, lambda collector, model: collector.start(model))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,11 @@
 """GRPO in one process: collect a batch, train on it, repeat.
 
+A step collects rows, whose advantages are written as they enter the buffer; makes one update for
+each mini-batch of them; hands the new weights to the sampler; and logs. An update
+(:func:`torchrl_llm.trainers.optimize`) runs forward and backward on each micro-batch, divided by
+the counts of the whole mini-batch so that the gradients add up, and then takes one clipped step of
+optimizer and schedule.
+
     python sota-implementations/grpo/grpo-sync.py
     python sota-implementations/grpo/grpo-sync.py env=gsm8k env.data_files=train.jsonl
     python sota-implementations/grpo/grpo-sync.py loss=gspo advantage=leave_one_out
@@ -14,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 
 import hydra
 from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
@@ -35,14 +42,12 @@ from torchrl_llm.recipes.builders import (
 from torchrl_llm.recipes.sampling_engine import canary_metrics, make_sampler
 from torchrl_llm.trainers import (
     BatchSource,
-    LossMeter,
     TrainingRun,
     check_arguments,
-    clipped_step,
     load_config,
     make_optimizer,
     make_scheduler,
-    micro_batches,
+    optimize,
     rollout_metrics,
 )
 
@@ -74,7 +79,6 @@ def main(cfg: DictConfig) -> None:
         max_resamples=config.filter.resamples,
         rows_per_trajectory=max_turns(config),
     )
-    loss_module = algorithm.loss
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -106,20 +110,18 @@ def main(cfg: DictConfig) -> None:
     for _ in run.steps():
         with autocast(config):
             rows = source.fill()
-        meter = LossMeter()
-        for minibatch in minibatches(buffer, config.train.epochs):
-            normalizer = loss_module.normalizer(minibatch)
-            for micro_batch in micro_batches(
-                minibatch, budget=config.train.micro_token_budget, layout=config.train.packing
-            ):
-                with autocast(config):
-                    output = loss_module(micro_batch, normalizer=normalizer)
-                output.total_loss().backward()
-                meter.add(output)
-            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+        updates = optimize(
+            algorithm.loss,
+            minibatches(buffer, config.train.epochs),
+            optimizer,
+            scheduler,
+            max_norm=config.optimizer.clip_grad_norm,
+            budget=config.train.micro_token_budget,
+            layout=config.train.packing,
+            context=partial(autocast, config),
+        )
         collector.update_policy_weights_()
-        metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))
     run.finish()

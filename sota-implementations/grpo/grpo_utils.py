@@ -73,10 +73,7 @@ def read_by_the_loss(
         yield RetrieveLogProb(reference, token_budget=budget)
     if config.stores_proximal:
         yield RetrieveLogProb(
-            policy,
-            log_probs_full_key=("prox_log_probs", "full"),
-            root=True,
-            token_budget=budget,
+            policy, log_probs_full_key=("prox_log_probs", "full"), root=True, token_budget=budget
         )
 
 

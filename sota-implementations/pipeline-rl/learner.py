@@ -22,9 +22,9 @@ from pipeline_utils import check_arguments, load_config, redis_collection
 
 from torchrl_llm.recipes.builders import seed_everything, set_threads
 
-# The loop is that of GRPO beside its collectors.
+# The loop is that of asynchronous GRPO.
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
-from grpo_beside import train_beside
+from async_loop import train_async
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="pipeline-rl")
@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     set_threads(config)
     seed_everything(config.seed)
-    train_beside(config, redis_collection, lambda collector, model: collector.publish(model))
+    train_async(config, redis_collection, lambda collector, model: collector.publish(model))
 
 
 if __name__ == "__main__":

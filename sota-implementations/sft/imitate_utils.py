@@ -52,8 +52,7 @@ class PlayerConfig:
 
     def __post_init__(self) -> None:
         ensure(
-            0 <= self.careless <= 1,
-            f"player.careless must be between 0 and 1, got {self.careless}",
+            0 <= self.careless <= 1, f"player.careless must be between 0 and 1, got {self.careless}"
         )
 
 

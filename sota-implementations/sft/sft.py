@@ -18,14 +18,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from sft_utils import (
-    SFTConfig,
-    demonstrations,
-    load_config,
-    make_model,
-    make_tokenizer,
-    measure,
-)
+from sft_utils import SFTConfig, demonstrations, load_config, make_model, make_tokenizer, measure
 from tensordict import TensorDict
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -33,12 +26,11 @@ from transformers import PreTrainedModel
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.trainers import (
-    LossMeter,
     MetricsTable,
     check_override_keys,
-    clipped_step,
     make_optimizer,
     make_scheduler,
+    optimize,
     save_pretrained,
 )
 
@@ -47,7 +39,7 @@ def train(
     policy: TransformersWrapper, batches: Iterable[TensorDict], config: Any, folder: Path
 ) -> None:
     """Follow the answers of each batch, one optimizer step a batch; ``imitate.py`` does so too."""
-    loss_module = SFTLoss(policy)
+    loss = SFTLoss(policy)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
@@ -55,14 +47,11 @@ def train(
     table = MetricsTable(folder / "metrics.csv")
     with tqdm(batches, total=config.train.max_steps, unit="step") as bar:
         for step, rows in enumerate(bar, start=1):
-            output = loss_module(rows)
-            output.total_loss().backward()
-            meter = LossMeter()
-            meter.add(output)
-            norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-            meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
-            table.write(step, meter.metrics())
-            bar.set_postfix_str(f"loss {output.loss_sft.item():.3f}", refresh=False)
+            metrics = optimize(
+                loss, [rows], optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm
+            )
+            table.write(step, metrics)
+            bar.set_postfix_str(f"loss {metrics['train/loss_sft']:.3f}", refresh=False)
 
 
 def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

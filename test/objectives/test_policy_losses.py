@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -21,8 +20,6 @@ from torchrl_llm.objectives import (
     GRPOLoss,
     GSPOLoss,
     GSPOTokenLoss,
-    PolicyGradientLoss,
-    PolicyLossSettings,
     ReinforceLoss,
     ReinforcePlusPlusLoss,
     SAPOLoss,
@@ -173,10 +170,3 @@ def test_what_all_losses_share_is_handed_on(make):
     assert output.loss_entropy < 0
     with pytest.raises(TypeError, match="kl_to_ref_coef"):
         make(model, kl_to_ref_coef=0.5)
-
-
-def test_the_shared_settings_are_the_arguments_of_the_base():
-    arguments = inspect.signature(PolicyGradientLoss.__init__).parameters.keys()
-    assert PolicyLossSettings.__annotations__.keys() == arguments - {
-        *("self", "actor_network", "aggregation")
-    }

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
+from objectives.rows_helper import ratio_actor, three_rows
 from torch import nn
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives import GRPOLoss
 from torchrl_llm.trainers.optim import (
     clipped_step,
     make_optimizer,
     make_scheduler,
+    optimize,
     schedule_factor,
 )
 
@@ -87,3 +91,48 @@ def test_a_learning_rate_of_zero_changes_nothing():
     weight.grad = torch.tensor([1.0, 2.0])
     clipped_step(optimizer)
     assert weight.tolist() == [1.0, 1.0]
+
+
+def plain_update(model, rows, optimizer):
+    """What an update is, in five lines and one piece."""
+    output = GRPOLoss(model)(rows)
+    output.total_loss().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"train/loss_objective": output.loss_objective.item(), "train/grad_norm": norm.item()}
+
+
+@pytest.mark.parametrize("budget", [None, 1, 6])
+def test_an_update_is_one_clipped_step_however_the_batch_is_cut(budget):
+    rows, entered = three_rows(torch.float64), []
+
+    @contextmanager
+    def context():
+        entered.append(True)
+        yield
+
+    models = ratio_actor(torch.float64), ratio_actor(torch.float64)
+    plain, other = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)
+    expected = plain_update(models[0], rows, plain)
+    scheduler = make_scheduler(other, name="linear", total_steps=2)
+    found = optimize(
+        GRPOLoss(models[1]), [rows], other, scheduler, max_norm=0.1, budget=budget, context=context
+    )
+    assert torch.allclose(models[0].table, models[1].table, rtol=1e-12, atol=0)
+    assert found.items() >= {k: pytest.approx(v, rel=1e-12) for k, v in expected.items()}.items()
+    assert found["train/lr"] == 0.25
+    assert models[1].table.grad is None
+    assert len(entered) == {None: 1, 1: 3, 6: 2}[budget]
+
+
+def test_metrics_are_means_over_updates_and_without_a_batch_nothing_happens():
+    model = ratio_actor(torch.float64)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.0), model.table.detach().clone()
+    assert optimize(GRPOLoss(model), [], optimizer) == {}
+    halves = [three_rows(torch.float64, first=a) for a in (2.0, 4.0)]
+    each = [optimize(GRPOLoss(model), [rows], optimizer)["train/loss_objective"] for rows in halves]
+    both = optimize(GRPOLoss(model), halves, optimizer)
+    assert both["train/loss_objective"] == pytest.approx(sum(each) / 2, rel=1e-12)
+    assert "train/lr" not in both
+    assert torch.equal(model.table, before)

@@ -7,42 +7,15 @@ pairs are configured as ``loss=... advantage=...``.
 
 from __future__ import annotations
 
-from torchrl_llm.algorithms.algorithm import Algorithm
-from torchrl_llm.algorithms.presets import (
-    Preset,
-    make_cispo,
-    make_dapo,
-    make_dr_grpo,
-    make_gmpo,
-    make_grpo,
-    make_gspo,
-    make_mopd,
-    make_opd,
-    make_ppo,
-    make_reinforce,
-    make_reinforce_plus_plus,
-    make_rloo,
-    make_sapo,
-    make_scalerl,
-    make_sft,
-)
+from torchrl_llm._imports import lazy
 
-__all__ = [
-    "Algorithm",
-    "Preset",
-    "make_cispo",
-    "make_dapo",
-    "make_dr_grpo",
-    "make_gmpo",
-    "make_grpo",
-    "make_gspo",
-    "make_mopd",
-    "make_opd",
-    "make_ppo",
-    "make_reinforce",
-    "make_reinforce_plus_plus",
-    "make_rloo",
-    "make_sapo",
-    "make_scalerl",
-    "make_sft",
-]
+_LAZY = {
+    "torchrl_llm.algorithms.algorithm": "Algorithm",
+    "torchrl_llm.algorithms.presets": (
+        "Preset make_cispo make_dapo make_dr_grpo make_gmpo make_grpo make_gspo make_mopd "
+        "make_opd make_ppo make_reinforce make_reinforce_plus_plus make_rloo make_sapo "
+        "make_scalerl make_sft"
+    ),
+}
+__all__ = sorted(" ".join(_LAZY.values()).split())
+__getattr__ = lazy(__name__, _LAZY)

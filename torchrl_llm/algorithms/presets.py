@@ -629,10 +629,7 @@ def make_mopd(
 
 
 def _distilled(
-    name: str,
-    actor: Actor,
-    teachers: TokenScorer | Mapping[str, TokenScorer],
-    **settings: Any,
+    name: str, actor: Actor, teachers: TokenScorer | Mapping[str, TokenScorer], **settings: Any
 ) -> Algorithm:
     # The full vocabulary needs the teachers themselves, the others what they say of the rows.
     if settings["estimator"] == "full_vocabulary":

@@ -182,15 +182,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.settings = settings
         ctx.leaf = weight if settings.in_place else None
         ctx.save_for_backward(
-            hidden,
-            weight,
-            bias,
-            adapter,
-            adapter_weight,
-            targets,
-            temperature_N,
-            log_sum,
-            entropy,
+            hidden, weight, bias, adapter, adapter_weight, targets, temperature_N, log_sum, entropy
         )
         return log_probs, entropy
 

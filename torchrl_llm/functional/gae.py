@@ -88,10 +88,7 @@ def gae(
 
 
 def value_loss(
-    values: Tensor,
-    targets: Tensor,
-    old_values: Tensor | None = None,
-    clip: float | None = None,
+    values: Tensor, targets: Tensor, old_values: Tensor | None = None, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     r"""The critic's squared error, :math:`(V - R)^2 / 2`.
 

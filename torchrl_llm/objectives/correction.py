@@ -16,13 +16,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import (
-    level_log_ratio,
-    masked_weights,
-    sequence_mask,
-    truncated_weights,
-)
 
 _BOUNDS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
@@ -100,13 +95,13 @@ class Correction:
         log_ratio_N = log_ratio_N.detach()
         weights = log_ratio_N.new_ones(log_ratio_N.shape)
         if self.type != "none":
-            of_level = level_log_ratio(log_ratio_N, row_N, num_rows, self.level)
+            of_level = F.level_log_ratio(log_ratio_N, row_N, num_rows, self.level)
             if self.type == "tis":
-                weights = truncated_weights(of_level, self.bounds[1], self.bounds[0])
+                weights = F.truncated_weights(of_level, self.bounds[1], self.bounds[0])
             else:
-                weights = masked_weights(of_level, *self.bounds)
+                weights = F.masked_weights(of_level, *self.bounds)
         if self.sequence_bounds is not None:
-            kept = sequence_mask(log_ratio_N, row_N, num_rows, *self.sequence_bounds)
+            kept = F.sequence_mask(log_ratio_N, row_N, num_rows, *self.sequence_bounds)
             weights = weights * kept
         return weights
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 from typing import Literal, Unpack
 
-import torch
 from torch import nn
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import ppo_clip
-from torchrl_llm.objectives.correction import Correction
-from torchrl_llm.objectives.loss_rows import MaskingStrategy
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     Bounds,
-    KLEstimator,
     PolicyGradientLoss,
     PolicyLossOutput,
     PolicyLossSettings,
@@ -59,29 +55,13 @@ class GRPOLoss(PolicyGradientLoss):
             advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. With a
             negative advantage it bounds the loss as the dual clip of arXiv:1912.09729 does; it is
             no importance correction, which is ``correction``.
-        kl_mask_threshold: tokens with ``log_ratio ** 2 / 2`` above it, of current over sampled
-            probability, add nothing to the objective.
+        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
+            ``aggregation="none"``.
         aggregation: ``"token_mean"``, ``"sequence_mean"`` (what TorchRL calls ``"prompt_mean"``),
             ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
             ``"constant"`` or ``"none"``.
-        constant_length: tokens that ``aggregation="constant"`` divides by.
-        count_empty_rows: rows of which no token counts are sequences in the denominator, as in
-            Ludic and TRL.
-        correction: what to do about a sampler that differs from the policy before the update;
-            ``None`` takes ratios to the sampler.
-        entropy_bonus: subtract ``entropy_coeff`` times the entropy; by default only when a
-            coefficient is given.
-        entropy_coeff: weight of the bonus; 0.01 when ``entropy_bonus=True`` comes without it.
-        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
-            ``aggregation="none"``.
-        kl_to_ref_coeff: weight of the divergence from the reference policy, whose log-probs the
-            rows must have under ``("next", "ref_log_probs", "full")``.
-        kl_to_inference_coeff: weight of the divergence from the sampler.
-        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"weighted_k3"``, see
-            :mod:`torchrl_llm.functional.kl`.
-        device: where the loss is computed from the log-probs; theirs by default.
-        masking_strategy: which tokens count: ``"sft"``, those after the prompt; ``"rlhf"``, the
-            assistant's; ``"generic"``, all that have a prefix.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`:
+            entropy bonus, divergences, correction, mask.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
@@ -115,40 +95,18 @@ class GRPOLoss(PolicyGradientLoss):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_cap: float | None = None,
-        kl_mask_threshold: float | None = None,
-        aggregation: Aggregation = "token_mean",
-        constant_length: int | None = None,
-        count_empty_rows: bool = False,
-        correction: Correction | None = None,
-        entropy_bonus: bool | None = None,
-        entropy_coeff: float | None = None,
         reduction: Literal["mean", "none"] | None = None,
-        kl_to_ref_coeff: float | None = None,
-        kl_to_inference_coeff: float | None = None,
-        kl_estimator: KLEstimator = "k3",
-        device: torch.device | str | None = None,
-        masking_strategy: MaskingStrategy = "sft",
+        aggregation: Aggregation = "token_mean",
+        **settings: Unpack[PolicyLossSettings],
     ) -> None:
         if reduction not in (None, "mean", "none"):
             raise ConfigError(
                 f"reduction must be mean or none, got {reduction!r}; sums are "
                 "aggregation='sequence_sum'"
             )
-        super().__init__(
-            actor_network,
-            aggregation="none" if reduction == "none" else aggregation,
-            constant_length=constant_length,
-            count_empty_rows=count_empty_rows,
-            correction=correction,
-            kl_mask_threshold=kl_mask_threshold,
-            entropy_bonus=entropy_bonus,
-            entropy_coeff=entropy_coeff,
-            kl_to_ref_coeff=kl_to_ref_coeff,
-            kl_to_inference_coeff=kl_to_inference_coeff,
-            kl_estimator=kl_estimator,
-            masking_strategy=masking_strategy,
-            device=device,
-        )
+        if reduction == "none":
+            aggregation = "none"
+        super().__init__(actor_network, aggregation=aggregation, **settings)
         self.clip_epsilon = clip_epsilon
         if ratio_cap is not None and not ratio_cap > 1.0:
             raise ConfigError(f"ratio_cap must be above 1, got {ratio_cap}")
@@ -210,12 +168,9 @@ class DAPO(GRPOLoss):
         actor_network: nn.Module | TokenScorer,
         *,
         clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
-        aggregation: Aggregation = "token_mean",
         **settings: Unpack[PolicyLossSettings],
     ) -> None:
-        super().__init__(
-            actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **settings
-        )
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
 
 
 @register("losses", "dr_grpo")

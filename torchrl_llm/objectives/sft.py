@@ -21,12 +21,7 @@ from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
 from torchrl_llm.objectives.flat_columns import key_name, optional_column
-from torchrl_llm.objectives.loss_rows import (
-    MaskingStrategy,
-    RowKeys,
-    TokenRows,
-    read_token_rows,
-)
+from torchrl_llm.objectives.loss_rows import MaskingStrategy, RowKeys, TokenRows, read_token_rows
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
 
 Reduction = Literal["mean", "sum", "none"]

@@ -11,20 +11,10 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm import functional as F
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import (
-    cispo,
-    gmpo,
-    gspo,
-    gspo_token,
-    reinforce,
-    sapo,
-    sequence_weights,
-    topr,
-    truncated_weights,
-)
 from torchrl_llm.objectives.grpo import GRPOLoss
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -91,7 +81,7 @@ class CISPOLoss(PolicyGradientLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.cispo`."""
         return Surrogate(
-            *cispo(tokens.log_probs, tokens.log_ratio, tokens.advantage, *self.clip_epsilon)
+            *F.cispo(tokens.log_probs, tokens.log_ratio, tokens.advantage, *self.clip_epsilon)
         )
 
 
@@ -144,7 +134,7 @@ class SAPOLoss(PolicyGradientLoss):
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.sapo`."""
-        loss = sapo(tokens.log_ratio, tokens.advantage, self.tau_pos, self.tau_neg)
+        loss = F.sapo(tokens.log_ratio, tokens.advantage, self.tau_pos, self.tau_neg)
         return Surrogate(loss, torch.zeros_like(loss, dtype=torch.bool))
 
 
@@ -191,6 +181,7 @@ class GSPOLoss(PolicyGradientLoss):
     """
 
     clip_epsilon = Bounds(max_low=1.0)
+    formula = staticmethod(F.gspo)
 
     def __init__(
         self,
@@ -210,7 +201,7 @@ class GSPOLoss(PolicyGradientLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.gspo`."""
         return Surrogate(
-            *gspo(
+            *self.formula(
                 tokens.log_ratio,
                 tokens.advantage,
                 tokens.row,
@@ -238,18 +229,7 @@ class GSPOTokenLoss(GSPOLoss):
         (0.0003, 0.0004)
     """
 
-    def surrogate(self, tokens: PolicyTokens) -> Surrogate:
-        """See :func:`~torchrl_llm.functional.gspo_token`."""
-        return Surrogate(
-            *gspo_token(
-                tokens.log_ratio,
-                tokens.advantage,
-                tokens.row,
-                tokens.num_rows,
-                *self.clip_epsilon,
-                level=self.level,
-            )
-        )
+    formula = staticmethod(F.gspo_token)
 
 
 @register("losses", "gmpo")
@@ -306,7 +286,7 @@ class GMPOLoss(PolicyGradientLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.gmpo`."""
         return Surrogate(
-            *gmpo(
+            *F.gmpo(
                 tokens.log_ratio, tokens.advantage, tokens.row, tokens.num_rows, *self.clip_epsilon
             )
         )
@@ -361,7 +341,7 @@ class TOPRLoss(PolicyGradientLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.topr`."""
         return Surrogate(
-            *topr(
+            *F.topr(
                 tokens.log_probs,
                 tokens.log_ratio,
                 tokens.advantage,
@@ -439,14 +419,14 @@ class ReinforceLoss(PolicyGradientLoss):
         """See :func:`~torchrl_llm.functional.reinforce`."""
         weights = self._weights(tokens)
         maximum = _MAX_WEIGHT if self.truncation is None else self.truncation
-        loss = reinforce(tokens.log_probs, tokens.advantage, weights.clamp(max=maximum))
+        loss = F.reinforce(tokens.log_probs, tokens.advantage, weights.clamp(max=maximum))
         return Surrogate(loss, weights > maximum)
 
     def _weights(self, tokens: PolicyTokens) -> Tensor:
         if self.level == "token":
-            return truncated_weights(tokens.log_ratio, _MAX_WEIGHT)
+            return F.truncated_weights(tokens.log_ratio, _MAX_WEIGHT)
         if self.level == "sequence":
-            return sequence_weights(tokens.log_ratio, tokens.row, tokens.num_rows)
+            return F.sequence_weights(tokens.log_ratio, tokens.row, tokens.num_rows)
         return tokens.log_ratio.new_ones(tokens.log_ratio.shape)
 
 

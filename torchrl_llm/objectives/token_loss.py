@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
@@ -60,6 +61,7 @@ class TokenLoss(LossModule):
         ConfigError: for an actor that cannot score tokens.
     """
 
+    __signature__ = FullSignature()
     default_value_estimator = None
     needs_entropy = False
 

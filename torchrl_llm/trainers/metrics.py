@@ -319,12 +319,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def terminal_curve(
-    steps: Sequence[int],
-    values: Sequence[float],
-    *,
-    title: str,
-    width: int = 64,
-    height: int = 12,
+    steps: Sequence[int], values: Sequence[float], *, title: str, width: int = 64, height: int = 12
 ) -> str:
     """Draw one series with braille dots, averaged over the steps that share a column.
 

@@ -33,6 +33,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -47,7 +48,8 @@ from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.composite_loss import CompositeNormalizer
-from torchrl_llm.objectives.token_loss import LLMLossOutput
+from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
+from torchrl_llm.trainers.metrics import LossMeter
 
 # LBFGS needs a closure and SparseAdam sparse gradients: neither can take the recipe's step.
 _UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
@@ -367,3 +369,64 @@ def sum_over_ranks(output: LLMLossOutput, group: dist.ProcessGroup | None = None
         for value in total.leaves():
             dist.all_reduce(value, group=group)
     return total
+
+
+def optimize(
+    loss: TokenLoss,
+    batches: Iterable[LazyStackedTensorDict],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR | None = None,
+    *,
+    max_norm: float | None = None,
+    budget: int | None = None,
+    layout: str | None = "padded",
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, float]:
+    """One update per batch: forward and backward of its micro-batches, then a clipped step.
+
+    The loss of each micro-batch is divided by the counts of its whole batch, so gradients and
+    metrics add up to those of the batch, whatever the cut.
+
+    Args:
+        loss: a loss over rows of tokens.
+        batches: the rows of an update at a time: the mini-batches of all epochs.
+        optimizer: holds the parameters that are trained; its gradients are cleared at each step.
+        scheduler: stepped after the optimizer.
+        max_norm: bound on the norm of all gradients together; ``None`` only measures it.
+        budget: tokens that a micro-batch may hold, see :func:`micro_batches`.
+        layout: how the scorer lays rows out, see :func:`micro_batches`.
+        context: makes the context of each forward, such as an autocast.
+
+    Returns:
+        Means over the updates, named ``train/<name>``: the loss's metrics, ``train/grad_norm``
+        and, with a scheduler, ``train/lr``; empty without a batch.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> from torchrl_llm.objectives import SFTLoss
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> model = Qwen2ForCausalLM(config)
+        >>> rows = lazy_rows([TensorDict(
+        ...     tokens={"full": torch.arange(n)}, masks={"all_assistant_mask": torch.arange(n) > 0})
+        ...     for n in (3, 5)])
+        >>> optimizer = make_optimizer(model.parameters(), name="AdamW", lr=1e-3)
+        >>> sorted(optimize(SFTLoss(CausalScorer(model)), [rows], optimizer, budget=5))
+        ['train/grad_norm', 'train/loss_sft']
+    """
+    meter = LossMeter()
+    for batch in batches:
+        pieces = micro_batches(batch, budget=budget, layout=layout)
+        # A batch in one piece is counted by the loss itself.
+        normalizer = loss.normalizer(batch) if len(pieces) > 1 else None
+        for piece in pieces:
+            with context():
+                output = loss(piece, normalizer=normalizer)
+            output.total_loss().backward()
+            meter.add(output)
+        norm = clipped_step(optimizer, scheduler, max_norm=max_norm)
+        rate = {} if scheduler is None else {"lr": scheduler.get_last_lr()[0]}
+        meter.close(grad_norm=norm, **rate)
+    return meter.metrics()

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from torchrl_llm.objectives.credit.comparing import ComparingCredit, MCAdvantageSelector
-from torchrl_llm.objectives.credit.credit_assigner import BatchStatistics, CreditAssigner
-from torchrl_llm.objectives.credit.gae_credit import GAEAdvantage
-from torchrl_llm.objectives.credit.group_credit import (
-    BatchNormalizedReturn,
-    HybridNormalizedReturn,
-    LeaveOneOutAdvantage,
-    MCAdvantage,
-    RayMCAdvantage,
-)
-from torchrl_llm.objectives.credit.return_credit import (
-    ConstantCredit,
-    EpisodicReturn,
-    MonteCarloReturn,
-    PerStepReward,
-)
-from torchrl_llm.objectives.credit.spo import SPOAdvantage
-from torchrl_llm.objectives.credit.teacher import TeacherKL
+from torchrl_llm._imports import lazy
 
-__all__ = [
-    "BatchNormalizedReturn",
-    "BatchStatistics",
-    "ComparingCredit",
-    "ConstantCredit",
-    "CreditAssigner",
-    "EpisodicReturn",
-    "GAEAdvantage",
-    "HybridNormalizedReturn",
-    "LeaveOneOutAdvantage",
-    "MCAdvantage",
-    "MCAdvantageSelector",
-    "MonteCarloReturn",
-    "PerStepReward",
-    "RayMCAdvantage",
-    "SPOAdvantage",
-    "TeacherKL",
-]
+_LAZY = {
+    "torchrl_llm.objectives.credit.comparing": (
+        "ComparingCredit ComparingOptions MCAdvantageSelector"
+    ),
+    "torchrl_llm.objectives.credit.credit_assigner": "BatchStatistics CreditAssigner CreditOptions",
+    "torchrl_llm.objectives.credit.gae_credit": "GAEAdvantage",
+    "torchrl_llm.objectives.credit.group_credit": (
+        "BatchNormalizedReturn HybridNormalizedReturn LeaveOneOutAdvantage MCAdvantage "
+        "RayMCAdvantage"
+    ),
+    "torchrl_llm.objectives.credit.return_credit": (
+        "ConstantCredit EpisodicReturn MonteCarloReturn PerStepReward"
+    ),
+    "torchrl_llm.objectives.credit.spo": "SPOAdvantage",
+    "torchrl_llm.objectives.credit.teacher": "TeacherKL",
+}
+__all__ = sorted(" ".join(_LAZY.values()).split())
+__getattr__ = lazy(__name__, _LAZY)

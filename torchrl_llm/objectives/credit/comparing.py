@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from math import comb
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -21,7 +21,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajec
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.padding import row_index
-from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner
+from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner, CreditOptions
 
 
 class MCAdvantageSelector:
@@ -220,11 +220,10 @@ def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn)
     return torch.tensor([reduce(trajectory) for trajectory in group], dtype=torch.float64)
 
 
-class ComparingCredit(CreditAssigner):
-    """Base of the rules that compare the returns of a group's trajectories: see :meth:`compare`.
+class ComparingOptions(CreditOptions, total=False):
+    """Arguments of every advantage estimator that compares trajectories, beside its own.
 
-    Args:
-        group_size: trajectories of a group that are trained.
+    Attributes:
         trajectory_return: the return of a trajectory from the rewards of its turns: their sum, max,
             mean or last.
         keep_return_bounds: exclusive ``(low, high)`` bounds on the mean return of a group; groups
@@ -239,7 +238,28 @@ class ComparingCredit(CreditAssigner):
             filtered if none does.
         candidate_selector: makes the choice;
             :class:`~torchrl_llm.objectives.MCAdvantageSelector` by default.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+    """
+
+    trajectory_return: TrajectoryReturn
+    keep_return_bounds: tuple[float, float] | None
+    keep_zero_variance: bool
+    candidate_group_size: int | None
+    candidate_selection_min_size: int | None
+    candidate_selector: MCAdvantageSelector | None
+
+
+class ComparingCredit(CreditAssigner):
+    """Base of the estimators that compare the returns of a group's trajectories: :meth:`compare`.
+
+    Args:
+        group_size: trajectories of a group that are trained.
+        trajectory_return: see :class:`ComparingOptions`, as for the others.
+        keep_return_bounds: bounds on the mean return of a group that is written.
+        keep_zero_variance: whether groups whose returns are all equal are written.
+        candidate_group_size: trajectories that are sampled of a group, more than are trained.
+        candidate_selection_min_size: how many candidates must be there for a choice to be tried.
+        candidate_selector: makes the choice.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for arguments that are impossible, or would have no effect.
@@ -256,7 +276,7 @@ class ComparingCredit(CreditAssigner):
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
         candidate_selector: MCAdvantageSelector | None = None,
-        **options: Any,
+        **options: Unpack[CreditOptions],
     ) -> None:
         super().__init__(group_size, **options)
         check_choice("trajectory_return", trajectory_return, RETURNS)

@@ -15,18 +15,51 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.enums import Source
+from torchrl_llm.data.replay_buffers.group_selectors import Selector
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
+
+
+class CreditOptions(TypedDict, total=False):
+    """Arguments that every advantage estimator takes beside its own.
+
+    Attributes:
+        advantage_key: where the advantage goes, ``[1, 1]`` or ``[T, 1]``; float32, or float64 where
+            the rewards are.
+        positive_only: negative advantages become 0, after any normalisation.
+        keep_zero_advantage: ``False`` does not write trajectories all of whose advantages are 0.
+            They add nothing but to the denominator of the loss, which they change: a mean over what
+            is left is larger. With ``positive_only`` this keeps only what was better than expected.
+        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, else ``"query"``.
+        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
+        done_key: where a row says that its trajectory ends with it.
+        selectors: which valid trajectories of a full group take part, see
+            :mod:`torchrl_llm.data.replay_buffers.group_selectors`; all by default.
+        max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
+            counted as unfilled, with one warning.
+        verbose: log every call.
+    """
+
+    advantage_key: NestedKey
+    positive_only: bool
+    keep_zero_advantage: bool
+    prompt_key: NestedKey | None
+    rewards_key: NestedKey
+    done_key: NestedKey
+    selectors: Sequence[Selector]
+    max_queued_groups: int
+    verbose: bool
 
 
 class CreditAssigner(GroupTransform):
@@ -39,14 +72,13 @@ class CreditAssigner(GroupTransform):
 
     Args:
         group_size: trajectories of a group; 1 where a rule needs no group.
-        advantage_key: where the advantage goes, ``[1, 1]`` or ``[T, 1]``; float32, or float64 where
-            the rewards are.
-        positive_only: negative advantages become 0, after any normalisation.
-        keep_zero_advantage: ``False`` does not write trajectories all of whose advantages are 0.
-            They add nothing but to the denominator of the loss, which they change: a mean over what
-            is left is larger. With ``positive_only`` this keeps only what was better than expected.
-        **options: of :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform`.
+        advantage_key: see :class:`CreditOptions`, as for the others.
+        positive_only: negative advantages become 0.
+        keep_zero_advantage: whether trajectories without any advantage are written.
+        **options: how rows are grouped, the rest of :class:`CreditOptions`.
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,
@@ -56,7 +88,7 @@ class CreditAssigner(GroupTransform):
         advantage_key: NestedKey = "advantage",
         positive_only: bool = False,
         keep_zero_advantage: bool = True,
-        **options: Any,
+        **options: Unpack[CreditOptions],
     ) -> None:
         super().__init__(group_size, **options)
         self.advantage_key = advantage_key
@@ -123,14 +155,14 @@ class BatchStatistics(CreditAssigner):
         group_size: trajectories of a group.
         batch_size: trajectories of a batch, a multiple of the group size; a group with invalid
             members counts in full. ``None`` takes what each write completes.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner` or of the rule.
+        **options: see :class:`CreditOptions`.
 
     Raises:
         ConfigError: for a size that is no multiple.
     """
 
     def __init__(
-        self, group_size: int, /, *, batch_size: int | None = None, **options: Any
+        self, group_size: int, /, *, batch_size: int | None = None, **options: Unpack[CreditOptions]
     ) -> None:
         super().__init__(group_size, **options)
         if batch_size is not None and (batch_size < 1 or batch_size % group_size):

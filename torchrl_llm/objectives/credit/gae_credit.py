@@ -6,7 +6,7 @@ Shape legend: ``T`` tokens of a row, ``R`` of its response, ``N`` sampled tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +20,11 @@ from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import batch_normalize, gae
 from torchrl_llm.objectives.credit.comparing import check_choice
-from torchrl_llm.objectives.credit.credit_assigner import BatchStatistics, sampled_in_response
+from torchrl_llm.objectives.credit.credit_assigner import (
+    BatchStatistics,
+    CreditOptions,
+    sampled_in_response,
+)
 
 
 @register("advantages", "gae")
@@ -56,7 +60,7 @@ class GAEAdvantage(BatchStatistics):
         values_key: value of the state before each token, ``[T]``.
         final_value_key: that of the state behind a cut, a number, read of the last row.
         value_target_key: where the targets go, ``[T]``, 0 at tokens that were not sampled.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`, without group size.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -83,7 +87,7 @@ class GAEAdvantage(BatchStatistics):
         values_key: NestedKey = ("values", "full"),
         final_value_key: NestedKey = ("next", "state_value"),
         value_target_key: NestedKey = ("value_target", "full"),
-        **options: Any,
+        **options: Unpack[CreditOptions],
     ) -> None:
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -16,22 +16,17 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import Transform
 
+from torchrl_llm import functional as F
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
-from torchrl_llm._registry import register
+from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional.advantages import (
-    batch_normalize,
-    group_advantages,
-    hybrid_advantages,
-    leave_one_out,
-)
-from torchrl_llm.functional.padding import row_index
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit,
+    ComparingOptions,
     TrajectoryReturn,
     check_choice,
     check_deviation,
@@ -73,8 +68,8 @@ class MCAdvantage(ComparingCredit):
             with 1e-8).
         positive_only: negative advantages become 0; ``"before_std"`` before the division, by the
             deviation of what is left, as Ludic does.
-        **options: of :class:`~torchrl_llm.objectives.credit.ComparingCredit` (dynamic sampling,
-            candidates) and :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+        **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions` (dynamic sampling,
+            candidates).
 
     Raises:
         ConfigError: for a size below 2 or arguments that do not go together.
@@ -106,7 +101,7 @@ class MCAdvantage(ComparingCredit):
         eps: float = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         positive_only: bool | Literal["before_std"] = False,
-        **options: Any,
+        **options: Unpack[ComparingOptions],
     ) -> None:
         check_group(grpo_size, "grpo_size")
         super().__init__(
@@ -142,7 +137,7 @@ class MCAdvantage(ComparingCredit):
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Advantages of returns; see the class."""
-        return group_advantages(returns_N, group_N, **self._how)
+        return F.group_advantages(returns_N, group_N, **self._how)
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
         """As in the base, or each reward by itself."""
@@ -150,7 +145,7 @@ class MCAdvantage(ComparingCredit):
             return super().assign_all(groups)
         flat = [reward.reshape(-1).double() for g in groups for t in g for reward in t.rewards]
         sizes = [sum(reward.numel() for t in group for reward in t.rewards) for group in groups]
-        advantages = self.compare(torch.cat(flat), row_index(sizes))
+        advantages = self.compare(torch.cat(flat), F.row_index(sizes))
         parts = iter(advantages.split([len(rewards) for rewards in flat]))
         return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]
 
@@ -164,8 +159,7 @@ class LeaveOneOutAdvantage(ComparingCredit):
 
     Args:
         group_size: trajectories of a group.
-        **options: of :class:`~torchrl_llm.objectives.credit.ComparingCredit` and
-            :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+        **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
     Raises:
         ConfigError: for a size below 2.
@@ -180,13 +174,13 @@ class LeaveOneOutAdvantage(ComparingCredit):
         [-1.5, -1.5, 3.0]
     """
 
-    def __init__(self, group_size: int, **options: Any) -> None:
+    def __init__(self, group_size: int, **options: Unpack[ComparingOptions]) -> None:
         check_group(group_size)
         super().__init__(group_size, **options)
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Advantages of returns; see the class."""
-        return leave_one_out(returns_N, group_N)
+        return F.leave_one_out(returns_N, group_N)
 
 
 @register("advantages", "hybrid")
@@ -205,9 +199,9 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
             themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it (Ludic with 1e-8).
-        **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`,
-            :class:`~torchrl_llm.objectives.credit.ComparingCredit` and
-            :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+        batch_size: trajectories of a batch, see
+            :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
+        **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -230,10 +224,11 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         deviation_of: Literal["advantages", "returns"] = "advantages",
         eps: float = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
-        **options: Any,
+        batch_size: int | None = None,
+        **options: Unpack[ComparingOptions],
     ) -> None:
         check_group(group_size)
-        super().__init__(group_size, **options)
+        super().__init__(group_size, batch_size=batch_size, **options)
         check_choice("deviation_of", deviation_of, ("advantages", "returns"))
         check_deviation(normalize, eps, eps_as, deviation_of=deviation_of != "advantages")
         self._how = {
@@ -245,7 +240,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Advantages of returns; see the class."""
-        return hybrid_advantages(returns_N, group_N, **self._how)
+        return F.hybrid_advantages(returns_N, group_N, **self._how)
 
 
 @register("advantages", "batch")
@@ -268,9 +263,9 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
-        **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`,
-            :class:`~torchrl_llm.objectives.credit.ComparingCredit` and
-            :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
+        batch_size: trajectories of a batch, see
+            :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
+        **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
     Raises:
         ConfigError: for arguments that are impossible, or would have no effect.
@@ -295,14 +290,15 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         normalize: Literal["population", "sample", "none"] = "population",
         eps: float = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
-        **options: Any,
+        batch_size: int | None = None,
+        **options: Unpack[ComparingOptions],
     ) -> None:
         check_choice("baseline", baseline, ("none", "group", "leave_one_out"))
         check_choice("over", over, ("tokens", "samples"))
         check_deviation(normalize, eps, eps_as)
         if baseline != "none":
             check_group(group_size)
-        super().__init__(group_size, **options)
+        super().__init__(group_size, batch_size=batch_size, **options)
         if not 0 <= gamma <= 1:
             raise ConfigError(f"gamma must be in [0, 1], got {gamma}")
         if baseline != "none" and gamma != 1:
@@ -322,7 +318,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
             for row, values in zip(trajectory.rows, of_rows, strict=True)
         ]
         weights = [self._weights(row, values) for row, values in flat]
-        normalised = batch_normalize(
+        normalised = F.batch_normalize(
             torch.cat([values.reshape(-1) for _, values in flat]),
             torch.cat(weights),
             normalize=self.normalize,
@@ -335,8 +331,8 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Returns less their baseline, which is one of their group."""
         if self.baseline == "group":
-            return group_advantages(returns_N, group_N, normalize="none")
-        return leave_one_out(returns_N, group_N)
+            return F.group_advantages(returns_N, group_N, normalize="none")
+        return F.leave_one_out(returns_N, group_N)
 
     def _unnormalised(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
         if self.baseline != "none":
@@ -390,6 +386,7 @@ class RayMCAdvantage(Transform):
         WorkerError: the actor did not start or answer in time, or died; what waited in it is lost.
     """
 
+    __signature__ = FullSignature(MCAdvantage)
     adds_keys_only = True
     requires_shared_write_state = True
 
@@ -402,7 +399,7 @@ class RayMCAdvantage(Transform):
         remote_config: Mapping[str, Any] | None = None,
         actor_name: str | None = None,
         timeout_s: float = 60.0,
-        **options: Any,
+        **options: Unpack[ComparingOptions],
     ) -> None:
         super().__init__()
         ray = require_ray("RayMCAdvantage", running=ray_init_config is None)

@@ -6,7 +6,7 @@ These rules need no group and write a trajectory as soon as it is done.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -25,7 +25,11 @@ from torchrl_llm.objectives.credit.comparing import (
     check_choice,
     trajectory_returns,
 )
-from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner, along_tokens
+from torchrl_llm.objectives.credit.credit_assigner import (
+    CreditAssigner,
+    CreditOptions,
+    along_tokens,
+)
 
 
 @register("advantages", "constant")
@@ -34,7 +38,7 @@ class ConstantCredit(CreditAssigner):
 
     Args:
         value: the advantage; a float64 reward keeps all of its digits.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`, without group size.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -43,7 +47,7 @@ class ConstantCredit(CreditAssigner):
         2.0
     """
 
-    def __init__(self, value: float = 1.0, **options: Any) -> None:
+    def __init__(self, value: float = 1.0, **options: Unpack[CreditOptions]) -> None:
         super().__init__(1, **options)
         self.value = float(value)
 
@@ -60,7 +64,7 @@ class EpisodicReturn(CreditAssigner):
 
     Args:
         trajectory_return: the return from the rewards of the turns: sum, max, mean or last.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`, without group size.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for an unknown ``trajectory_return``.
@@ -72,7 +76,9 @@ class EpisodicReturn(CreditAssigner):
         1.0
     """
 
-    def __init__(self, *, trajectory_return: TrajectoryReturn = "sum", **options: Any) -> None:
+    def __init__(
+        self, *, trajectory_return: TrajectoryReturn = "sum", **options: Unpack[CreditOptions]
+    ) -> None:
         super().__init__(1, **options)
         check_choice("trajectory_return", trajectory_return, RETURNS)
         self.trajectory_return = trajectory_return
@@ -90,7 +96,7 @@ class PerStepReward(CreditAssigner):
     """The reward of a turn, or of a token, as its own advantage.
 
     Args:
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`, without group size.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -99,7 +105,7 @@ class PerStepReward(CreditAssigner):
         1.0
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[CreditOptions]) -> None:
         super().__init__(1, **options)
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
@@ -130,7 +136,7 @@ class MonteCarloReturn(CreditAssigner):
         truncated: episodes that were cut: ``"keep"`` takes them as ended, ``"drop"`` does not write
             them, ``"bootstrap"`` adds a critic's value of the state behind the cut.
         value_key: that value, a number a row, read of the last row for ``"bootstrap"``.
-        **options: of :class:`~torchrl_llm.objectives.credit.CreditAssigner`, without group size.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -152,7 +158,7 @@ class MonteCarloReturn(CreditAssigner):
         *,
         truncated: Literal["keep", "drop", "bootstrap"] = "keep",
         value_key: NestedKey = ("next", "state_value"),
-        **options: Any,
+        **options: Unpack[CreditOptions],
     ) -> None:
         if not 0 <= gamma <= 1:
             raise ConfigError(f"gamma must be in [0, 1], got {gamma}")

@@ -6,25 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm._registry import register
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path, group_value
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.functional.advantages import (
-    batch_normalize,
-    beta_update,
-    forgetting_factor,
-    uncertainty_weight,
-)
-from torchrl_llm.functional.kl import k3
 from torchrl_llm.objectives.credit.comparing import (
     RETURNS,
     TrajectoryReturn,
@@ -32,7 +26,11 @@ from torchrl_llm.objectives.credit.comparing import (
     check_deviation,
     trajectory_returns,
 )
-from torchrl_llm.objectives.credit.credit_assigner import BatchStatistics, sampled_in_response
+from torchrl_llm.objectives.credit.credit_assigner import (
+    BatchStatistics,
+    CreditOptions,
+    sampled_in_response,
+)
 
 _COLUMNS = {
     "ids": ("tokens", "full"),
@@ -125,7 +123,7 @@ class PolicyShift:
             )
         then = torch.cat([row["log_probs"][mask] for row, mask in zip(rows, masks, strict=True)])
         now = scores.log_probs.to(then.device).double()
-        moved = k3(now - then.double()).mean()
+        moved = F.k3(now - then.double()).mean()
         if not bool(moved.isfinite()):
             raise DataError(
                 "how far the policy moved is not finite: its weights have diverged, or a token "
@@ -187,7 +185,9 @@ class SPOAdvantage(BatchStatistics):
             :math:`r - v` itself, not centred either.
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
-        **options: of :class:`~torchrl_llm.objectives.credit.BatchStatistics`, without group size.
+        batch_size: trajectories of a batch, see
+            :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -216,9 +216,10 @@ class SPOAdvantage(BatchStatistics):
         normalize: Literal["population", "sample", "none"] = "population",
         eps: float = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
-        **options: Any,
+        batch_size: int | None = None,
+        **options: Unpack[CreditOptions],
     ) -> None:
-        super().__init__(1, prompt_key=prompt_key, **options)
+        super().__init__(1, prompt_key=prompt_key, batch_size=batch_size, **options)
         check_choice("trajectory_return", trajectory_return, RETURNS)
         check_deviation(normalize, eps, eps_as)
         low, high = rho_bounds
@@ -316,7 +317,7 @@ class SPOAdvantage(BatchStatistics):
             float64 ``[N]``, not normalised.
         """
         values = torch.tensor([self.value(prompt) for prompt in prompts], dtype=torch.float64)
-        return uncertainty_weight(values, floor=floor)
+        return F.uncertainty_weight(values, floor=floor)
 
     @staticmethod
     def _name(prompt: Any, agent: Any) -> Hashable:
@@ -347,7 +348,7 @@ class SPOAdvantage(BatchStatistics):
         for name, members in visits.items():
             self._visit(name, rewards[members], [flat[i] for i in members])
         if self.normalize != "none":
-            advantages = batch_normalize(
+            advantages = F.batch_normalize(
                 advantages, normalize=self.normalize, eps=self.eps, eps_as=self.eps_as
             )
         own = iter(torch.unbind_copy(advantages[:, None, None]))
@@ -363,8 +364,8 @@ class SPOAdvantage(BatchStatistics):
         kl = self._moved - known[2]
         if self.kl_key is not None:
             kl = torch.stack([self._row_kl(t) for t in trajectories]).mean()
-        rho = forgetting_factor(kl, half_life=self.half_life, bounds=self.rho_bounds)
-        alpha, beta = beta_update(known[0], known[1], rewards.sum(), rho, len(rewards))
+        rho = F.forgetting_factor(kl, half_life=self.half_life, bounds=self.rho_bounds)
+        alpha, beta = F.beta_update(known[0], known[1], rewards.sum(), rho, len(rewards))
         self._known[name] = (alpha.item(), beta.item(), self._moved)
 
     def _row_kl(self, trajectory: Trajectory) -> Tensor:

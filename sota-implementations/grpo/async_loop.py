@@ -1,10 +1,11 @@
-"""The loop of a trainer whose rows come from elsewhere, for grpo-async and pipeline-rl."""
+"""Training loop over rows that other processes collect, for grpo-async and pipeline-rl."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
@@ -21,17 +22,15 @@ from torchrl_llm.recipes.builders import (
 from torchrl_llm.recipes.sampling_engine import make_canary
 from torchrl_llm.trainers import (
     BatchSource,
-    LossMeter,
     TrainingRun,
-    clipped_step,
     make_optimizer,
     make_scheduler,
-    micro_batches,
+    optimize,
     rollout_metrics,
 )
 
 
-def train_beside(
+def train_async(
     config: Any,
     collection: Callable[[Any], AbstractContextManager[Any]],
     begin: Callable[[Any, Any], None],
@@ -47,7 +46,6 @@ def train_beside(
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     algorithm = make_algorithm(config, policy)
     buffer = make_buffer(config, algorithm)
-    loss_module = algorithm.loss
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -91,20 +89,18 @@ def train_beside(
         for step in run.steps():
             with autocast(config):
                 rows = source.fill()
-            meter = LossMeter()
-            for minibatch in minibatches(buffer, config.train.epochs):
-                normalizer = loss_module.normalizer(minibatch)
-                for micro_batch in micro_batches(
-                    minibatch, budget=config.train.micro_token_budget, layout=config.train.packing
-                ):
-                    with autocast(config):
-                        output = loss_module(micro_batch, normalizer=normalizer)
-                    output.total_loss().backward()
-                    meter.add(output)
-                norm = clipped_step(optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm)
-                meter.close(grad_norm=norm, lr=scheduler.get_last_lr()[0])
+            updates = optimize(
+                algorithm.loss,
+                minibatches(buffer, config.train.epochs),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
             if step % config.train.weight_update_frequency == 0:
                 collector.update_policy_weights_(policy.model)
-            metrics = rollout_metrics(rows) | meter.metrics() | source.ledger.metrics()
+            metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
             run.record(metrics | source.policy_age | algorithm_metrics(algorithm))
         run.finish()
