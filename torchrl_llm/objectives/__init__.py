@@ -22,10 +22,11 @@ _LAZY = {
         "DistillationLoss DistillationLossOutput OnPolicyDistillationLoss "
         "OnPolicyDistillationLossOutput k3_kl_token_estimate"
     ),
-    "torchrl_llm.objectives.grpo": "DAPO DAPOLossOutput DrGRPOLoss GRPOLoss GRPOLossOutput",
+    "torchrl_llm.objectives.clipped_losses": (
+        "DAPO DAPOLossOutput DrGRPOLoss GRPOLoss GRPOLossOutput PPOLoss PPOLossOutput"
+    ),
     "torchrl_llm.objectives.invariance": "InvarianceReport check_invariance",
     "torchrl_llm.objectives.policy_loss": "PolicyGradientLoss PolicyLossOutput PolicyLossSettings",
-    "torchrl_llm.objectives.ppo": "PPOLoss PPOLossOutput",
     "torchrl_llm.objectives.sft": "SFTLoss SFTLossOutput minor_sft_loss sft_loss",
     "torchrl_llm.objectives.surrogate_losses": (
         "CISPOLoss CISPOLossOutput GMPOLoss GSPOLoss GSPOTokenLoss ReinforceLoss "

@@ -1,7 +1,7 @@
 """Losses whose surrogate is not PPO's clip of each token: CISPO, SAPO, GSPO, GMPO, TOPR, REINFORCE.
 
 Each is a call of its function in :mod:`torchrl_llm.functional.policy_surrogates` and the defaults
-of its paper. The losses with PPO's clip are in :mod:`torchrl_llm.objectives.grpo`.
+of its paper. The losses with PPO's clip are in :mod:`torchrl_llm.objectives.clipped_losses`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrl_llm import functional as F
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.objectives.grpo import GRPOLoss
+from torchrl_llm.objectives.clipped_losses import GRPOLoss
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
     Bounds,

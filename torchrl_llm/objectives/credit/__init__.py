@@ -9,13 +9,12 @@ _LAZY = {
         "ComparingCredit ComparingOptions MCAdvantageSelector"
     ),
     "torchrl_llm.objectives.credit.credit_assigner": "BatchStatistics CreditAssigner CreditOptions",
-    "torchrl_llm.objectives.credit.gae_credit": "GAEAdvantage",
     "torchrl_llm.objectives.credit.group_credit": (
         "BatchNormalizedReturn HybridNormalizedReturn LeaveOneOutAdvantage MCAdvantage "
         "RayMCAdvantage"
     ),
     "torchrl_llm.objectives.credit.return_credit": (
-        "ConstantCredit EpisodicReturn MonteCarloReturn PerStepReward"
+        "ConstantCredit EpisodicReturn GAEAdvantage MonteCarloReturn PerStepReward"
     ),
     "torchrl_llm.objectives.credit.spo": "SPOAdvantage",
     "torchrl_llm.objectives.credit.teacher": "TeacherKL",

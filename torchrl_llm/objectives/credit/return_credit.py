@@ -1,23 +1,27 @@
-"""Credit without comparison: what came after a turn, in the turn, or in the whole episode.
+"""Advantages without comparison: a constant, the returns of an episode, a critic's values.
 
-These rules need no group and write a trajectory as soon as it is done.
+These estimators need no group and write a trajectory as soon as it is done, or, with statistics
+over a batch, as soon as that is complete.
+
+Shape legend: ``T`` tokens of a row, ``R`` of its response, ``N`` sampled tokens of all episodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Unpack
+from typing import Literal, NamedTuple, Unpack
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.replay_buffers.group_selectors import drop_truncated
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
-from torchrl_llm.data.wire import leaf
+from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional import batch_normalize, gae
 from torchrl_llm.functional.advantages import discounted_returns
 from torchrl_llm.objectives.credit.comparing import (
     RETURNS,
@@ -26,9 +30,11 @@ from torchrl_llm.objectives.credit.comparing import (
     trajectory_returns,
 )
 from torchrl_llm.objectives.credit.credit_assigner import (
+    BatchStatistics,
     CreditAssigner,
     CreditOptions,
     along_tokens,
+    sampled_in_response,
 )
 
 
@@ -258,3 +264,223 @@ def _check_turns(trajectory: Trajectory, what: str, *, discounted: bool = False)
                 f"{what} is lost in a row of {int(joined)} joined turns: append JoinTurns to the "
                 "buffer before the rule of credit, so that it runs after it"
             )
+
+
+@register("advantages", "gae")
+class GAEAdvantage(BatchStatistics):
+    r"""Advantages of tokens from a critic's values, PPO's rule of credit.
+
+    arXiv:1506.02438 equation 16, where every sampled token of an episode is a step: tokens of tools
+    and templates between two turns are part of the next token's state, and cost no discount. The
+    reward of a turn falls on its last sampled token, rewards per token (a divergence in the reward,
+    :class:`~torchrl_llm.envs.transforms.KLRewardTransform`) on theirs. See
+    :func:`~torchrl_llm.functional.gae`.
+
+    The values are those that :class:`~torchrl_llm.envs.transforms.RetrieveValues` wrote with the
+    rows; append it to the buffer after this rule, for what is appended last runs first::
+
+        buffer.append_transform(JoinTurns())
+        buffer.append_transform(GAEAdvantage())
+        buffer.append_transform(RetrieveValues(policy))
+
+    Beside the advantage it writes what the critic should have said, the TD(lambda) return, under
+    ``value_target_key``: :class:`~torchrl_llm.objectives.PPOLoss` reads both.
+
+    Args:
+        gamma: discount a token; 1 is usual, for a reward at the end should not fade with length.
+        lmbda: decay of the estimate; 1 is the return minus the value.
+        normalize: deviation that the advantages are divided by after their mean is taken off, over
+            all sampled tokens of a batch: ``"sample"``, ``"population"``, or ``"none"`` to leave
+            them as they are. Value targets are not touched.
+        batch_size: episodes of a batch, see
+            :class:`~torchrl_llm.objectives.credit.credit_assigner.BatchStatistics`.
+        truncated: episodes that were cut: ``"bootstrap"`` adds the value of the state behind the
+            cut, ``"keep"`` takes them as ended, ``"drop"`` does not write them.
+        values_key: value of the state before each token, ``[T]``.
+        final_value_key: that of the state behind a cut, a number, read of the last row.
+        value_target_key: where the targets go, ``[T]``, 0 at tokens that were not sampled.
+        **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+        DataError: when values are missing or of another length than the tokens.
+
+    Example:
+        >>> row = TensorDict(
+        ...     tokens={"full": torch.arange(3), "response": torch.arange(1, 3)},
+        ...     values={"full": torch.tensor([0.0, 0.5, 0.25])},
+        ...     next={"reward": torch.ones(1, 1), "done": torch.ones(1).bool()})
+        >>> rows = GAEAdvantage(normalize="none").inv(torch.stack([row]))
+        >>> rows["advantage"].flatten().tolist(), rows["value_target", "full"].flatten().tolist()
+        ([0.0, 0.5, 0.75], [0.0, 1.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        lmbda: float = 1.0,
+        normalize: Literal["sample", "population", "none"] = "sample",
+        batch_size: int | None = None,
+        truncated: Literal["bootstrap", "keep", "drop"] = "bootstrap",
+        values_key: NestedKey = ("values", "full"),
+        final_value_key: NestedKey = ("next", "state_value"),
+        value_target_key: NestedKey = ("value_target", "full"),
+        **options: Unpack[CreditOptions],
+    ) -> None:
+        for name, value in (("gamma", gamma), ("lmbda", lmbda)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {value}")
+        check_choice("normalize", normalize, ("sample", "population", "none"))
+        check_choice("truncated", truncated, ("bootstrap", "keep", "drop"))
+        super().__init__(1, batch_size=batch_size, **options)
+        self.gamma, self.lmbda = gamma, lmbda
+        self.normalize, self.truncated = normalize, truncated
+        self.values_key, self.final_value_key = values_key, final_value_key
+        self.value_target_key = value_target_key
+
+    def select(self, group: list[Trajectory]) -> list[Trajectory]:
+        """Without cut episodes where they are dropped."""
+        group = super().select(group)
+        if self.truncated != "drop":
+            return group
+        return [t for t, kept in zip(group, drop_truncated(group), strict=True) if kept]
+
+    def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
+        """Advantages of the tokens of a batch; also writes the value targets into its rows."""
+        episodes = [trajectory for group in groups for trajectory in group]
+        steps = self._steps(episodes)
+        result = gae(
+            steps.rewards,
+            steps.values,
+            steps.episode,
+            gamma=self.gamma,
+            lmbda=self.lmbda,
+            bootstrap_S=torch.stack([self._final(t) for t in episodes]),
+        )
+        advantage = result.advantage
+        if self.normalize != "none":
+            advantage = batch_normalize(advantage, normalize=self.normalize)
+        rows = [row for trajectory in episodes for row in trajectory.rows]
+        targets = _columns(rows, steps.sampled, result.target)
+        for row, target in zip(rows, targets, strict=True):
+            set_copied(row, as_path(self.value_target_key), target)
+        columns = iter(_columns(rows, steps.sampled, advantage))
+        return [[[next(columns)[:, None] for _ in t.rows] for t in group] for group in groups]
+
+    def _steps(self, episodes: list[Trajectory]) -> _Steps:
+        sampled, values, rewards, places, counts = [], [], [], [], []
+        seen = 0
+        for trajectory in episodes:
+            start = seen
+            for row, reward in zip(trajectory.rows, trajectory.rewards, strict=True):
+                value, mask = self._value_and_mask(row)
+                sampled.append(mask)
+                values.append(value)
+                rewards.append(reward.reshape(-1))
+                places.append(_places(seen, mask.shape[0], reward.numel()))
+                seen += mask.shape[0]
+            counts.append(seen - start)
+        mask = torch.cat(sampled)
+        episode = torch.repeat_interleave(torch.tensor(counts))
+        found = torch.cat(values)[mask]
+        if not bool(found.isfinite().all()):
+            raise DataError(f"{self.values_key!r} is NaN or infinite at sampled tokens")
+        given = torch.cat(rewards)
+        dtype = torch.promote_types(found.dtype, torch.promote_types(given.dtype, torch.float32))
+        of_reward = torch.repeat_interleave(
+            torch.tensor([sum(r.numel() for r in t.rewards) for t in episodes])
+        )
+        collected = _on_steps(given.to(dtype), torch.cat(places), of_reward, mask, episode[mask])
+        return _Steps(collected, found.to(dtype), episode[mask], sampled)
+
+    def _value_and_mask(self, row: TensorDict) -> tuple[Tensor, Tensor]:
+        """Values along a row's response, and which of its tokens were sampled."""
+        full, response = leaf(row, ("tokens", "full")), leaf(row, ("tokens", "response"))
+        if full is None or response is None:
+            raise DataError(
+                'GAEAdvantage needs ("tokens", "full") and ("tokens", "response"), which the '
+                "policy writes"
+            )
+        value = leaf(row, as_path(self.values_key))
+        if value is None or value.shape != full.shape:
+            raise DataError(
+                f"GAEAdvantage needs {self.values_key!r}, a value for each of the "
+                f"{full.shape[0]} tokens of a row, and got "
+                f"{None if value is None else tuple(value.shape)}; append "
+                "RetrieveValues(policy) to the buffer after it"
+            )
+        return value[full.shape[0] - response.shape[0] :], sampled_in_response(row)
+
+    def _final(self, trajectory: Trajectory) -> Tensor:
+        """The value behind the last token."""
+        if self.truncated != "bootstrap" or not trajectory.truncated:
+            return torch.zeros(())
+        value = leaf(trajectory.rows[-1], as_path(self.final_value_key))
+        if value is None or value.numel() != 1 or not bool(value.isfinite().all()):
+            raise DataError(
+                "an episode was cut, and truncated='bootstrap' needs the value of the state behind "
+                f"the cut, a finite number at {self.final_value_key!r} of its last row, and got "
+                f"{value}; RetrieveValues writes it, or choose keep or drop"
+            )
+        return value.reshape(())
+
+
+class _Steps(NamedTuple):
+    """The sampled tokens of a batch of episodes, end to end.
+
+    Attributes:
+        rewards: ``[N]``.
+        values: ``[N]``.
+        episode: int64 ``[N]``.
+        sampled: of each row, which tokens of its response they are, bool ``[R]``.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    episode: Tensor
+    sampled: list[Tensor]
+
+
+def _places(start: int, size: int, count: int) -> Tensor:
+    """Where a row's rewards fall, in the responses of all rows laid end to end."""
+    if count == 1 or not size:
+        # An empty response stands right behind what came before it.
+        return torch.full((count,), start + size - 1)
+    if count != size:
+        raise DataError(
+            f"a row has {count} rewards and a response of {size} tokens: there must be one "
+            "reward, or one a token"
+        )
+    return torch.arange(start, start + size)
+
+
+def _on_steps(
+    rewards: Tensor, places: Tensor, of_reward: Tensor, mask_L: Tensor, of_step: Tensor
+) -> Tensor:
+    """Rewards of the steps ``[N]``.
+
+    What no sampled token stands at (a tool's result, an empty response) goes to the last one before
+    it, at the beginning of an episode to its first, and nowhere in an episode without any.
+    """
+    steps = torch.zeros_like(of_step, dtype=rewards.dtype)
+    if not of_step.numel():
+        return steps
+    before = torch.cat([mask_L.new_zeros(1, dtype=torch.int64), mask_L.cumsum(0)])
+    step = before[places + 1] - 1
+    first = torch.searchsorted(of_step, of_reward)
+    step = torch.maximum(step, first).clamp(max=of_step.shape[0] - 1)
+    own = of_step[step] == of_reward
+    return steps.index_add(0, step[own], rewards[own])
+
+
+def _columns(rows: list[TensorDict], sampled: list[Tensor], steps_N: Tensor) -> list[Tensor]:
+    """Numbers of steps along ``tokens.full`` of each row, 0 elsewhere."""
+    lengths = [row.get(("tokens", "full")).shape[0] for row in rows]
+    sizes = [mask.shape[0] for mask in sampled]
+    ends = torch.tensor(lengths).cumsum(0)
+    shift = ends - torch.tensor(sizes).cumsum(0)
+    responses = torch.cat(sampled).nonzero()[:, 0]
+    index = responses + torch.repeat_interleave(shift, torch.tensor(sizes))[responses]
+    flat = steps_N.new_zeros(sum(lengths)).index_put((index,), steps_N)
+    return [part.clone() for part in flat.split(lengths)]
