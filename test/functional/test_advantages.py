@@ -50,13 +50,13 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_ragged_groups_in_any_order_by_hand(name, dtype, tolerance):
-    got = FUNCTIONS[name](torch.tensor(MIXED, dtype=dtype), IDS, VALID)
-    (a, b, c, d), (e, f) = BY_HAND[name]
-    expected = torch.tensor([a, e, b, f, c, 0.0, d], dtype=dtype)
-    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+def test_ragged_groups_in_any_order_by_hand(name):
+    for dtype, tolerance in DTYPES:
+        got = FUNCTIONS[name](torch.tensor(MIXED, dtype=dtype), IDS, VALID)
+        (a, b, c, d), (e, f) = BY_HAND[name]
+        expected = torch.tensor([a, e, b, f, c, 0.0, d], dtype=dtype)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -71,13 +71,13 @@ def test_groups_as_a_dimension_are_groups_by_id(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("reward", [0.7, 0.1 + 0.2, 1e7, -3.3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exact_zeros(name, reward, dtype):
+def test_equal_rewards_give_exact_zeros(name):
     """0.7 in three places has a mean of another rounding, and over a floor of 1e-6 that shows."""
-    rewards = torch.full((3,), reward, dtype=dtype)
-    assert FUNCTIONS[name](rewards, None, None).tolist() == [0.0, 0.0, 0.0]
-    assert batch_normalize(rewards).tolist() == [0.0, 0.0, 0.0]
+    for dtype in [torch.float32, torch.float64]:
+        for reward in [0.7, 0.1 + 0.2, 1e7, -3.3]:
+            rewards = torch.full((3,), reward, dtype=dtype)
+            assert FUNCTIONS[name](rewards, None, None).tolist() == [0.0, 0.0, 0.0]
+            assert batch_normalize(rewards).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -213,16 +213,16 @@ def test_agreement_with_loops():
         assert got.tolist() == pytest.approx(values, abs=1e-8), name
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_returns_by_hand(dtype, tolerance):
-    rewards = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.0, 1.0]], dtype=dtype)
-    # 4; 2 + 4/2 = 4; 1 + 4/2 = 3.   1; 1/2; 1/4
-    expected = torch.tensor([[3.0, 4.0, 4.0], [0.25, 0.5, 1.0]], dtype=dtype)
-    torch.testing.assert_close(discounted_returns(rewards, 0.5), expected)
-    # A critic's 8 and 0 behind the cut add 4, 2, 1 to the first row.
-    got = discounted_returns(rewards, 0.5, bootstrap=torch.tensor([8.0, 0.0], dtype=dtype))
-    expected[0] += torch.tensor([1.0, 2.0, 4.0], dtype=dtype)
-    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+def test_returns_by_hand():
+    for dtype, tolerance in DTYPES:
+        rewards = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.0, 1.0]], dtype=dtype)
+        # 4; 2 + 4/2 = 4; 1 + 4/2 = 3.   1; 1/2; 1/4
+        expected = torch.tensor([[3.0, 4.0, 4.0], [0.25, 0.5, 1.0]], dtype=dtype)
+        torch.testing.assert_close(discounted_returns(rewards, 0.5), expected)
+        # A critic's 8 and 0 behind the cut add 4, 2, 1 to the first row.
+        got = discounted_returns(rewards, 0.5, bootstrap=torch.tensor([8.0, 0.0], dtype=dtype))
+        expected[0] += torch.tensor([1.0, 2.0, 4.0], dtype=dtype)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_without_discount_returns_are_sums_and_with_a_full_one_rewards():

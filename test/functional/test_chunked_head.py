@@ -76,22 +76,20 @@ def gradients(inputs, log_probs, entropy, entropy_weight):
     ],
     ids=["plain", "scale", "softcap", "temperature", "row temperature", "all"],
 )
-@pytest.mark.parametrize("extras", [{}, {"bias": True, "low_rank": True}], ids=["bare", "extras"])
-@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
-def test_values_and_gradients_equal_those_of_full_logits(
-    chunk_size, settings, extras, entropy_weight
-):
-    inputs = make(**extras)
-    expected = naive(inputs, **settings)
-    got = chunked(inputs, entropy=True, chunk_size=chunk_size, **settings)
-    torch.testing.assert_close(got.log_probs, expected[0], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(got.entropy, expected[1], atol=2e-5, rtol=1e-5)
-    for ours, theirs in zip(
-        gradients(inputs, *got, entropy_weight),
-        gradients(inputs, *expected, entropy_weight),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+def test_values_and_gradients_equal_those_of_full_logits(chunk_size, settings):
+    for entropy_weight in [0.0, 0.3]:
+        for extras in [{}, {"bias": True, "low_rank": True}]:
+            inputs = make(**extras)
+            expected = naive(inputs, **settings)
+            got = chunked(inputs, entropy=True, chunk_size=chunk_size, **settings)
+            torch.testing.assert_close(got.log_probs, expected[0], atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(got.entropy, expected[1], atol=2e-5, rtol=1e-5)
+            for ours, theirs in zip(
+                gradients(inputs, *got, entropy_weight),
+                gradients(inputs, *expected, entropy_weight),
+                strict=True,
+            ):
+                torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
 
 
 def test_a_hand_worked_head():
@@ -117,23 +115,21 @@ def test_many_row_tiles_give_the_same_weight_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [3, 16, 64, 200])
-@pytest.mark.parametrize("rows", [64, 16])
-def test_tiles_wait_in_the_memory_of_the_gradient_without_being_overwritten(
-    monkeypatch, tokens, rows
-):
-    # With 16 hidden units all, all but one, a quarter and fewer of the tiles are kept.
-    monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", rows)
-    hidden = torch.randn(tokens, 16, requires_grad=True)
-    weight = torch.randn(97, 16, requires_grad=True)
-    targets = torch.randint(0, 97, (tokens,))
-    slopes = torch.randn(tokens)
-    full = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    expected = torch.autograd.grad((full * slopes).sum(), (hidden, weight))
-    for chunk_size in (tokens * 5, tokens * 10, tokens * 50):
-        scores = chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)
-        got = torch.autograd.grad((scores.log_probs * slopes).sum(), (hidden, weight))
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+def test_tiles_wait_in_the_memory_of_the_gradient_without_being_overwritten(monkeypatch, tokens):
+    for rows in [64, 16]:
+        # With 16 hidden units all, all but one, a quarter and fewer of the tiles are kept.
+        monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", rows)
+        hidden = torch.randn(tokens, 16, requires_grad=True)
+        weight = torch.randn(97, 16, requires_grad=True)
+        targets = torch.randint(0, 97, (tokens,))
+        slopes = torch.randn(tokens)
+        full = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        expected = torch.autograd.grad((full * slopes).sum(), (hidden, weight))
+        for chunk_size in (tokens * 5, tokens * 10, tokens * 50):
+            scores = chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size)
+            got = torch.autograd.grad((scores.log_probs * slopes).sum(), (hidden, weight))
+            for ours, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
 
 
 def test_a_graph_can_be_walked_twice():

@@ -28,34 +28,34 @@ def by_hand(direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
-def test_from_logits_it_is_what_is_worked_by_hand(direction, dtype, tolerance):
-    value, gradient = by_hand(direction)
-    logits = P.log().to(dtype).requires_grad_()
-    got = divergence_from_logits(logits, Q.log().to(dtype) + 3.0, direction=direction)
-    got.backward()
-    assert got.dtype is dtype
-    assert got.item() == pytest.approx(value, abs=tolerance)
-    expected = torch.tensor(gradient, dtype=dtype)
-    torch.testing.assert_close(logits.grad, expected, atol=tolerance, rtol=0)
+def test_from_logits_it_is_what_is_worked_by_hand(direction):
+    for dtype, tolerance in [(torch.float64, 1e-8), (torch.float32, 1e-5)]:
+        value, gradient = by_hand(direction)
+        logits = P.log().to(dtype).requires_grad_()
+        got = divergence_from_logits(logits, Q.log().to(dtype) + 3.0, direction=direction)
+        got.backward()
+        assert got.dtype is dtype
+        assert got.item() == pytest.approx(value, abs=tolerance)
+        expected = torch.tensor(gradient, dtype=dtype)
+        torch.testing.assert_close(logits.grad, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("chunk_size", [1, None])
-def test_in_chunks_it_is_what_is_worked_by_hand(direction, dtype, tolerance, chunk_size):
-    value, gradient = by_hand(direction)
-    # One state with value 1: the weights are the logits.
-    weight = P.log().to(dtype)[:, None].requires_grad_()
-    ones, teacher = torch.ones(1, 1, dtype=dtype), Q.log().to(dtype)[:, None]
-    got = chunked_divergence(
-        ones, weight, ones, teacher, direction=direction, chunk_size=chunk_size
-    )
-    got.sum().backward()
-    assert got.dtype is dtype
-    assert got.item() == pytest.approx(value, abs=tolerance)
-    expected = torch.tensor(gradient, dtype=dtype)[:, None]
-    torch.testing.assert_close(weight.grad, expected, atol=tolerance, rtol=0)
+def test_in_chunks_it_is_what_is_worked_by_hand(direction):
+    for chunk_size in [1, None]:
+        for dtype, tolerance in [(torch.float64, 1e-8), (torch.float32, 1e-5)]:
+            value, gradient = by_hand(direction)
+            # One state with value 1: the weights are the logits.
+            weight = P.log().to(dtype)[:, None].requires_grad_()
+            ones, teacher = torch.ones(1, 1, dtype=dtype), Q.log().to(dtype)[:, None]
+            got = chunked_divergence(
+                ones, weight, ones, teacher, direction=direction, chunk_size=chunk_size
+            )
+            got.sum().backward()
+            assert got.dtype is dtype
+            assert got.item() == pytest.approx(value, abs=tolerance)
+            expected = torch.tensor(gradient, dtype=dtype)[:, None]
+            torch.testing.assert_close(weight.grad, expected, atol=tolerance, rtol=0)
 
 
 def case(*, bias=False, low_rank=False, dtype=torch.float64):
@@ -104,39 +104,39 @@ def leaves(head):
         ({"bias": True, "low_rank": True}, 2.0, 3.0, torch.linspace(0.5, 2.0, 9).double()),
     ],
 )
-@pytest.mark.parametrize("chunk_size", [1, 17, None])
 def test_chunked_and_naive_agree_in_value_and_gradient(
-    monkeypatch, direction, parts, scale, softcap, temperature, chunk_size
+    monkeypatch, direction, parts, scale, softcap, temperature
 ):
-    monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", 4)
-    model, teacher = case(**parts)
-    upstream = torch.linspace(-1.0, 2.0, 9, dtype=torch.float64)
-    naive = divergence_from_logits(
-        logits_of(model, scale, softcap, temperature),
-        logits_of(teacher, 1.5, 4.0, temperature),
-        direction=direction,
-    )
-    expected = torch.autograd.grad(naive @ upstream, leaves(model))
-    got = chunked_divergence(
-        model["hidden"],
-        model["weight"],
-        teacher["hidden"],
-        teacher["weight"],
-        direction=direction,
-        bias=model.get("bias"),
-        low_rank=model.get("low_rank"),
-        scale=scale,
-        softcap=softcap,
-        teacher_bias=teacher.get("bias"),
-        teacher_low_rank=teacher.get("low_rank"),
-        teacher_scale=1.5,
-        teacher_softcap=4.0,
-        temperature=temperature,
-        chunk_size=chunk_size,
-    )
-    torch.testing.assert_close(got, naive, atol=1e-10, rtol=1e-10)
-    gradients = torch.autograd.grad(got @ upstream, leaves(model))
-    torch.testing.assert_close(gradients, expected, atol=1e-10, rtol=1e-10)
+    for chunk_size in [1, 17, None]:
+        monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", 4)
+        model, teacher = case(**parts)
+        upstream = torch.linspace(-1.0, 2.0, 9, dtype=torch.float64)
+        naive = divergence_from_logits(
+            logits_of(model, scale, softcap, temperature),
+            logits_of(teacher, 1.5, 4.0, temperature),
+            direction=direction,
+        )
+        expected = torch.autograd.grad(naive @ upstream, leaves(model))
+        got = chunked_divergence(
+            model["hidden"],
+            model["weight"],
+            teacher["hidden"],
+            teacher["weight"],
+            direction=direction,
+            bias=model.get("bias"),
+            low_rank=model.get("low_rank"),
+            scale=scale,
+            softcap=softcap,
+            teacher_bias=teacher.get("bias"),
+            teacher_low_rank=teacher.get("low_rank"),
+            teacher_scale=1.5,
+            teacher_softcap=4.0,
+            temperature=temperature,
+            chunk_size=chunk_size,
+        )
+        torch.testing.assert_close(got, naive, atol=1e-10, rtol=1e-10)
+        gradients = torch.autograd.grad(got @ upstream, leaves(model))
+        torch.testing.assert_close(gradients, expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -65,32 +65,32 @@ def test_the_log_prob_is_the_softmax_over_the_kept_ids_by_hand():
     [([3, 1, 5, 11, 2], size) for size in (None, 1, 4, 7)]
     + [([4], None), ([0, 3, 0, 1], None), ([0, 0], None)],
 )
-@pytest.mark.parametrize("per_token", [False, True])
-def test_values_and_all_gradients_are_those_of_masked_logits(counts, chunk_size, per_token):
-    inputs, targets, support = make_case(counts)
-    settings = {"scale": 0.7, "softcap": 5.0, "temperature": 1.3}
-    if per_token:
-        settings["temperature"] = torch.linspace(0.5, 2.0, len(counts), dtype=torch.float64)
-    wanted = naive(inputs, targets, support, **settings)
-    hidden, weight, bias, low, columns = inputs
-    got = support_log_probs(
-        hidden,
-        weight,
-        targets,
-        *support,
-        bias=bias,
-        low_rank=(low, columns),
-        entropy=True,
-        chunk_size=chunk_size,
-        **settings,
-    )
-    upstream = torch.randn(2, len(counts), dtype=torch.float64)
-    grads = []
-    for scores in (wanted, got):
-        total = (scores[0] * upstream[0]).sum() + (scores[1] * upstream[1]).sum()
-        grads.append(torch.autograd.grad(total, inputs))
-    for a, b in zip((*wanted, *grads[0]), (*got, *grads[1]), strict=True):
-        torch.testing.assert_close(b, a, atol=1e-10, rtol=0)
+def test_values_and_all_gradients_are_those_of_masked_logits(counts, chunk_size):
+    for per_token in [False, True]:
+        inputs, targets, support = make_case(counts)
+        settings = {"scale": 0.7, "softcap": 5.0, "temperature": 1.3}
+        if per_token:
+            settings["temperature"] = torch.linspace(0.5, 2.0, len(counts), dtype=torch.float64)
+        wanted = naive(inputs, targets, support, **settings)
+        hidden, weight, bias, low, columns = inputs
+        got = support_log_probs(
+            hidden,
+            weight,
+            targets,
+            *support,
+            bias=bias,
+            low_rank=(low, columns),
+            entropy=True,
+            chunk_size=chunk_size,
+            **settings,
+        )
+        upstream = torch.randn(2, len(counts), dtype=torch.float64)
+        grads = []
+        for scores in (wanted, got):
+            total = (scores[0] * upstream[0]).sum() + (scores[1] * upstream[1]).sum()
+            grads.append(torch.autograd.grad(total, inputs))
+        for a, b in zip((*wanted, *grads[0]), (*got, *grads[1]), strict=True):
+            torch.testing.assert_close(b, a, atol=1e-10, rtol=0)
 
 
 def test_gradients_pass_gradcheck_in_float64():
@@ -173,25 +173,25 @@ def test_kept_ids_of_an_untouched_distribution_are_none():
     assert (ids.tolist(), counts.tolist()) == ([], [0, 0])
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("counts", [[0, 0, 0, 0], [2, 0, 5, V]])
-def test_temperatures_stored_in_float32_are_exact_in_float64(counts, softcap):
-    # As rows hold them. 1 / 0.7 is another number when it is taken in float32.
-    inputs, targets, support = make_case(counts)
-    stored = torch.tensor([0.7, 0.9, 1.3, 0.3])
-    settings = {"scale": 0.7, "softcap": softcap}
-    got = support_log_probs(
-        inputs[0],
-        inputs[1],
-        targets,
-        *support,
-        bias=inputs[2],
-        low_rank=inputs[3:],
-        temperature=stored,
-        **settings,
-    )
-    wanted = naive(inputs, targets, support, temperature=stored.double(), **settings)[0]
-    torch.testing.assert_close(got.log_probs, wanted, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(x.sum(), inputs) for x in (got.log_probs, wanted)]
-    for own, naively in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, naively, rtol=0, atol=1e-12)
+def test_temperatures_stored_in_float32_are_exact_in_float64(counts):
+    for softcap in [None, 3.0]:
+        # As rows hold them. 1 / 0.7 is another number when it is taken in float32.
+        inputs, targets, support = make_case(counts)
+        stored = torch.tensor([0.7, 0.9, 1.3, 0.3])
+        settings = {"scale": 0.7, "softcap": softcap}
+        got = support_log_probs(
+            inputs[0],
+            inputs[1],
+            targets,
+            *support,
+            bias=inputs[2],
+            low_rank=inputs[3:],
+            temperature=stored,
+            **settings,
+        )
+        wanted = naive(inputs, targets, support, temperature=stored.double(), **settings)[0]
+        torch.testing.assert_close(got.log_probs, wanted, rtol=0, atol=1e-12)
+        gradients = [torch.autograd.grad(x.sum(), inputs) for x in (got.log_probs, wanted)]
+        for own, naively in zip(*gradients, strict=True):
+            torch.testing.assert_close(own, naively, rtol=0, atol=1e-12)

@@ -41,7 +41,8 @@ READERS = {
         ("next", "teacher_log_probs", "full"),
     )
 }
-COLUMNS = [(name, key) for key, names in READERS.items() for name in names]
+COLUMNS = {name: [key for key, names in READERS.items() if name in names] for name in LOSSES}
+every_reader = pytest.mark.parametrize("name", [name for name in LOSSES if COLUMNS[name]])
 
 
 def small_rows():
@@ -72,52 +73,62 @@ def test_good_rows_are_not(name):
     assert actor.table.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "key"), COLUMNS)
-def test_a_column_that_is_missing(name, key):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        del row[key]
-    refused(name, rows, r"the rows have no .*(MCAdvantage|generate|Retrieve|GAE|writes|must run)")
-
-
-@pytest.mark.parametrize(("name", "key"), COLUMNS)
-def test_a_column_of_another_shape(name, key):
-    rows = small_rows()
-    rows.tensordicts[1][key] = torch.zeros(5, 1) if key == "advantage" else torch.zeros(2)
-    message = r"must be \[B, 1, 1\] or \[B, T, 1\]" if key == "advantage" else "one value a token"
-    refused(name, rows, f"{message}.*row 1|row 1.*{message}")
-
-
-@pytest.mark.parametrize(("name", "key"), COLUMNS)
-def test_a_column_that_is_not_finite_where_it_counts(name, key):
-    for bad in BAD:
+@every_reader
+def test_a_column_that_is_missing(name):
+    for key in COLUMNS[name]:
         rows = small_rows()
-        rows.tensordicts[2][key][-1] = bad
-        refused(name, rows, r"NaN or infinite at tokens that count, in rows \[2\]")
+        for row in rows.tensordicts:
+            del row[key]
+        refused(
+            name, rows, r"the rows have no .*(MCAdvantage|generate|Retrieve|GAE|writes|must run)"
+        )
 
 
-@pytest.mark.parametrize(("name", "key"), COLUMNS)
-def test_a_column_that_is_no_data_but_part_of_a_graph(name, key):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        row[key] = row[key].requires_grad_()
-    refused(name, rows, "must be stored data")
+@every_reader
+def test_a_column_of_another_shape(name):
+    for key in COLUMNS[name]:
+        rows = small_rows()
+        rows.tensordicts[1][key] = torch.zeros(5, 1) if key == "advantage" else torch.zeros(2)
+        message = (
+            r"must be \[B, 1, 1\] or \[B, T, 1\]" if key == "advantage" else "one value a token"
+        )
+        refused(name, rows, f"{message}.*row 1|row 1.*{message}")
 
 
-@pytest.mark.parametrize("name", READERS["advantage"])
-def test_padded_advantages_of_a_wrong_shape(name):
-    # TorchRL's users meet this one: [B, T] where [B, T, 1] is meant.
-    rows = pad([make_row([5, 1, 2], 1, group=0), make_row([5, 6, 3], 1, group=0)])
-    rows["group_id"] = torch.zeros(2, dtype=torch.long)
-    rows["value_target"] = {"full": torch.zeros(2, 3)}
-    rows["value_target"].batch_size = [2]
-    rows["advantage"] = torch.zeros(2, 3)
-    refused(name, rows, r"advantage must be \[B, 1, 1\] or \[B, T, 1\] with B=2, T=3, got \(2, 3\)")
+@every_reader
+def test_a_column_that_is_not_finite_where_it_counts(name):
+    for key in COLUMNS[name]:
+        for bad in BAD:
+            rows = small_rows()
+            rows.tensordicts[2][key][-1] = bad
+            refused(name, rows, r"NaN or infinite at tokens that count, in rows \[2\]")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_without_rows(name):
-    refused(name, small_rows()[:0], "the batch has no rows")
+@every_reader
+def test_a_column_that_is_no_data_but_part_of_a_graph(name):
+    for key in COLUMNS[name]:
+        rows = small_rows()
+        for row in rows.tensordicts:
+            row[key] = row[key].requires_grad_()
+        refused(name, rows, "must be stored data")
+
+
+def test_padded_advantages_of_a_wrong_shape():
+    for name in READERS["advantage"]:
+        # TorchRL's users meet this one: [B, T] where [B, T, 1] is meant.
+        rows = pad([make_row([5, 1, 2], 1, group=0), make_row([5, 6, 3], 1, group=0)])
+        rows["group_id"] = torch.zeros(2, dtype=torch.long)
+        rows["value_target"] = {"full": torch.zeros(2, 3)}
+        rows["value_target"].batch_size = [2]
+        rows["advantage"] = torch.zeros(2, 3)
+        refused(
+            name, rows, r"advantage must be \[B, 1, 1\] or \[B, T, 1\] with B=2, T=3, got \(2, 3\)"
+        )
+
+
+def test_a_batch_without_rows():
+    for name in LOSSES:
+        refused(name, small_rows()[:0], "the batch has no rows")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -152,24 +163,25 @@ def test_log_probs_of_the_proximal_policy_or_the_reference_that_are_missing(name
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("bad", BAD)
-def test_log_probs_of_the_current_policy_that_are_not_finite(name, bad):
-    actor = Watched()
-    with torch.no_grad():
-        actor.table[small_rows()[0]["tokens", "full"][-1]] = bad
-    with pytest.raises(DataError, match="its weights have diverged"):
-        make_loss(name, actor)(small_rows())
+def test_log_probs_of_the_current_policy_that_are_not_finite(name):
+    for bad in BAD:
+        actor = Watched()
+        with torch.no_grad():
+            actor.table[small_rows()[0]["tokens", "full"][-1]] = bad
+        with pytest.raises(DataError, match="its weights have diverged"):
+            make_loss(name, actor)(small_rows())
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_an_actor_that_scores_another_number_of_tokens(name):
-    class Short(Watched):
-        def token_scores(self, *args, **kwargs):
-            scores = super().token_scores(*args, **kwargs)
-            return scores._replace(log_probs=scores.log_probs[1:])
+def test_an_actor_that_scores_another_number_of_tokens():
+    for name in LOSSES:
 
-    with pytest.raises(DataError, match=r"must score the \d+ selected tokens"):
-        make_loss(name, Short())(small_rows())
+        class Short(Watched):
+            def token_scores(self, *args, **kwargs):
+                scores = super().token_scores(*args, **kwargs)
+                return scores._replace(log_probs=scores.log_probs[1:])
+
+        with pytest.raises(DataError, match=r"must score the \d+ selected tokens"):
+            make_loss(name, Short())(small_rows())
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -180,7 +192,6 @@ def test_rows_of_a_truncated_distribution_whose_support_was_not_kept(name):
     refused(name, rows, r"rows \[0, 1, 2, 3\] were sampled with top-k, top-p or min-p")
 
 
-@pytest.mark.parametrize("lacking", [0, 2])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -192,31 +203,32 @@ def test_rows_of_a_truncated_distribution_whose_support_was_not_kept(name):
         (("support", "counts"), torch.zeros(9, dtype=torch.int32)),
     ],
 )
-def test_a_column_that_only_some_rows_have_is_not_taken_for_missing(key, value, lacking):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        if value is not None:
-            row[key] = value[: row["tokens", "full"].shape[0]] if value.ndim else value
-        if key[0] == "support":
-            row["support", "token_ids"] = torch.zeros(0, dtype=torch.int32)
-    make_loss("GRPOLoss", Watched()).select(rows)
-    del rows.tensordicts[lacking][key]
-    refused("GRPOLoss", rows, rf"rows \[{lacking}\] have no .*{key[1]}.*and others do")
+def test_a_column_that_only_some_rows_have_is_not_taken_for_missing(key, value):
+    for lacking in [0, 2]:
+        rows = small_rows()
+        for row in rows.tensordicts:
+            if value is not None:
+                row[key] = value[: row["tokens", "full"].shape[0]] if value.ndim else value
+            if key[0] == "support":
+                row["support", "token_ids"] = torch.zeros(0, dtype=torch.int32)
+        make_loss("GRPOLoss", Watched()).select(rows)
+        del rows.tensordicts[lacking][key]
+        refused("GRPOLoss", rows, rf"rows \[{lacking}\] have no .*{key[1]}.*and others do")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_first_token_that_counts_has_nothing_to_be_predicted_from(name):
-    row = make_row([1, 2], 1)
-    row["masks", "all_assistant_mask"][0] = True
-    row["tokens", "prompt"] = torch.zeros(0, dtype=torch.long)
-    row["trace", "source"][0] = 3
-    row["trace", "mask_reason"][0] = 0
-    refused(name, make_rows(row), "first token of row 0 counts")
+def test_a_first_token_that_counts_has_nothing_to_be_predicted_from():
+    for name in LOSSES:
+        row = make_row([1, 2], 1)
+        row["masks", "all_assistant_mask"][0] = True
+        row["tokens", "prompt"] = torch.zeros(0, dtype=torch.long)
+        row["trace", "source"][0] = 3
+        row["trace", "mask_reason"][0] = 0
+        refused(name, make_rows(row), "first token of row 0 counts")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_rows_without_ids(name):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        del row["tokens"]
-    refused(name, rows, r"'tokens', 'full'")
+def test_rows_without_ids():
+    for name in LOSSES:
+        rows = small_rows()
+        for row in rows.tensordicts:
+            del row["tokens"]
+        refused(name, rows, r"'tokens', 'full'")

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
 import pty
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -280,46 +280,54 @@ def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path):
     assert not left.exists()
 
 
-HOLDS_A_RUN = """
-import sys, time
-sys.path[:0] = {path!r}
-from trainers.test_run import Toy
-from pathlib import Path
-toy = Toy(Path({folder!r}))
-print("has begun", flush=True)
-sys.stdin.read()
-"""
+# Forked, so that the other processes need not import everything once more.
+FORK = multiprocessing.get_context("fork")
+
+
+def hold_a_run(folder, begun):
+    run = Toy(folder)
+    begun.set()
+    while run:
+        signal.pause()
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_is_dead(tmp_path):
-    code = HOLDS_A_RUN.format(path=sys.path, folder=str(tmp_path))
-    first = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    begun = FORK.Event()
+    first = FORK.Process(target=hold_a_run, args=(tmp_path, begun), daemon=True)
+    first.start()
     try:
-        assert first.stdout.readline() == "has begun\n"
+        assert begun.wait(30)
         for resume in ("never", "auto"):
             with pytest.raises(CheckpointError, match=rf"another run is at work.*{first.pid}"):
                 Toy(tmp_path, resume=resume)
     finally:
         first.kill()
-        first.communicate()
+        first.join()
     assert Toy(tmp_path, max_steps=1).train().run.step == 1
 
 
+def train_on_a_terminal(folder, terminal, begun, gone):
+    sys.stderr = os.fdopen(terminal, "w", buffering=1)
+    try:
+        toy = Toy(folder)
+        begun.set()
+        gone.wait(30)
+        toy.train(interrupt_at=2, number=signal.SIGHUP).run.finish()
+    except SystemExit as end:
+        os._exit(end.code)
+
+
 def test_a_run_whose_terminal_is_gone_saves(tmp_path):
-    code = HOLDS_A_RUN.format(path=sys.path, folder=str(tmp_path)).replace(
-        "sys.stdin.read()", "toy.train(interrupt_at=2, number=1); toy.run.finish()"
-    )
+    begun, gone = FORK.Event(), FORK.Event()
     screen, terminal = pty.openpty()
-    run = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=terminal, text=True
-    )
+    run = FORK.Process(target=train_on_a_terminal, args=(tmp_path, terminal, begun, gone))
+    run.start()
     os.close(terminal)
-    assert run.stdout.readline() == "has begun\n"
+    assert begun.wait(30)
     os.close(screen)
-    run.communicate()
-    assert run.returncode == 128 + signal.SIGHUP
+    gone.set()
+    run.join(60)
+    assert run.exitcode == 128 + signal.SIGHUP
     assert (tmp_path / "checkpoints" / "step_000002").exists()
 
 

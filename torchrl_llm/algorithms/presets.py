@@ -214,14 +214,13 @@ def is_ludic(style: Style) -> bool:
     return style == "ludic"
 
 
-def policy_settings(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Arguments of a loss: those given, and that the tokens of the assistant count.
+def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a loss: those given, and unless they say otherwise the assistant's tokens count.
 
     Args:
-        settings: what comes before everything else.
-        **defaults: what holds where ``settings`` do not say otherwise.
+        settings: arguments of the loss.
     """
-    return {"masking_strategy": "rlhf", **defaults, **settings}
+    return {"masking_strategy": "rlhf", **settings}
 
 
 def _argument_help(*targets: Callable[..., Any]) -> dict[str, str]:

@@ -19,7 +19,6 @@ def mean_of_sequences(values, row, num_rows=1):
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize(
     ("ratios", "advantage", "bounds", "loss", "clipped", "gradient"),
     [
@@ -37,16 +36,17 @@ def mean_of_sequences(values, row, num_rows=1):
     ],
 )
 @pytest.mark.parametrize("function", [gspo, gspo_token])
-def test_gspo_by_hand(
-    function, ratios, advantage, bounds, loss, clipped, gradient, dtype, tolerance
-):
-    log_ratio = torch.tensor(ratios, dtype=dtype).log().requires_grad_()
-    got, cut = function(log_ratio, torch.full((2,), advantage, dtype=dtype), ONE_ROW, 1, *bounds)
-    mean_of_sequences(got, ONE_ROW).backward()
-    assert got.dtype is dtype
-    assert got.tolist() == pytest.approx([loss, loss], abs=tolerance)
-    assert cut.tolist() == [clipped, clipped]
-    assert log_ratio.grad.tolist() == pytest.approx([gradient, gradient], abs=tolerance)
+def test_gspo_by_hand(function, ratios, advantage, bounds, loss, clipped, gradient):
+    for dtype, tolerance in PRECISIONS:
+        log_ratio = torch.tensor(ratios, dtype=dtype).log().requires_grad_()
+        got, cut = function(
+            log_ratio, torch.full((2,), advantage, dtype=dtype), ONE_ROW, 1, *bounds
+        )
+        mean_of_sequences(got, ONE_ROW).backward()
+        assert got.dtype is dtype
+        assert got.tolist() == pytest.approx([loss, loss], abs=tolerance)
+        assert cut.tolist() == [clipped, clipped]
+        assert log_ratio.grad.tolist() == pytest.approx([gradient, gradient], abs=tolerance)
 
 
 def test_the_default_bounds_of_gspo_are_the_papers():
@@ -101,7 +101,6 @@ def test_gspo_on_responses_of_one_token_is_the_clip_of_ppo(function):
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize(
     ("log_ratios", "advantage", "loss", "clipped", "gradient"),
     [
@@ -115,14 +114,15 @@ def test_gspo_on_responses_of_one_token_is_the_clip_of_ppo(function):
         ((0.9, -0.9), 0.0, 0.0, (False, False), (0.0, 0.0)),
     ],
 )
-def test_gmpo_by_hand(log_ratios, advantage, loss, clipped, gradient, dtype, tolerance):
-    log_ratio = torch.tensor(log_ratios, dtype=dtype, requires_grad=True)
-    got, cut = gmpo(log_ratio, torch.full((2,), advantage, dtype=dtype), ONE_ROW, 1)
-    mean_of_sequences(got, ONE_ROW).backward()
-    assert got.dtype is dtype
-    assert got.tolist() == pytest.approx([loss, loss], abs=tolerance)
-    assert tuple(cut.tolist()) == clipped
-    assert log_ratio.grad.tolist() == pytest.approx(list(gradient), abs=tolerance)
+def test_gmpo_by_hand(log_ratios, advantage, loss, clipped, gradient):
+    for dtype, tolerance in PRECISIONS:
+        log_ratio = torch.tensor(log_ratios, dtype=dtype, requires_grad=True)
+        got, cut = gmpo(log_ratio, torch.full((2,), advantage, dtype=dtype), ONE_ROW, 1)
+        mean_of_sequences(got, ONE_ROW).backward()
+        assert got.dtype is dtype
+        assert got.tolist() == pytest.approx([loss, loss], abs=tolerance)
+        assert tuple(cut.tolist()) == clipped
+        assert log_ratio.grad.tolist() == pytest.approx(list(gradient), abs=tolerance)
 
 
 def test_gmpo_is_the_geometric_mean_of_clipped_objectives_of_the_paper():

@@ -31,13 +31,13 @@ def test_weights_and_advantages_are_constants():
         assert through[2] is None
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-def test_weights_of_sequences_by_hand(dtype, tolerance):
-    # Products: 2 x 3 = 6, cut to 5; 1/2; 4 x 1/4 = 1.
-    ratios = torch.tensor([2.0, 3.0, 0.5, 4.0, 0.25], dtype=dtype)
-    weights = sequence_weights(ratios.log(), torch.tensor([0, 0, 1, 2, 2]), 3, 5.0)
-    assert weights.dtype is dtype
-    assert weights.tolist() == pytest.approx([5.0, 5.0, 0.5, 1.0, 1.0], abs=tolerance)
+def test_weights_of_sequences_by_hand():
+    for dtype, tolerance in PRECISIONS:
+        # Products: 2 x 3 = 6, cut to 5; 1/2; 4 x 1/4 = 1.
+        ratios = torch.tensor([2.0, 3.0, 0.5, 4.0, 0.25], dtype=dtype)
+        weights = sequence_weights(ratios.log(), torch.tensor([0, 0, 1, 2, 2]), 3, 5.0)
+        assert weights.dtype is dtype
+        assert weights.tolist() == pytest.approx([5.0, 5.0, 0.5, 1.0, 1.0], abs=tolerance)
 
 
 def test_reinforce_over_sequences_is_the_importance_weighted_score_of_whole_sequences():
@@ -64,7 +64,6 @@ def test_weights_of_sequences_stay_finite():
     assert truncated_weights(torch.tensor([500.0]), 2.0).item() == 2.0
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize(
     ("ratio", "low", "weight", "clipped"),
     [
@@ -78,20 +77,20 @@ def test_weights_of_sequences_stay_finite():
         (0.9, 0.2, 0.9, False),
     ],
 )
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
-def test_cispo_by_hand(ratio, low, weight, clipped, advantage, dtype, tolerance):
-    # -sg(w) A log pi at log pi = -0.7: 0.7 w A, with gradient -w A whether it is cut or not.
-    log_probs = torch.tensor([-0.7], dtype=dtype, requires_grad=True)
-    log_ratio = torch.tensor([ratio], dtype=dtype).log()
-    got, cut = cispo(log_probs, log_ratio, torch.tensor([advantage], dtype=dtype), low, 0.2)
-    got.sum().backward()
-    assert got.dtype is dtype
-    assert got.item() == pytest.approx(0.7 * weight * advantage, abs=tolerance)
-    assert cut.item() is clipped
-    assert log_probs.grad.item() == pytest.approx(-weight * advantage, abs=tolerance)
+def test_cispo_by_hand(ratio, low, weight, clipped):
+    for advantage in [2.0, -3.0]:
+        for dtype, tolerance in PRECISIONS:
+            # -sg(w) A log pi at log pi = -0.7: 0.7 w A, with gradient -w A, cut or not.
+            log_probs = torch.tensor([-0.7], dtype=dtype, requires_grad=True)
+            log_ratio = torch.tensor([ratio], dtype=dtype).log()
+            got, cut = cispo(log_probs, log_ratio, torch.tensor([advantage], dtype=dtype), low, 0.2)
+            got.sum().backward()
+            assert got.dtype is dtype
+            assert got.item() == pytest.approx(0.7 * weight * advantage, abs=tolerance)
+            assert cut.item() is clipped
+            assert log_probs.grad.item() == pytest.approx(-weight * advantage, abs=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize(
     ("ratios", "advantage", "weight", "clipped"),
     [
@@ -106,17 +105,18 @@ def test_cispo_by_hand(ratio, low, weight, clipped, advantage, dtype, tolerance)
         ((0.5, 0.5), 0.0, 1.0, True),
     ],
 )
-def test_topr_by_hand(ratios, advantage, weight, clipped, dtype, tolerance):
-    log_probs = torch.tensor([-0.7, -0.2], dtype=dtype, requires_grad=True)
-    advantages = torch.full((2,), advantage, dtype=dtype)
-    log_ratio = torch.tensor(ratios, dtype=dtype).log()
-    got, cut = topr(log_probs, log_ratio, advantages, torch.tensor([0, 0]), 1)
-    got.sum().backward()
-    assert got.dtype is dtype
-    # -w A (log pi_1 + log pi_2) = 0.9 w A.
-    assert got.sum().item() == pytest.approx(0.9 * weight * advantage, abs=tolerance)
-    assert cut.tolist() == [clipped, clipped]
-    assert log_probs.grad.tolist() == pytest.approx([-weight * advantage] * 2, abs=tolerance)
+def test_topr_by_hand(ratios, advantage, weight, clipped):
+    for dtype, tolerance in PRECISIONS:
+        log_probs = torch.tensor([-0.7, -0.2], dtype=dtype, requires_grad=True)
+        advantages = torch.full((2,), advantage, dtype=dtype)
+        log_ratio = torch.tensor(ratios, dtype=dtype).log()
+        got, cut = topr(log_probs, log_ratio, advantages, torch.tensor([0, 0]), 1)
+        got.sum().backward()
+        assert got.dtype is dtype
+        # -w A (log pi_1 + log pi_2) = 0.9 w A.
+        assert got.sum().item() == pytest.approx(0.9 * weight * advantage, abs=tolerance)
+        assert cut.tolist() == [clipped, clipped]
+        assert log_probs.grad.tolist() == pytest.approx([-weight * advantage] * 2, abs=tolerance)
 
 
 def test_topr_with_the_same_bounds_for_both_signs_is_truncated_importance_sampling():
