@@ -16,7 +16,7 @@ from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs import ArithmeticEnv
 from torchrl_llm.recipes import load_config
-from torchrl_llm.recipes.tool_config import add_tools
+from torchrl_llm.recipes.tasks import add_tools
 from torchrl_llm.trainers import make_loggers
 
 ROOT = Path(__file__).parents[1]

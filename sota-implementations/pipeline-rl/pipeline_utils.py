@@ -22,13 +22,12 @@ from omegaconf import OmegaConf
 
 from torchrl_llm._redis import PASSWORD_VARIABLE, masked
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
-from torchrl_llm.collectors.collecting_worker import CollectorWorker
-from torchrl_llm.collectors.follower import WeightFollower
+from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport.redis_channel import RedisChannel
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.recipes import RENAMED, GRPOGroups, TrainConfig
-from torchrl_llm.recipes.collector_builders import (
+from torchrl_llm.recipes.ray_collection import (
     CollectionConfig,
     make_collecting_env,
     make_collecting_policy,

@@ -30,8 +30,11 @@ from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.recipes.builders import make_policy, make_train_env, minibatches, seed_everything
-from torchrl_llm.recipes.collector_builders import make_collecting_env, make_collecting_policy
-from torchrl_llm.recipes.ray_collection import ray_collection
+from torchrl_llm.recipes.ray_collection import (
+    make_collecting_env,
+    make_collecting_policy,
+    ray_collection,
+)
 from torchrl_llm.trainers import (
     AsyncGRPOConfig,
     BatchSource,

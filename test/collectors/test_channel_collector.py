@@ -12,8 +12,8 @@ from torchrl.collectors import BaseCollector
 
 from torchrl_llm.collectors import ChannelCollector
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
-from torchrl_llm.collectors.token_balance import TokenAccounts
 from torchrl_llm.collectors.transport import Delivery, LocalChannel, WorkerCounts
+from torchrl_llm.collectors.transport.channel import TokenAccounts
 from torchrl_llm.data import Source
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError

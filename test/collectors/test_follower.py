@@ -10,8 +10,7 @@ import torch
 from collectors.collecting import make_env, make_policy
 
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.collectors.collecting_worker import CollectorWorker
-from torchrl_llm.collectors.follower import WeightFollower
+from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.wire import unpack_rows

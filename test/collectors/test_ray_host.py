@@ -9,7 +9,7 @@ import torch
 from collectors.collecting import Failing, make_env, make_policy
 
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.collectors.ray_host import CollectorHost, PackedBatch
+from torchrl_llm.collectors.ray_actor import CollectorHost, PackedBatch
 from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.rollouts import split_rollout

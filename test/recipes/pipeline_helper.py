@@ -42,7 +42,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = Path(folder), []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torchrl_llm.recipes.collector_builders"])
+        self._context.set_forkserver_preload(["torchrl_llm.recipes.ray_collection"])
 
     def start(
         self, script: str, log: str, *arguments: str, environ: dict[str, str] | None = None

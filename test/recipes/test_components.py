@@ -6,8 +6,14 @@ from typing import ClassVar, Literal
 import pytest
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.components import Component, constructor_arguments, variant
-from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping, valid_keys
+from torchrl_llm.recipes.strict_config import (
+    Component,
+    check_override_keys,
+    constructor_arguments,
+    from_mapping,
+    valid_keys,
+    variant,
+)
 
 
 class Square:

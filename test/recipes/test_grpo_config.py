@@ -16,7 +16,7 @@ from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.recipes import AdvantageConfig, LossConfig, builders
 from torchrl_llm.recipes.builders import reference_device
-from torchrl_llm.recipes.collector_builders import CollectionConfig
+from torchrl_llm.recipes.ray_collection import CollectionConfig
 from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"

@@ -12,7 +12,7 @@ from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.recipes.collector_builders import CollectionConfig, make_collecting_env
+from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
 from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
 

@@ -21,8 +21,12 @@ from torchrl._utils import logger
 from torchrl.collectors import BaseCollector
 
 from torchrl_llm.collectors.staleness import Pacer, sampled_versions
-from torchrl_llm.collectors.token_balance import TokenAccounts
-from torchrl_llm.collectors.transport.channel import Delivery, RowChannel, WorkerCounts
+from torchrl_llm.collectors.transport.channel import (
+    Delivery,
+    RowChannel,
+    TokenAccounts,
+    WorkerCounts,
+)
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens
 from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list

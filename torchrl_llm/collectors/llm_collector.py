@@ -17,12 +17,15 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from torchrl_llm.collectors.async_trajectories import AsyncTrajectoryRollout
-from torchrl_llm.collectors.background_collection import BesideTraining
-from torchrl_llm.collectors.collecting_thread import BackgroundLoop, PauseGate
+from torchrl_llm.collectors.collecting_thread import BackgroundLoop, BesideTraining, PauseGate
 from torchrl_llm.collectors.policy_versions import VersionedPolicy
-from torchrl_llm.collectors.rollout import Rollout, StepRollout
-from torchrl_llm.collectors.whole_trajectories import TrajectoryRollout, WaveRollout
+from torchrl_llm.collectors.rollout import (
+    AsyncTrajectoryRollout,
+    Rollout,
+    StepRollout,
+    TrajectoryRollout,
+    WaveRollout,
+)
 from torchrl_llm.data.rollouts import split_rollout
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion

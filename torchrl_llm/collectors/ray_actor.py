@@ -1,7 +1,7 @@
-"""The actor of a :class:`~torchrl_llm.collectors.RayLLMCollector`, from its side here.
+"""Ray actor of a :class:`~torchrl_llm.collectors.RayLLMCollector`, both of its sides.
 
-It is built, watched, built anew when it dies, and told of weights. What runs over there is in
-:mod:`torchrl_llm.collectors.ray_host`.
+:class:`CollectorHost` runs inside the actor. :class:`CollectorActor` is this process's side: it
+starts the actor, watches it, restarts it when it dies, and tells it of weights.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
+from tensordict import TensorDictBase, lazy_stack
 from torchrl._utils import logger
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
 from torchrl_llm.collectors.collecting_thread import BackgroundLoop
-from torchrl_llm.collectors.ray_host import CollectorHost, InFlight, PackedBatch
+from torchrl_llm.collectors.collecting_worker import CollectorWorker
+from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.transport.channel import RowChannel
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import split_rollout
+from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
+from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
@@ -33,6 +40,107 @@ _numbers = itertools.count()
 _NUMBERS = 2**15
 _first_number = secrets.randbelow(_NUMBERS)
 _PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
+# Where the ids of a process may begin, and how many it can give out before the next such place.
+_STARTS, _APART = 2**13, 2**21
+
+InFlight = Literal["wait", "keep", "abort"]
+
+
+class PackedBatch(NamedTuple):
+    """A batch on its way: its rows in wire form, and the shape that they had.
+
+    Attributes:
+        rows: in the order of ``batch.reshape(-1)``.
+        shape: batch size of the batch.
+    """
+
+    rows: PackedRows
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> PackedBatch:
+        """Pack a batch of shape ``[N]`` or ``[B, T]``."""
+        return cls(pack_rows(split_rollout(batch)), batch.batch_size)
+
+    def unpack(self) -> TensorDictBase:
+        """The batch: a lazy stack ``[N]``, or of such along the last dimension."""
+        return _stacked(unpack_row_list(self.rows), self.shape)
+
+
+def _stacked(rows: list[Any], shape: torch.Size) -> TensorDictBase:
+    if len(shape) == 1:
+        return lazy_rows(rows)
+    # Step by step, as a collector stacks them.
+    steps = [_stacked(rows[t :: shape[-1]], shape[:-1]) for t in range(shape[-1])]
+    return lazy_stack(steps, -1)
+
+
+class CollectorHost:
+    """A collector in an actor, with or without a channel.
+
+    Args:
+        env: of :class:`~torchrl_llm.collectors.LLMCollector`.
+        options: its other arguments.
+        number: tells the ids of this process apart from those of others.
+        channel: gets what is collected by :meth:`run`.
+        name: of this worker in the channel.
+        claim_rows: see :class:`~torchrl_llm.collectors.collecting_worker.CollectorWorker`.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        options: Mapping[str, Any],
+        *,
+        number: int,
+        channel: RowChannel | None = None,
+        name: str = "",
+        claim_rows: int | None = None,
+    ) -> None:
+        set_process_number(number, first=secrets.randbelow(_STARTS) * _APART)
+        self.collector = LLMCollector(env, **options)
+        self.worker: CollectorWorker | None = None
+        if channel is not None:
+            self.worker = CollectorWorker(self.collector, channel, name=name, claim_rows=claim_rows)
+        self._stopping = threading.Event()
+        self._batches = iter(self.collector)
+
+    def next(self) -> tuple[bool, PackedBatch | None]:
+        """Whether there was another batch, and it, unless it was written elsewhere."""
+        for batch in self._batches:
+            return True, None if batch is None else PackedBatch.of(batch)
+        return False, None
+
+    def run(self) -> str:
+        """Collect until :meth:`stop` or the end; returns why it ended."""
+        if self.worker is not None:
+            return self.worker.run()
+        for _ in self._batches:
+            if self._stopping.is_set():
+                return "it was stopped"
+        return "it has collected all its turns"
+
+    def stop(self) -> None:
+        """End :meth:`run` after the batch under way."""
+        self._stopping.set()
+        if self.worker is not None:
+            self.worker.stop()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.collector.shutdown(timeout=0, raise_on_error=False)
+
+    def load_weights(
+        self, source: WeightSource, version: int, in_flight: InFlight
+    ) -> list[WeightReceipt]:
+        """See :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`."""
+        if self.worker is not None:
+            return self.worker.load_weights(source, version, in_flight)
+        return self.collector.load_weights(source, version=version, in_flight=in_flight)
+
+    def set_policy_version(self, version: int) -> None:
+        """Name the version of weights that another process has changed."""
+        self.collector.set_policy_version(version)
 
 
 def actor_options(

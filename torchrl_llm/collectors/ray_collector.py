@@ -1,6 +1,6 @@
 """The collector in a Ray actor: the same batches, from a process of its own.
 
-What runs over there is in :mod:`torchrl_llm.collectors.ray_host`, how it is watched and built anew
+What runs over there is in :mod:`torchrl_llm.collectors.ray_actor`, how it is watched and built anew
 in :mod:`torchrl_llm.collectors.ray_actor`.
 """
 
@@ -19,8 +19,7 @@ from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_llm._ray import require_ray
-from torchrl_llm.collectors.ray_actor import CollectorActor, actor_options
-from torchrl_llm.collectors.ray_host import InFlight, PackedBatch
+from torchrl_llm.collectors.ray_actor import CollectorActor, InFlight, PackedBatch, actor_options
 from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError, WorkerError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_llm.evaluation.evaluate import Evaluation, Outcome, evaluate
-from torchrl_llm.evaluation.records import answer_record, pass_at_k
+from torchrl_llm.evaluation.evaluate import Evaluation, Outcome, answer_record, evaluate, pass_at_k
 
 __all__ = ["Evaluation", "Outcome", "answer_record", "evaluate", "pass_at_k"]

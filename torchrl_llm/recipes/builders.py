@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,9 +46,8 @@ from torchrl_llm.recipes.groups import (
 )
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components
-from torchrl_llm.recipes.strict_config import ensure
-from torchrl_llm.recipes.tasks import task_class
-from torchrl_llm.recipes.tool_config import add_tools
+from torchrl_llm.recipes.strict_config import ensure, naming
+from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.trainers.batch_source import trained_rows
 from torchrl_llm.trainers.run import EvalConfig
 
@@ -225,22 +224,6 @@ def make_tokenizer(
         "tokens",
     )
     return tokenizer
-
-
-@contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Put the key of a setting before what is wrong with it.
-
-    Args:
-        key: dotted key of the setting.
-
-    Raises:
-        ConfigError: whatever the body raises so.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:

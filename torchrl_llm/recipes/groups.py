@@ -1,15 +1,19 @@
-"""The groups of the GRPO recipe that say what is trained on what, and how fast."""
+"""Groups of a recipe's keys: task, models, loop, optimizer, engine, weights, Ray.
+
+The groups that make the algorithm (loss, advantage, reward, ...) are in
+:mod:`torchrl_llm.recipes.objective_groups`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm._registry import find
+from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.modules.backends import SamplingParams
-from torchrl_llm.recipes.strict_config import check_device, ensure
-from torchrl_llm.recipes.tasks import check_options, check_task
-from torchrl_llm.recipes.tool_config import check_tools
+from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
+from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
 from torchrl_llm.trainers.optim import check_schedule
 
 
@@ -54,20 +58,10 @@ class EnvConfig:
     on_overlong: Literal["error", "drop", "truncate"] = "error"
 
     def __post_init__(self) -> None:
-        ensure(self.repeats >= 1, f"env.repeats must be at least 1, got {self.repeats}")
-        ensure(
-            self.max_steps is None or self.max_steps >= 1,
-            f"env.max_steps must be at least 1, got {self.max_steps}",
-        )
-        try:
+        check_least(self, "env", 1, "repeats", "max_steps", "max_tool_turns")
+        with naming("env.dataset"):
             check_task(self.dataset)
-        except ConfigError as error:
-            raise ConfigError(f"env.dataset: {error}") from None
         check_options(self.dataset, self.options)
-        ensure(
-            self.max_tool_turns >= 1,
-            f"env.max_tool_turns must be at least 1, got {self.max_tool_turns}",
-        )
         ensure(
             bool(self.tools) or self.max_tool_turns == type(self).max_tool_turns,
             "env.max_tool_turns has no effect without env.tools; a task's own tools have a limit "
@@ -134,16 +128,9 @@ class TrainConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "prompts_per_batch", "epochs"):
-            value = getattr(self, name)
-            ensure(value >= 1, f"train.{name} must be at least 1, got {value}")
-        for name in ("optim_batch_size", "micro_token_budget", "num_threads"):
-            value = getattr(self, name)
-            ensure(value is None or value >= 1, f"train.{name} must be at least 1, got {value}")
-        ensure(
-            self.kl_to_ref_coeff >= 0,
-            f"train.kl_to_ref_coeff must not be negative, got {self.kl_to_ref_coeff}",
-        )
+        counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
+        check_least(self, "train", 1, *counts, "micro_token_budget", "num_threads")
+        check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
 
 
@@ -170,7 +157,7 @@ class LoraConfig:
             self.enabled or all(getattr(self, f.name) == f.default for f in fields(self)),
             "keys of train_model.lora have no effect without train_model.lora.enabled=true",
         )
-        ensure(self.r >= 1, f"train_model.lora.r must be at least 1, got {self.r}")
+        check_least(self, "train_model.lora", 1, "r")
 
 
 @dataclass(kw_only=True)
@@ -219,14 +206,9 @@ class InferenceModelConfig:
             "inference_model.temperature must be above 0, for a greedy group has no variance; "
             f"got {self.temperature}",
         )
-        ensure(
-            self.max_tokens >= 1,
-            f"inference_model.max_tokens must be at least 1, got {self.max_tokens}",
-        )
-        try:
+        check_least(self, "inference_model", 1, "max_tokens")
+        with naming("inference_model"):
             SamplingParams(**self.arguments)
-        except ConfigError as error:
-            raise ConfigError(f"inference_model: {error}") from None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -289,12 +271,8 @@ class OptimizerConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        ensure(
-            self.warmup_steps >= 0,
-            f"optimizer.warmup_steps must not be negative, got {self.warmup_steps}",
-        )
+        check_least(self, "optimizer", 0, "warmup_steps", "lr")
         check_schedule(self.scheduler)
-        ensure(self.lr >= 0, f"optimizer.lr must not be negative, got {self.lr}")
         ensure(
             self.clip_grad_norm is None or self.clip_grad_norm > 0,
             f"optimizer.clip_grad_norm must be above 0 or null, got {self.clip_grad_norm}",
@@ -326,3 +304,199 @@ class OptimizerConfig:
     def schedule(self) -> dict[str, Any]:
         """Arguments of :func:`~torchrl_llm.trainers.optim.make_scheduler`."""
         return {"name": self.scheduler, "warmup_steps": self.warmup_steps}
+
+
+@dataclass(kw_only=True)
+class EngineConfig(InferenceModelConfig):
+    """What samples, beside how it samples; the keys of the engine count with ``backend=vllm`` only.
+
+    Attributes:
+        backend: ``transformers`` samples with the trained module (a copy of it in each collector of
+            the asynchronous recipe), ``vllm`` with an engine; or ``"module:class"`` of a
+            :class:`~torchrl_llm.modules.Backend` of your own, which is made of ``model.name`` and
+            the keyword ``tokenizer``.
+        num_devices: GPUs of one engine (tensor parallel), each with a process of its own; on the
+            CPU so many processes.
+        gpu_memory_utilization: fraction of a GPU's memory that an engine may take; ``None`` for
+            vLLM's default. Lower it where trainer and engine share a GPU.
+        enforce_eager: no CUDA graphs.
+        enable_prefix_caching: keep the cache of prompts that begin alike.
+        enable_fp32_lm_head: logits in float32 whatever the type of the weights.
+        max_model_len: most tokens of prompt and response; ``None`` for the model's context.
+    """
+
+    backend: str = "transformers"
+    num_devices: int = 1
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    enable_fp32_lm_head: bool = False
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with naming("inference_model.backend"):
+            find("backends", self.backend)
+        for name, value in self.engine_options.items():
+            ensure(
+                self.backend == "vllm" or value == getattr(EngineConfig, name),
+                f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
+            )
+        check_least(self, "inference_model", 1, "num_devices")
+        share = self.gpu_memory_utilization
+        ensure(
+            share is None or 0 < share <= 1,
+            f"inference_model.gpu_memory_utilization must be in (0, 1] or null, got {share}",
+        )
+        longest = self.max_model_len
+        ensure(
+            longest is None or longest > self.max_tokens,
+            f"inference_model.max_model_len={longest} leaves no room for a prompt beside "
+            f"inference_model.max_tokens={self.max_tokens}",
+        )
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Options of :func:`~torchrl_llm.modules.backends.vllm.build_engine`."""
+        others = {"backend", *(entry.name for entry in fields(InferenceModelConfig))}
+        names = (entry.name for entry in fields(EngineConfig))
+        return {name: getattr(self, name) for name in names if name not in others}
+
+
+@dataclass(kw_only=True)
+class WeightSyncConfig:
+    """How the weights that were trained get into an engine of this process.
+
+    Attributes:
+        type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
+            of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
+            alone; or ``"module:class"`` of an updater of your own, which is made of the engine's
+            backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA,
+            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``.
+        verify: after each update compare the engine's log-probs of a few rows with the trainer's,
+            and stop where more than rounding is between them.
+        fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;
+            on a GPU they have to be copied to the CPU for it.
+    """
+
+    type: str = "auto"
+    verify: bool = True
+    fingerprint: bool = True
+
+    def __post_init__(self) -> None:
+        if self.type != "auto":
+            with naming("weight_sync.type"):
+                find("weights", self.type)
+        ensure(
+            self.fingerprint or self.type in ("auto", "load"),
+            f"weight_sync.fingerprint=false has no effect with weight_sync.type={self.type}: "
+            "delta finds by it what changed, the others do not hash all weights",
+        )
+
+
+@dataclass(kw_only=True)
+class AsyncWeightSyncConfig:
+    """How the weights that were trained get to the collectors.
+
+    They go through Ray's object store, where each machine holds them once; a LoRA adapter is merged
+    into them.
+
+    Attributes:
+        in_flight: what new weights do with conversations that are being collected: ``wait`` until
+            all have their present answer, and go on with the new weights; ``keep`` what is there
+            of the answers too (each token knows its version); or ``abort``: drop them and begin
+            others.
+        verify: as in the recipe of one process; each collector compares its own engine. Needs
+            ``inference_model.backend=vllm`` to have an effect.
+    """
+
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    verify: bool = True
+
+
+@dataclass(kw_only=True)
+class AsyncTrainConfig(TrainConfig):
+    """The loop beside which responses are collected.
+
+    Attributes:
+        max_policy_age: updates that the weights may have moved since a token was sampled.
+        on_stale: what happens where that would be exceeded: collectors ``wait``; or they run on,
+            and older rows are dropped (``drop``) or their older tokens not trained (``mask``).
+        weight_update_frequency: training steps between two updates of the collectors' weights.
+    """
+
+    max_policy_age: int = 1
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
+    weight_update_frequency: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, "train", 0, "max_policy_age")
+        check_least(self, "train", 1, "weight_update_frequency")
+
+    @property
+    def staleness(self) -> StalenessRule:
+        """The rule that the keys say."""
+        return StalenessRule(max_policy_age=self.max_policy_age, on_stale=self.on_stale)
+
+
+@dataclass(kw_only=True)
+class AsyncTrainModelConfig(TrainModelConfig):
+    """How the policy is held for training, and which GPUs are its own.
+
+    Attributes:
+        num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
+            the policy (the one of ``train.device``), 0 where it shares its GPU with them (then give
+            ``ray.gpus_per_collector``, a part of 1, and
+            ``inference_model.gpu_memory_utilization``). A cluster that runs already was told which
+            GPUs it has.
+    """
+
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.num_devices in (0, 1),
+            f"train_model.num_devices must be 0 or 1, got {self.num_devices}: the layers of a "
+            "policy are not spread over GPUs",
+        )
+
+
+@dataclass(kw_only=True)
+class RayConfig:
+    """Where the collectors run.
+
+    Attributes:
+        address: of a cluster, ``auto`` for the one this machine belongs to; ``None`` starts Ray on
+            this machine alone.
+        num_cpus: CPUs that Ray may count on with ``address=null``; ``None`` for those it needs or
+            finds, whichever are more.
+        num_collectors: collectors side by side, each an actor with environments and sampler of its
+            own.
+        prompts_per_claim: prompts that a collector answers at a time; ``None`` for an equal share
+            of ``train.prompts_per_batch``.
+        cpus_per_collector: CPUs of each.
+        gpus_per_collector: GPUs of each; ``None`` for none on the CPU, else
+            ``inference_model.num_devices``. With 0 a collector samples on the CPU.
+        max_restarts: times that a collector which died is built anew.
+        timeout_s: seconds without rows, or without a sign of life of a collector, after which it is
+            given up.
+    """
+
+    address: str | None = None
+    num_cpus: int | None = None
+    num_collectors: int = 2
+    prompts_per_claim: int | None = None
+    cpus_per_collector: float = 1.0
+    gpus_per_collector: float | None = None
+    max_restarts: int = 3
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_least(self, "ray", 1, "num_collectors", "prompts_per_claim", "num_cpus")
+        check_least(self, "ray", 0, "cpus_per_collector", "gpus_per_collector", "max_restarts")
+        ensure(self.timeout_s > 0, f"ray.timeout_s must be above 0, got {self.timeout_s}")
+        ensure(
+            self.address is None or self.num_cpus is None,
+            "ray.num_cpus has no effect with ray.address: the cluster knows its CPUs",
+        )

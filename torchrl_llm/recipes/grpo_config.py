@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
-from torchrl_llm.recipes.engine_groups import (
+from torchrl_llm.recipes.groups import (
     AsyncTrainConfig,
     AsyncTrainModelConfig,
     AsyncWeightSyncConfig,
     EngineConfig,
-    RayConfig,
-    WeightSyncConfig,
-)
-from torchrl_llm.recipes.groups import (
     EnvConfig,
     ModelConfig,
     OptimizerConfig,
+    RayConfig,
     RefModelConfig,
     TrainConfig,
     TrainModelConfig,
+    WeightSyncConfig,
 )
 from torchrl_llm.recipes.objective_groups import (
     AdvantageConfig,
@@ -39,6 +37,7 @@ from torchrl_llm.recipes.strict_config import (
     dotted,
     ensure,
     from_mapping,
+    naming,
     valid_keys,
 )
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
@@ -186,14 +185,10 @@ class GRPOGroups:
             "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
         )
         # The constructors know best which of their arguments go together.
-        for group, build in (("loss", self._check_loss), ("advantage", self.build_credit)):
-            try:
+        check_loss = partial(self.build_loss, _NoActor())
+        for group, build in (("loss", check_loss), ("advantage", self.build_credit)):
+            with naming(f"{group}={getattr(self, group).type}"):
                 build()
-            except ConfigError as error:
-                raise ConfigError(f"{group}={getattr(self, group).type}: {error}") from None
-
-    def _check_loss(self) -> None:
-        self.build_loss(_NoActor())
 
     def _check_credit(self) -> None:
         type_, reward, options = self.advantage.type, self.reward, self.advantage.options

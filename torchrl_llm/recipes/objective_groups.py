@@ -1,6 +1,6 @@
-"""The groups of the GRPO recipe that make the algorithm: loss, credit, correction, reward, filter.
+"""Groups of a recipe's keys that make the algorithm: loss, advantage, correction, reward, filter.
 
-``loss`` and ``advantage`` are :class:`~torchrl_llm.recipes.components.Component` groups: their
+``loss`` and ``advantage`` are :class:`~torchrl_llm.recipes.strict_config.Component` groups: their
 keys are the arguments of the class that ``type`` names, and any loss goes with any rule of credit.
 """
 
@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchrl_llm._registry import find
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import Correction
 from torchrl_llm.objectives.credit import ComparingCredit, CreditAssigner, GAEAdvantage
-from torchrl_llm.recipes.components import Component, Variants, variant
 from torchrl_llm.recipes.reward_config import check_components, has_token_rewards
-from torchrl_llm.recipes.strict_config import ensure
+from torchrl_llm.recipes.strict_config import (
+    Component,
+    Variants,
+    check_least,
+    ensure,
+    naming,
+    variant,
+)
 
 
 class LossConfig(Component):
@@ -155,10 +160,8 @@ class CorrectionConfig:
     sequence_bounds: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        try:
+        with naming("correction"):
             self.build(stored=False)
-        except ConfigError as error:
-            raise ConfigError(f"correction: {error}") from None
 
     @property
     def enabled(self) -> bool:
@@ -172,13 +175,7 @@ class CorrectionConfig:
             stored: take the trainer's own log-probs from the rows. Otherwise they are those of the
                 current policy, which is the same where a batch is used for one update only.
         """
-        correction = Correction(
-            type=self.type,
-            level=self.level,
-            bounds=self.bounds,
-            sequence_bounds=self.sequence_bounds,
-            proximal="stored" if stored else "current",
-        )
+        correction = Correction(**vars(self), proximal="stored" if stored else "current")
         return correction if self.enabled else None
 
 
@@ -240,7 +237,8 @@ class RewardConfig(RewardComponentsConfig):
             self.overlong_cache is None or self.overlong_cache >= 1,
             f"reward.overlong_cache must be at least 1 or null, got {self.overlong_cache}",
         )
-        ensure(self.kl_coeff >= 0, f"reward.kl_coeff must not be negative, got {self.kl_coeff}")
+        check_least(self, "reward", 0, "kl_coeff")
+        check_least(self, "reward", 1, "kl_horizon")
         ensure(
             self.kl_reduction == "sum" or self.kl_coeff > 0,
             "reward.kl_reduction has no effect without reward.kl_coeff above 0",
@@ -257,7 +255,6 @@ class RewardConfig(RewardComponentsConfig):
             self.kl_target is not None or self.kl_horizon == type(self).kl_horizon,
             "reward.kl_horizon has no effect without reward.kl_target",
         )
-        ensure(self.kl_horizon >= 1, f"reward.kl_horizon must be at least 1, got {self.kl_horizon}")
 
 
 @dataclass(kw_only=True)
@@ -287,10 +284,7 @@ class FilterConfig:
             self.zero_variance == "resample" or self.max_resamples == default,
             "filter.max_resamples has no effect without filter.zero_variance=resample",
         )
-        ensure(
-            self.max_resamples >= 1,
-            f"filter.max_resamples must be at least 1, got {self.max_resamples}",
-        )
+        check_least(self, "filter", 1, "max_resamples")
 
     @property
     def resamples(self) -> int:

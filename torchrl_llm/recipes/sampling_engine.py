@@ -15,7 +15,7 @@ from torchrl_llm.recipes.builders import (
     samples_in_bfloat16,
     wrapper_options,
 )
-from torchrl_llm.recipes.engine_groups import EngineConfig, WeightSyncConfig
+from torchrl_llm.recipes.groups import EngineConfig, WeightSyncConfig
 from torchrl_llm.weights import (
     CanaryCheck,
     InProcessWeights,

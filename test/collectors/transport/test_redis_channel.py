@@ -25,7 +25,7 @@ from conformance.channels import (
 )
 from redis_server import RedisServer, free_port
 
-from torchrl_llm.collectors.token_balance import TokenAccounts
+from torchrl_llm.collectors.transport.channel import TokenAccounts
 from torchrl_llm.collectors.transport.redis_channel import (
     RedisChannel,
     delivery_from_bytes,
