@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrl_llm.data.text.call_syntax import Call, CallSyntax, ParsedCalls
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools import (
     BrokenCall,
@@ -162,6 +163,16 @@ def test_calls_in_the_syntax_of_an_example():
 def test_an_example_without_a_syntax_is_refused(example):
     with pytest.raises(ConfigError, match="no syntax of calls"):
         SyntaxParser(example)
+
+
+def test_a_syntax_of_ones_own():
+    class Shouted(CallSyntax):
+        def parse(self, text, schemas):
+            found = [Call(word[1:], {}) for word in text.split() if word.startswith("!")]
+            return ParsedCalls(text, found or [BrokenCall("nothing is shouted")])
+
+    assert parse(SyntaxParser(Shouted()), "now !f and !g") == [ToolCall("f"), ToolCall("g")]
+    assert parse(SyntaxParser(Shouted()), "f") == [BrokenCall("nothing is shouted")]
 
 
 # -- XML blocks -----------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from data.text.zoo import ZOO
+
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.text.codec import Piece
 
@@ -14,6 +17,21 @@ CALLS = [
     }
 ]
 THOUGHT = "let me\nsee"
+
+
+# Each template with each kind of tokenizer; a plain run takes those of one kind, and two specimens
+# (one with a thought, one that is closed by the next header) with the others.
+SAMPLED = ("prompt_opens_and_history_keeps", "header_closes")
+EACH_TEMPLATE = [
+    pytest.param(
+        name,
+        kind,
+        id=f"{name}-{kind}",
+        marks=() if kind == "bytes" or name in SAMPLED else pytest.mark.full,
+    )
+    for kind in ("bytes", "metaspace", "prepend")
+    for name in ZOO
+]
 
 
 def squeezed(text):

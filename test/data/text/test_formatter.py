@@ -34,8 +34,7 @@ def texts_where(formatter, encoded, mask):
     return [*out, formatter.decode(run)] if run else out
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "kind"), scenarios.EACH_TEMPLATE)
 def test_whole_conversations_of_every_template(name, kind):
     formatter, specimen = formatter_of(name, kind), ZOO[name]
     squeezed = scenarios.squeezed

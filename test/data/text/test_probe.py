@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from data.text import scenarios
 from data.text.tokenizers_of_the_zoo import make_tokenizer
 from data.text.zoo import ZOO
 
@@ -15,8 +16,7 @@ def probe_of(name, kind="bytes"):
     return ChatFormatter(make_tokenizer(name, kind)).probe
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "kind"), scenarios.EACH_TEMPLATE)
 def test_closers_form_and_losses_are_found(name, kind):
     probe, specimen = probe_of(name, kind), ZOO[name]
     assert {c.text for c in probe.closers} == set(specimen.closers)

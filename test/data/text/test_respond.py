@@ -32,8 +32,7 @@ def parsed(formatter, text, finish=STOP, closed=True, prompt=(USER,)):
     return formatter.parse_response(formatter.encode(prompt).token_ids, ids, finish)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "kind"), scenarios.EACH_TEMPLATE)
 def test_what_a_template_writes_for_a_turn_is_read_back(name, kind):
     specimen = ZOO[name]
     tools = scenarios.TOOLS if specimen.tools else None

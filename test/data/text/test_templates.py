@@ -137,24 +137,26 @@ PICTURE = {"role": "user", "content": [{"type": "image", "url": "a.png"}]}
 RESPONSES = {"role": "tool", "content": "", "tool_responses": ["1"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        *[(name, bad) for name in FAMILIES for bad in (ROLE, PICTURE, RESPONSES)],
-        *[(name, REASONED) for name in FAMILIES if name != "qwen3"],
-        *[(name, bad) for name in ("falcon", "deepseek", "dialogpt") for bad in (RESULT, CALLS)],
-        ("deepseek", SYSTEM),
-        ("dialogpt", SYSTEM),
-        ("llama", TWO_CALLS),
-        ("llama", CALL_AND_TEXT),
-        ("qwen", {**CALLS, "role": "user"}),
-    ],
-)
-def test_what_a_family_cannot_express_is_an_error_that_names_the_message(name, message):
-    history = History.from_chats([*TALK[:2], message])
-    with pytest.raises(TemplateError, match=r"message 2 \(") as caught:
-        history.apply_chat_template(chat_template_name=name)
-    assert re.search(rf"\b{name}\b", str(caught.value))
+REFUSED = {
+    name: [
+        *(ROLE, PICTURE, RESPONSES),
+        *([] if name == "qwen3" else [REASONED]),
+        *([RESULT, CALLS] if name in ("falcon", "deepseek", "dialogpt") else []),
+        *([SYSTEM] if name in ("deepseek", "dialogpt") else []),
+        *([TWO_CALLS, CALL_AND_TEXT] if name == "llama" else []),
+        *([{**CALLS, "role": "user"}] if name == "qwen" else []),
+    ]
+    for name in FAMILIES
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_cannot_express_is_an_error_that_names_the_message(name):
+    for message in REFUSED[name]:
+        history = History.from_chats([*TALK[:2], message])
+        with pytest.raises(TemplateError, match=r"message 2 \(") as caught:
+            history.apply_chat_template(chat_template_name=name)
+        assert re.search(rf"\b{name}\b", str(caught.value))
 
 
 def test_dialogpt_refuses_two_users_in_a_row():

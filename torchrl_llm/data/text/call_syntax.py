@@ -218,20 +218,23 @@ class _Tags(_Marked):
 
     def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
         self.opening, self.closing = opening, closing
-        follows = re.escape(closing)
+        # What stands before a key, between key and value, and behind the last value.
         if keyed:
-            self._name = re.compile(r"\s*([^\s<]+)")
-            self._begin = re.compile(
-                # No possessive group, which Python up to 3.11.4 reads wrongly.
-                r"\s*<arg_key>([^<]*(?:<(?!/arg_key>)[^<]*)*)</arg_key>\s*<arg_value>"
+            name, before, self._shut, behind = (
+                r"([^\s<]+)",
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
             )
-            self._end = re.compile(rf"</arg_value>(?=\s*(?:<arg_key>|{follows}))")
-            self._newline, self._last = "", ""
+            end, more, self._newline, self._last = "</arg_value>", before, "", ""
         else:
-            self._name = re.compile(r"\s*<function=([^>]+)>")
-            self._begin = re.compile(r"\s*<parameter=([^>]+)>\n?")
-            self._end = re.compile(rf"</parameter>(?=\s*(?:<parameter=|</function>|{follows}))")
-            self._newline, self._last = "\n", "</function>"
+            name, before, self._shut, behind = "<function=([^>]+)>", "<parameter=", ">", "\n?"
+            end, more, self._newline = "</parameter>", f"{before}|</function>", "\n"
+            self._last = "</function>"
+        self._name = re.compile(rf"\s*{name}")
+        self._before = re.compile(rf"\s*{before}")
+        self._behind = re.compile(rf"\s*{behind}" if keyed else behind)
+        self._end = re.compile(rf"{end}(?=\s*(?:{more}|{re.escape(closing)}))")
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
         name = self._name.match(text, at + len(self.opening))
@@ -239,17 +242,24 @@ class _Tags(_Marked):
             raise ValueError("a tool call without a function name")
         known = (schemas.get(name.group(1)) or {}).get("properties", {})
         arguments, cursor = {}, name.end()
-        while begun := self._begin.match(text, cursor):
-            key = begun.group(1).strip()
+        while (found := self._key_at(text, cursor)) is not None:
+            key, begin = found
             # What ends a value must be followed by more of the call: it may be a part of the value.
-            ended = self._end.search(text, begun.end())
+            ended = self._end.search(text, begin)
             if ended is None:
                 raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
-            value = text[begun.end() : ended.start()].removesuffix(self._newline)
+            value = text[begin : ended.start()].removesuffix(self._newline)
             arguments[key] = _typed(value, known.get(key))
             cursor = ended.end()
         cursor = _skip(text, cursor, self._last)
         return [Call(name.group(1), arguments)], _behind(text, cursor, self.closing)
+
+    def _key_at(self, text: str, at: int) -> tuple[str, int] | None:
+        """The key that begins at a place, and where its value begins."""
+        begun = self._before.match(text, at)
+        shut = text.find(self._shut, begun.end()) if begun else -1
+        behind = self._behind.match(text, shut + len(self._shut)) if shut >= 0 else None
+        return (text[begun.end() : shut].strip(), behind.end()) if behind else None
 
 
 class _Pythonic(_Marked):
