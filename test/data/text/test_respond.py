@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import time
 
@@ -370,7 +371,7 @@ DECLARED = {
 
 def declaring(name="keeps_thoughts", template=DECLARED, **options):
     """A formatter whose tokenizer declares how its responses are read."""
-    tokenizer = make_tokenizer(name, "bytes")
+    tokenizer = copy.deepcopy(make_tokenizer(name, "bytes"))  # other tests use it, too
     tokenizer.response_template = template
     return ChatFormatter(tokenizer, tools=scenarios.TOOLS, **options)
 

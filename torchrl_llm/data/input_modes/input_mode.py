@@ -166,6 +166,19 @@ def write_chats(out: TensorDictBase, chats: list[Chat]) -> None:
     out.set("history", ChatHistory._from_tensordict(node))
 
 
+def append_chats(out: TensorDictBase, added: Sequence[Sequence[Message]]) -> None:
+    """Append messages to each conversation of ``("history", "prompt")``."""
+    chats = zip(read_chats(out, "prompt"), added, strict=True)
+    if any(added):
+        write_chats(out, [chat + list(new) if new else chat for chat, new in chats])
+
+
+def replace_chats(out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
+    """Put conversations into rows of ``("history", "prompt")``."""
+    now = read_chats(out, "prompt")
+    write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
+
+
 class HistoryMode(InputMode):
     """Conversations: ``("history", "full")`` becomes the next ``("history", "prompt")``."""
 
@@ -188,18 +201,13 @@ class HistoryMode(InputMode):
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``history.prompt``; the token record moves with each chat."""
         full = read_chats(td, "full")
-        write_chats(
-            out, full if stepped is None else merge_rows(full, read_chats(td, "prompt"), stepped)
-        )
+        old = full if stepped is None else read_chats(td, "prompt")
+        write_chats(out, merge_rows(full, old, stepped))
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
         """The last message of each conversation, if the model wrote it."""
-        return [
-            message_text(chat[-1])
-            if len(chat) and chat[-1].get("role") == self.policy_role
-            else DataError(f"the conversation does not end with a {self.policy_role!r} message")
-            for chat in read_chats(td, "full")
-        ]
+        missing = f"the conversation does not end with a {self.policy_role!r} message"
+        return [DataError(missing) if m is None else message_text(m) for m in self.turns(td)]
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
         """The last message of each conversation, if the model wrote it."""
@@ -211,13 +219,8 @@ class HistoryMode(InputMode):
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
     ) -> None:
         """Append to ``history.prompt``; the token record stays with each chat."""
-        chats = read_chats(out, "prompt")
-        if any(added):
-            write_chats(
-                out, [c + list(new) if new else c for c, new in zip(chats, added, strict=True)]
-            )
+        append_chats(out, added)
 
     def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
         """Set ``history.prompt``; the policy encodes what has no record."""
-        now = read_chats(out, "prompt")
-        write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
+        replace_chats(out, chats)

@@ -18,22 +18,8 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import Text
-from torchrl_llm.data.input_modes.appending import (
-    NewText,
-    aligned_rows,
-    append_ids,
-    read_turns,
-    valid_rows,
-)
-from torchrl_llm.data.input_modes.input_mode import (
-    InputMode,
-    Message,
-    history_spec,
-    merge_rows,
-    missing_key,
-    read_chats,
-    write_chats,
-)
+from torchrl_llm.data.input_modes import appending, input_mode
+from torchrl_llm.data.input_modes.input_mode import InputMode, Message, merge_rows
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.data.text import ChatFormatter, Encoded
@@ -50,36 +36,29 @@ class _TokenCarrier(InputMode):
 
     def prompt_specs(self, size: int) -> dict[str, Composite]:
         """``tokens.prompt`` and the other carried facts, and ``history.prompt`` if kept."""
-        kept = {"history": history_spec("prompt", self.example, size)} if self.keeps_history else {}
-        nodes = by_node(
-            {
-                fact.prompt_key: Unbounded(shape=(size, -1, *fact.shape), dtype=fact.dtype)
-                for fact in self._facts
-            }
-        )
-        return {
-            **kept,
-            **{node: RaggedSpec(columns, shape=(size,)) for node, columns in nodes.items()},
+        specs = {}
+        if self.keeps_history:
+            specs["history"] = input_mode.history_spec("prompt", self.example, size)
+        facts = {
+            fact.prompt_key: Unbounded(shape=(size, -1, *fact.shape), dtype=fact.dtype)
+            for fact in self._facts
         }
+        nodes = by_node(facts).items()
+        return specs | {node: RaggedSpec(keys, shape=(size,)) for node, keys in nodes}
 
     def _start_chats(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         if self.keeps_history:
-            write_chats(out, [Chat() if chat is None else chat for chat in chats])
+            input_mode.write_chats(out, [Chat() if chat is None else chat for chat in chats])
 
     def _step_chats(
         self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
     ) -> None:
         if not self.keeps_history:
             return
-        before = read_chats(td, "prompt")
+        before = input_mode.read_chats(td, "prompt")
         said = zip(before, self.turns(td), strict=True)
         after = [chat if turn is None else chat + [turn] for chat, turn in said]
-        write_chats(out, merge_rows(after, before, stepped))
-
-    def _start_tokens(
-        self, out: TensorDictBase, rows: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> None:
-        self._write_tokens(out, self._unsampled(rows, sources))
+        input_mode.write_chats(out, merge_rows(after, before, stepped))
 
     def _unsampled(
         self, rows: Sequence[Tensor], sources: Sequence[Tensor]
@@ -96,7 +75,7 @@ class _TokenCarrier(InputMode):
     ) -> None:
         prompts = read_rows(td, ("tokens", "prompt"))
         # A policy that writes text only leaves no ids; its next prompt is encoded anew.
-        full = valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
+        full = appending.valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
         columns = {fact.name: self._written(td, fact, full) for fact in self._facts}
         if stepped is not None:
             # The policy has run on these rows too: what belongs to the prompt is its beginning.
@@ -112,7 +91,7 @@ class _TokenCarrier(InputMode):
         """What the policy has written of a fact, if it is of these ids."""
         if fact.name == "token_ids":
             return full
-        rows = aligned_rows(valid_rows(td, fact.key), full)
+        rows = appending.aligned_rows(appending.valid_rows(td, fact.key), full)
         if rows is not None:
             return rows
         # Empty rows say that the log-probs are unknown, which zeros would not.
@@ -120,7 +99,7 @@ class _TokenCarrier(InputMode):
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
         """Each response, read from its ids as the template writes messages."""
-        return read_turns(self.formatter, td, self.responses(td))
+        return appending.read_turns(self.formatter, td, self.responses(td))
 
     def append(
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
@@ -136,8 +115,7 @@ class _TokenCarrier(InputMode):
     def _replace_ids(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> list[Tensor]:
         """The new ids, in the order of the conversations."""
         if self.keeps_history:
-            now = read_chats(out, "prompt")
-            write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
+            input_mode.replace_chats(out, chats)
         columns = self._carried(out)
         encoded = self.formatter.encode_batch(list(chats.values()))
         ids = [item.token_ids for item in encoded]
@@ -150,11 +128,12 @@ class _TokenCarrier(InputMode):
 
     def _append_ids(
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
-    ) -> list[NewText]:
+    ) -> list[appending.NewText]:
         if self.keeps_history:
-            chats = zip(read_chats(out, "prompt"), added, strict=True)
-            write_chats(out, [chat + list(new) if new else chat for chat, new in chats])
-        grown = append_ids(self.formatter, td, self._carried(out), added, self.responses(td))
+            input_mode.append_chats(out, added)
+        grown = appending.append_ids(
+            self.formatter, td, self._carried(out), added, self.responses(td)
+        )
         self._write_tokens(out, grown.columns)
         return grown.texts
 
@@ -207,7 +186,7 @@ class TextMode(_TokenCarrier):
         self._write(out, texts)
         self._start_chats(out, chats)
         empty = [torch.zeros(0, dtype=torch.int64)] * len(chats)
-        self._start_tokens(out, empty, empty)
+        self._write_tokens(out, self._unsampled(empty, empty))
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``text.prompt`` and the ids beside it."""
@@ -256,7 +235,7 @@ class TextMode(_TokenCarrier):
     def _read(self, td: TensorDictBase, field: str) -> list[str]:
         column = self._column(td, field)
         if column is None:
-            raise missing_key(("text", field))
+            raise input_mode.missing_key(("text", field))
         return column.tolist()
 
     @staticmethod
@@ -282,13 +261,14 @@ class TokensMode(_TokenCarrier):
         nothing = torch.zeros(0, dtype=torch.int64)
         filler = Encoded(nothing, nothing, nothing.bool())
         items = [filler if chat is None else next(encoded) for chat in chats]
-        self._start_tokens(out, [item.token_ids for item in items], [item.source for item in items])
+        ids, sources = [item.token_ids for item in items], [item.source for item in items]
+        self._write_tokens(out, self._unsampled(ids, sources))
         self._start_chats(out, chats)
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``tokens.prompt`` and its trace."""
         if read_rows(td, ("tokens", "full"), None) is None:
-            raise missing_key(("tokens", "full"))
+            raise input_mode.missing_key(("tokens", "full"))
         self._step_tokens(td, out, stepped)
         self._step_chats(td, out, stepped)
 
@@ -296,6 +276,9 @@ class TokensMode(_TokenCarrier):
         """The decoded ids of each response."""
         rows = read_rows(td, ("tokens", "response"), None)
         if rows is None:
-            full, prompts = valid_rows(td, ("tokens", "full")), read_rows(td, ("tokens", "prompt"))
+            full, prompts = (
+                appending.valid_rows(td, ("tokens", "full")),
+                read_rows(td, ("tokens", "prompt")),
+            )
             rows = [ids[len(prompt) :] for ids, prompt in zip(full, prompts, strict=True)]
         return [self.formatter.decode(ids) for ids in rows]

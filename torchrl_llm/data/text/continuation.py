@@ -8,7 +8,7 @@ new part in one piece that begins with the token which closes the sampled turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -52,14 +52,6 @@ class _Rest(NamedTuple):
     cause: ForkCause | None = None
 
 
-class _Texts(NamedTuple):
-    """Renderings of a window: the old prompt, the old messages (seldom needed), all messages."""
-
-    prompt: Rendered
-    alone: Callable[[], Rendered]
-    full: Rendered
-
-
 class Continuation:
     """Continue conversations of one formatter.
 
@@ -86,7 +78,10 @@ class Continuation:
         tools: Sequence[Any] | None,
     ) -> Extension:
         """See :meth:`ChatFormatter.extend`."""
-        rest = self._rest(token_ids, old, finish_reason, new, response_start, tools)
+        tools = self._composer.tools if tools is None else tools
+        response = token_ids[response_start:].tolist()
+        ending = splice.read_ending(response, finish_reason, self._probe, self._codec)
+        rest = self._rest(old, ending, new, tools)
         encoding = self._codec.encode(self._piece(rest))
         source, _ = rest.composed.sources(encoding, rest.start)
         # What the old ids hold already: all of the closer, or the part that they end with.
@@ -106,35 +101,20 @@ class Continuation:
     # -- the decision -----------------------------------------------------------------------------
 
     def _rest(
-        self,
-        token_ids: Tensor,
-        old: Messages,
-        finish_reason: FinishReason | None,
-        new: Messages,
-        response_start: int,
-        tools: Sequence[Any] | None,
+        self, old: Messages, ending: splice.Ending, new: Messages, tools: Sequence[Any] | None
     ) -> _Rest:
         self._composer.check(new, first=len(old))
-        codec, probe, turn = self._codec, self._probe, old[-1]
-        tools = self._composer.tools if tools is None else tools
-        ending = splice.read_ending(
-            token_ids[response_start:].tolist(),
-            finish_reason,
-            probe,
-            eos_ids=codec.eos_ids,
-            special_ids=codec.special_ids,
-        )
-        body = codec.decode(ending.body)
+        turn, body = old[-1], self._codec.decode(ending.body)
         window, (prompt, alone, full) = self._window(old, new, tools)
-        said = {"body": body, "closer": ending.closer, "turn": turn, "probe": probe}
-        cut = splice.find_cut(prompt, alone, full, **said)
+        said = splice.Said(prompt, alone, full, body, ending.closer, turn, self._probe)
+        cut = splice.find_cut(said)
         composed = self._composer.label(full, [*window, *new])
         if cut is not None and self._fits(composed, cut, ending):
             start = cut.start if cut.closer else _behind_blanks(full.text, cut.start, body)
             return _Rest(composed, start, ending.tail if cut.closer else [])
         cause: ForkCause = "history_changed"  # what was sampled behind the end of the turn is gone
         if cut is None:
-            cause = splice.fork_cause(prompt, alone, full, window=window, **said)
+            cause = splice.fork_cause(said, window)
         if self._on_rewrite == "error":
             raise TemplateError(
                 f"the chat template rewrites history ({cause}); use a template that keeps it, "
@@ -147,31 +127,29 @@ class Continuation:
 
     def _window(
         self, old: Messages, new: Messages, tools: Sequence[Any] | None
-    ) -> tuple[list[Mapping[str, Any]], _Texts]:
-        """The old messages that matter, and ``P``, ``A`` and ``F`` of them."""
+    ) -> tuple[list[Mapping[str, Any]], tuple[Rendered, Callable[[], Rendered], Rendered]]:
+        """The old messages that matter; the old prompt, the old and all messages rendered."""
         short = bool(new) and all(m.get("role") == "tool" for m in new)
         window = [old[i] for i in splice.window_start(old, len(old) - 1, short=short)]
         try:
             return window, self._three(window, new, tools)
         except TemplateError:  # the template wants to see more than the window
-            window = list(old)
-            return window, self._three(window, new, tools)
+            return list(old), self._three(list(old), new, tools)
 
-    def _three(self, window: Messages, new: Messages, tools: Sequence[Any] | None) -> _Texts:
-        render = self._composer.renderer.render
+    def _three(
+        self, window: Messages, new: Messages, tools: Sequence[Any] | None
+    ) -> tuple[Rendered, Callable[[], Rendered], Rendered]:
+        render = partial(self._composer.renderer.render, tools=tools)
 
         @cache
-        def alone() -> Rendered:
+        def alone() -> Rendered:  # seldom needed
             try:
-                return render(window, tools=tools)
+                return render(window)
             except TemplateError:  # a template that cannot end with this turn: nothing begins so
                 return Rendered("")
 
-        return _Texts(
-            render(window[:-1], tools=tools, add_generation_prompt=True),
-            alone,
-            render([*window, *new], tools=tools, add_generation_prompt=True, spans=True),
-        )
+        prompt = render(window[:-1], add_generation_prompt=True)
+        return prompt, alone, render([*window, *new], add_generation_prompt=True, spans=True)
 
     def _fits(self, composed: Composed, cut: splice.Cut, ending: splice.Ending) -> bool:
         """Whether ids sampled behind the closer are what the template writes there as well."""

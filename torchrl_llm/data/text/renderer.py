@@ -16,6 +16,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,11 +136,8 @@ class Renderer:
         """
         tools = self._tools(tools)
         prepared = [self._prepare(m, i) for i, m in enumerate(messages)]
-        blocks = None
-        if generation and self.has_generation:
-            covered, blocks = self._generation(prepared, tools, add_generation_prompt)
-        else:
-            covered = self._jinja(prepared, tools, add_generation_prompt)
+        marked_blocks = generation and self.has_generation
+        covered, blocks = self._jinja(prepared, tools, add_generation_prompt, marked_blocks)
         text, literals = self.shield.uncover(covered)
         if blocks is not None and literals:
             lengths = [
@@ -152,7 +150,7 @@ class Renderer:
             def marked(mark: Mark) -> str | None:
                 again = [self._prepare(m, i, mark) for i, m in enumerate(messages)]
                 try:
-                    return self._jinja(again, tools, add_generation_prompt)
+                    return self._jinja(again, tools, add_generation_prompt)[0]
                 except TemplateError:
                     return None
 
@@ -162,38 +160,28 @@ class Renderer:
 
     # -- one call of the template -----------------------------------------------------------------
 
-    def _jinja(self, prepared: list[dict], tools: list[dict] | None, prompt: bool) -> str:
+    def _jinja(
+        self, prepared: list[dict], tools: list[dict] | None, prompt: bool, blocks: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text, and where the ``{% generation %}`` blocks stand if that is asked for."""
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[prepared],
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                **self.variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            roles = [m.get("role") for m in prepared]
-            raise TemplateError(
-                f"the chat template refuses messages with roles {_shortened(roles)}: {error}"
-            ) from error
-        return rendered[0]
-
-    def _generation(
-        self, prepared: list[dict], tools: list[dict] | None, prompt: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            with _GENERATION_LOCK:
-                rendered, blocks = render_jinja_template(
+            with _GENERATION_LOCK if blocks else nullcontext():
+                texts, found = render_jinja_template(
                     conversations=[prepared],
                     tools=tools,
                     chat_template=self.template,
                     add_generation_prompt=prompt,
-                    return_assistant_tokens_mask=True,
+                    return_assistant_tokens_mask=blocks,
                     **self.variables,
                 )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
-            return self._jinja(prepared, tools, prompt), []  # says what is wrong
-        return rendered[0], blocks[0]
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            if blocks:  # without them it says what is wrong
+                return self._jinja(prepared, tools, prompt)[0], []
+            roles = [m.get("role") for m in prepared]
+            raise TemplateError(
+                f"the chat template refuses messages with roles {_shortened(roles)}: {error}"
+            ) from error
+        return texts[0], found[0] if blocks else None
 
     def _tools(self, tools: Sequence[Any] | None) -> list[dict] | None:
         if not tools:

@@ -115,13 +115,7 @@ class ResponseParser:
             ``"injection"`` (a role's header inside the turn), ``"unclosed_reasoning"``.
         """
         codec, flags = self._codec, []
-        ending = read_ending(
-            response,
-            finish_reason,
-            self._probe,
-            eos_ids=codec.eos_ids,
-            special_ids=codec.special_ids,
-        )
+        ending = read_ending(response, finish_reason, self._probe, codec)
         if ending.overrun:
             flags.append("overrun")
         if self._roles.intersection(ending.body):

@@ -9,17 +9,17 @@ rewritten history, and the cause is named.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.messages import reasoning_of, thoughts_of
-from torchrl_llm.data.text.codec import covers
+from torchrl_llm.data.text.call_syntax import behind_blanks
+from torchrl_llm.data.text.codec import Codec, covers
 from torchrl_llm.data.text.probe import Closer, Probe
 from torchrl_llm.data.text.renderer import Rendered
 
 _WORDS = re.compile(r"\S+")
-_SPACE = re.compile(r"\s*")
 
 
 class Ending(NamedTuple):
@@ -52,9 +52,7 @@ def read_ending(
     ids: Sequence[int],
     finish_reason: FinishReason | None,
     probe: Probe,
-    *,
-    eos_ids: Collection[int],
-    special_ids: Collection[int],
+    codec: Codec,
 ) -> Ending:
     """Split a response into what was said and how it ended.
 
@@ -72,7 +70,7 @@ def read_ending(
     if held:
         return Ending(ids[:-held], ids[-held:], None)
     stopped = finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
-    if ids and (ids[-1] in eos_ids or (stopped and ids[-1] in special_ids)):
+    if ids and (ids[-1] in codec.eos_ids or (stopped and ids[-1] in codec.special_ids)):
         return Ending(ids[:-1], ids[-1:], None)
     return Ending(ids, [], None)
 
@@ -112,19 +110,10 @@ def _is_result(message: Mapping[str, Any]) -> bool:
     return "<tool_response>" in str(message.get("content"))
 
 
-def find_cut(
-    prompt: Rendered,
-    alone: Callable[[], Rendered],
-    full: Rendered,
-    *,
-    body: str,
-    closer: Closer | None,
-    turn: Mapping[str, Any],
-    probe: Probe,
-) -> Cut | None:
-    """Find the place in ``full`` from which on the old ids are continued.
+class Said(NamedTuple):
+    """What is compared: three renderings of a window, and the turn that was sampled.
 
-    Args:
+    Attributes:
         prompt: ``P``, the old messages without the sampled turn, with the generation prompt.
         alone: renders ``A``, the old messages, where it is needed.
         full: ``F``, old and new messages, with the generation prompt.
@@ -132,72 +121,67 @@ def find_cut(
         closer: the closer that the response has, if any.
         turn: the message of the sampled turn.
         probe: findings about the template.
-
-    Returns:
-        The cut, or ``None`` where the template rewrites what was said.
     """
-    return _by_sampled_text(prompt, alone, full, body, closer, probe) or _by_own_form(
-        prompt, alone, full, closer, turn, probe
-    )
+
+    prompt: Rendered
+    alone: Callable[[], Rendered]
+    full: Rendered
+    body: str
+    closer: Closer | None
+    turn: Mapping[str, Any]
+    probe: Probe
 
 
-def _by_sampled_text(
-    prompt: Rendered,
-    alone: Callable[[], Rendered],
-    full: Rendered,
-    body: str,
-    closer: Closer | None,
-    probe: Probe,
-) -> Cut | None:
-    end = _match(full.text, prompt.text, body)
+def find_cut(said: Said) -> Cut | None:
+    """The place in ``F`` from which on the old ids are continued.
+
+    ``None`` where the template rewrites what was said.
+    """
+    return _by_sampled_text(said) or _by_own_form(said)
+
+
+def _by_sampled_text(said: Said) -> Cut | None:
+    full, prompt = said.full.text, said.prompt.text
+    end = _match(full, prompt, said.body)
     if end is None:
         return None
-    if not probe.closers:
+    if not said.probe.closers:
         # Nothing special ends a turn: ask that the template's own form ends there as well, or an
         # empty turn would match anything.
-        form = alone().text
-        own = _match(form, prompt.text, body)
-        done = own is not None and not form[own:].strip()
-        return Cut(end, None) if done else None
-    end = _SPACE.match(full.text, end).end()  # type: ignore[union-attr]
-    found = closer_at(full, end, probe)
-    if found is None or (closer is not None and closer != found):
+        form = said.alone().text
+        own = _match(form, prompt, said.body)
+        return Cut(end, None) if own is not None and not form[own:].strip() else None
+    end = behind_blanks(full, end)
+    found = closer_at(said.full, end, said.probe)
+    if found is None or (said.closer is not None and said.closer != found):
         return None
     return Cut(end, found)
 
 
-def _by_own_form(
-    prompt: Rendered,
-    alone: Callable[[], Rendered],
-    full: Rendered,
-    closer: Closer | None,
-    turn: Mapping[str, Any],
-    probe: Probe,
-) -> Cut | None:
-    said, form = len(prompt.text.rstrip()), alone()
-    if not form.text.startswith(prompt.text[:said]):
+def _by_own_form(said: Said) -> Cut | None:
+    length, form, full = len(said.prompt.text.rstrip()), said.alone(), said.full.text
+    if not form.text.startswith(said.prompt.text[:length]):
         return None
-    at, ending = _last_closer(form, said, probe)
-    own = form.text[:at] if ending is not None else form.text.rstrip()
-    if not full.text.startswith(own) or not contains(own[said:], reasoning_of(turn) or ""):
+    last = _find_closer(form, length, len(form.text), said.probe, last=True)
+    ending = last[1] if last else None
+    own = form.text[: last[0]] if last else form.text.rstrip()
+    if not full.startswith(own) or not contains(own[length:], reasoning_of(said.turn) or ""):
         return None
     start = len(own)
-    if ending is None:
-        start = _SPACE.match(full.text, start).end() if probe.closers else start  # type: ignore[union-attr]
-    found = closer_at(full, start, probe)
-    if probe.closers and found is None:
+    if ending is None and said.probe.closers:
+        start = behind_blanks(full, start)
+    found = closer_at(said.full, start, said.probe)
+    if said.probe.closers and found is None:
         return None
-    if (ending is not None and found != ending) or (closer is not None and found != closer):
+    if any(wanted is not None and found != wanted for wanted in (ending, said.closer)):
         return None
     return Cut(start, found)
 
 
 def closer_at(rendered: Rendered, at: int, probe: Probe) -> Closer | None:
     """The closer (the longest) that stands at a character position and is no literal text."""
-    for closer in sorted(probe.closers, key=lambda c: -len(c.text)):
-        if rendered.text.startswith(closer.text, at) and not covers(
-            rendered.literals, at, at + len(closer.text)
-        ):
+    for closer in _longest_first(probe):
+        if rendered.text.startswith(closer.text, at) and not _literal(rendered, at, closer):
             return closer
     return None
 
@@ -206,72 +190,57 @@ def first_closer(
     rendered: Rendered, start: int, end: int, probe: Probe
 ) -> tuple[int, Closer] | None:
     """The first closer in a range of characters, and its position."""
+    return _find_closer(rendered, start, end, probe)
+
+
+def _find_closer(
+    rendered: Rendered, start: int, end: int, probe: Probe, *, last: bool = False
+) -> tuple[int, Closer] | None:
+    find = rendered.text.rfind if last else rendered.text.find
     best: tuple[int, Closer] | None = None
-    for closer in sorted(probe.closers, key=lambda c: -len(c.text)):
-        at = rendered.text.find(closer.text, start, end)
-        while at >= 0 and covers(rendered.literals, at, at + len(closer.text)):
-            at = rendered.text.find(closer.text, at + 1, end)
-        if at >= 0 and (best is None or at < best[0]):
+    for closer in _longest_first(probe):
+        at = find(closer.text, start, end)
+        while at >= 0 and _literal(rendered, at, closer):
+            at = find(closer.text, start, at) if last else find(closer.text, at + 1, end)
+        if at >= 0 and (best is None or (at > best[0] if last else at < best[0])):
             best = at, closer
     return best
 
 
-def _last_closer(rendered: Rendered, floor: int, probe: Probe) -> tuple[int, Closer | None]:
-    best: tuple[int, Closer | None] = (-1, None)
-    for closer in sorted(probe.closers, key=lambda c: -len(c.text)):
-        at = rendered.text.rfind(closer.text, floor)
-        while at >= 0 and covers(rendered.literals, at, at + len(closer.text)):
-            at = rendered.text.rfind(closer.text, floor, at)
-        if at > best[0]:
-            best = at, closer
-    return best
+def _longest_first(probe: Probe) -> list[Closer]:
+    return sorted(probe.closers, key=lambda closer: -len(closer.text))
 
 
-def fork_cause(
-    prompt: Rendered,
-    alone: Callable[[], Rendered],
-    full: Rendered,
-    *,
-    body: str,
-    closer: Closer | None,
-    turn: Mapping[str, Any],
-    window: Sequence[Mapping[str, Any]],
-    probe: Probe,
-) -> str:
+def _literal(rendered: Rendered, at: int, closer: Closer) -> bool:
+    return covers(rendered.literals, at, at + len(closer.text))
+
+
+def fork_cause(said: Said, window: Sequence[Mapping[str, Any]]) -> str:
     """Name what the template rewrote, where :func:`find_cut` found no cut.
 
     Args:
-        prompt: ``P``.
-        alone: renders ``A``.
-        full: ``F``.
-        body: decoded response without its end-of-turn tokens.
-        closer: the closer that the response has, if any.
-        turn: the message of the sampled turn.
-        window: the old messages that were rendered, ``turn`` among them.
-        probe: findings about the template.
+        said: what was compared.
+        window: the old messages that were rendered.
 
     Returns:
         ``think_dropped``, ``prompt_changed``, ``closer_changed`` or ``history_changed``.
     """
+    prompt, full = said.prompt.text.rstrip(), said.full.text
     for message in window:
         for thought in thoughts_of(message):
-            held = message is turn or contains(prompt.text, thought)
-            if held and not contains(full.text, thought):
+            held = message is said.turn or contains(said.prompt.text, thought)
+            if held and not contains(full, thought):
                 return "think_dropped"
-    said = prompt.text.rstrip()
-    if not full.text.startswith(said):
+    if not full.startswith(prompt):
         return "prompt_changed"
-    if closer is not None and find_cut(
-        prompt, alone, full, body=body, closer=None, turn=turn, probe=probe
-    ):
+    if said.closer is not None and find_cut(said._replace(closer=None)):
         return "closer_changed"
-    ended = first_closer(full, len(said), len(full.text), probe)
-    now = full.text[len(said) : ended[0] if ended is not None else None]
+    ended = first_closer(said.full, len(prompt), len(full), said.probe)
+    now = full[len(prompt) : ended[0] if ended is not None else None]
     # A block that held no thought, sampled and not rendered again.
-    marks = {"</think>", *(probe.reasoning[1:] if probe.reasoning else ())}
-    if any(m in body and m not in now for m in marks):
-        return "think_dropped"
-    return "history_changed"
+    marks = {"</think>", *(said.probe.reasoning[1:] if said.probe.reasoning else ())}
+    lost = any(mark in said.body and mark not in now for mark in marks)
+    return "think_dropped" if lost else "history_changed"
 
 
 def contains(text: str, part: str) -> bool:
