@@ -21,16 +21,6 @@ from torchrl_llm.envs.transforms import (
     as_nested_tensor,
     as_padded_tensor,
 )
-from torchrl_llm.rewards.code import HumanEvalRewardParser
-from torchrl_llm.rewards.ifeval import IFEvalData, IFEvalScoreData, IfEvalScorer
-from torchrl_llm.rewards.math_reward import MATHRewardParser
-from torchrl_llm.rewards.number_rewards import (
-    ArithmeticRewardParser,
-    CountdownRewardParser,
-    GSM8KRewardParser,
-)
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
-from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, TextReversalRewardParser
 
 __all__ = [
     "AddThinkingPrompt",
@@ -81,6 +71,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "torchrl_llm.rewards": (
+        "ArithmeticRewardParser CountdownRewardParser GSM8KRewardParser HumanEvalRewardParser "
+        "IFEvalData IFEvalScoreData IfEvalScorer LetterCountingRewardParser MATHRewardParser "
+        "RewardParser RewardScore TextReversalRewardParser"
+    ),
     "torchrl_llm.compat.gsm8k_text": "GSM8KPrepareQuestion make_gsm8k_env",
     "torchrl_llm.compat.hashing_env": "LLMHashingEnv",
     "torchrl_llm.compat.llm_env": "LLMEnv",

@@ -26,7 +26,7 @@ class ActionError(TorchRLLLMError, ValueError):
 
 
 class ActionParser(ABC):
-    """Reads an action from an answer; subclasses write :meth:`parse` and :attr:`help`.
+    """Reads an action from an answer; subclasses write :meth:`parse` and ``help_format``.
 
     Args:
         name: what an action is called, one word; the name of tag or tool.
@@ -34,15 +34,16 @@ class ActionParser(ABC):
     """
 
     form: ClassVar[ActionForm]
+    help_format: ClassVar[str]
 
     def __init__(self, name: str, written: str) -> None:
         self.name = name
         self.written = written
 
     @property
-    @abstractmethod
     def help(self) -> str:
-        """One sentence that tells the model how to answer."""
+        """One sentence that tells the model how to answer, of :attr:`help_format`."""
+        return self.help_format.format(name=self.name, written=self.written)
 
     @abstractmethod
     def parse(self, message: Mapping[str, Any]) -> str:
@@ -76,11 +77,7 @@ class TagAction(ActionParser):
     """
 
     form = "tag"
-
-    @property
-    def help(self) -> str:
-        """How to answer."""
-        return f"Answer with {self.written} between <{self.name}> and </{self.name}>."
+    help_format = "Answer with {written} between <{name}> and </{name}>."
 
     def parse(self, message: Mapping[str, Any]) -> str:
         """See :meth:`ActionParser.parse`."""
@@ -103,11 +100,7 @@ class BareAction(ActionParser):
     """
 
     form = "bare"
-
-    @property
-    def help(self) -> str:
-        """How to answer."""
-        return f"Answer with {self.written} and nothing else."
+    help_format = "Answer with {written} and nothing else."
 
     def parse(self, message: Mapping[str, Any]) -> str:
         """See :meth:`ActionParser.parse`."""
@@ -161,6 +154,7 @@ class CallAction(ActionParser):
     """
 
     form = "call"
+    help_format = "Act by calling the tool {name!r} with {written}."
 
     def __init__(
         self,
@@ -176,11 +170,6 @@ class CallAction(ActionParser):
             parameters = {"type": "object", "properties": {name: argument}, "required": [name]}
         self.tool = ActionTool(name, parameters)
         self.calls = MessageCallParser() if calls is None else calls
-
-    @property
-    def help(self) -> str:
-        """How to answer."""
-        return f"Act by calling the tool {self.name!r} with {self.written}."
 
     def arguments(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arguments of the one call.

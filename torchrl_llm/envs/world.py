@@ -16,22 +16,26 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Composite, Unbounded
+from torchrl.data import Composite
 from torchrl.envs import Transform, TransformedEnv
 
-from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
-from torchrl_llm.data.failures import ERROR_KEYS, place_of, tell_failures
+from torchrl_llm.data.failures import place_of, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
-from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.rewards.reward_parser import (
+    acting_rows,
+    add_reward_specs,
+    raise_flags,
+    write_errors,
+)
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -143,19 +147,13 @@ class WorldTransform(Transform):
 
     def _turns(self, td: TensorDictBase, next_td: TensorDictBase) -> list[ModelTurn]:
         size = next_td.batch_size.numel()
-        acting = torch.ones(size, dtype=torch.bool)
-        stepped, auxiliary = td.get("_step", None), next_td.get(("tools", "auxiliary"), None)
-        if stepped is not None:
-            acting &= stepped.reshape(size, -1).any(-1).cpu()
-        if auxiliary is not None:
-            acting &= ~auxiliary.reshape(size, -1).any(-1).cpu()
         messages = self.parent.mode.turns(td)
         finish = td.get(("tokens", "finish_reason"), None)
         calls = next_td.get(("tools", "num_calls"), None)
         nothing = [False] * size
         cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
         answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
-        rows = acting.nonzero().flatten().tolist()
+        rows = acting_rows(td, next_td)
         return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
 
     def reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
@@ -183,9 +181,10 @@ class WorldTransform(Transform):
             by_row[turn.row] = reaction
         self.parent.mode.append(tensordict, next_tensordict, replies)
         _write_ends(next_tensordict, by_row)
-        tell_failures((_told(reaction.error) for reaction in reactions), size)
         if self.with_reward:
             _write_reward(next_tensordict, by_row)
+        else:
+            tell_failures((_told(reaction.error) for reaction in reactions), size)
         self.write(tensordict, next_tensordict, turns, reactions)
         return next_tensordict
 
@@ -198,14 +197,7 @@ class WorldTransform(Transform):
         """Adds the reward's keys."""
         if not self.with_reward:
             return reward_spec
-        shape, device = reward_spec.shape, reward_spec.device
-        cell = (*shape, 1, 1)
-        reward_spec["reward"] = Unbounded(shape=cell, device=device)
-        reward_spec["success"] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
-        reward_spec["reward_valid"] = Unbounded(shape=shape, dtype=torch.bool, device=device)
-        text = {name: ColumnSpec((*shape, -1), example_data="") for name in ERROR_KEYS}
-        reward_spec["error"] = Composite(text, shape=shape, device=device)
-        return reward_spec
+        return add_reward_specs(reward_spec, ["reward"], "success")
 
 
 def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
@@ -220,10 +212,7 @@ def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> N
     td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(cell))
     td.set("success", torch.tensor(success, device=td.device).view(cell))
     td.set("reward_valid", torch.tensor([e is None for e in errors], device=td.device))
-    node = TensorDict(batch_size=td.batch_size, device=td.device)
-    for name, texts in zip(ERROR_KEYS, zip(*map(_told, errors), strict=True), strict=True):
-        node.set(name, Column.of(texts))
-    td.set("error", node)
+    write_errors(td, [_told(error) for error in errors])
 
 
 def _told(error: Exception | None) -> tuple[str, str, str]:
@@ -238,10 +227,7 @@ def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> Non
     terminated = flag([reaction is not None and reaction.terminated for reaction in reactions])
     truncated = flag([reaction is not None and reaction.truncated for reaction in reactions])
     truncated &= ~terminated
-    ends = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
-    for name, ended in ends.items():
-        before = td.get(name, None)
-        td.set(name, ended if before is None else before | ended)
+    raise_flags(td, terminated=terminated, truncated=truncated, done=terminated | truncated)
     reason = td.get("truncation_reason")
     fresh = truncated & (reason == TruncationReason.NONE)
     td.set("truncation_reason", reason.masked_fill(fresh, int(TruncationReason.ENV)))
@@ -251,8 +237,40 @@ class WorldEnv(TaskEnv):
     """Base of the environments with a :class:`WorldTransform`.
 
     Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv`.
+        world: the transform.
+        rows: what episodes begin with.
+        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is
+            ``MAX_STEPS``.
+        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the tool that acts is added to
+            ``tools`` in text and tokens mode.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
     """
+
+    WORLD_FIRST: ClassVar[bool] = False
+    """Whether the world comes before the transform that draws the rows."""
+
+    def __init__(
+        self,
+        world: WorldTransform,
+        rows: Any,
+        *,
+        max_steps: int | Literal["task"] | None = "task",
+        template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parser = world.parser
+        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
+            given = dict(template_kwargs or {})
+            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.tool.schema]}
+        super().__init__(
+            dataset=rows,
+            compute_reward=False,
+            max_steps=None,
+            template_kwargs=template_kwargs,
+            **kwargs,
+        )
+        self.insert_transform(0 if self.WORLD_FIRST else len(self.transform), world)
+        self.limit_steps(max_steps)
 
     @classmethod
     def generate(cls, split: str) -> GeneratedRows:
@@ -283,12 +301,8 @@ class WorldEnv(TaskEnv):
             ConfigError: when both are given.
             DataError: for data that is missing, malformed or lacks a column.
         """
-        if dataset is not None and data_files is not None:
-            raise ConfigError("pass dataset or data_files, not both")
-        if data_files is not None:
-            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
-            dataset = [Path(file) for file in files]
-        elif dataset is None:
+        dataset = cls._dataset(dataset, data_files)
+        if dataset is None:
             dataset = cls.default_dataset(split)
         return load_rows(dataset, columns=columns)
 

@@ -8,12 +8,9 @@ no signal and no thread ends that computation.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-
-from tensordict.utils import NestedKey
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, RewardError
@@ -98,19 +95,13 @@ class MATHRewardParser(AnswerBlockParser):
     invalid reward; one of more than 2,000 characters is wrong.
 
     Args:
-        tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
-        in_keys: see there.
-        out_keys: see there.
-        eos_token: see there.
-        set_done_if_answer: see there.
-        input_mode: see there.
-        format_reward: reward of an answer block with a wrong answer.
-        correct_reward: reward of the right answer.
+        args: arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
         boxed: take a ``\boxed{}`` behind the reasoning as the answer block where there is no other,
             for models that were taught to answer so.
         num_workers: processes that compare answers, shared by all parsers of this process that ask
             for as many; about 80 MB each.
         timeout: seconds that one comparison may take.
+        kwargs: as ``args``, by name.
 
     Raises:
         MissingExtraError: ``math-verify`` is not installed.
@@ -125,35 +116,18 @@ class MATHRewardParser(AnswerBlockParser):
 
     def __init__(
         self,
-        tokenizer: Any = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
-        eos_token: str | None = None,
-        set_done_if_answer: bool = True,
-        input_mode: str | None = None,
-        format_reward: float = 0.1,
-        correct_reward: float = 1.0,
-        *,
+        *args: Any,
         boxed: bool = False,
         num_workers: int = 2,
         timeout: float = 5.0,
+        **kwargs: Any,
     ) -> None:
         require("math_verify", extra="math", feature="MATHRewardParser")
         if num_workers < 1 or not timeout > 0:
             raise ConfigError(
                 f"num_workers and timeout must be positive, got {num_workers} and {timeout}"
             )
-        super().__init__(
-            tokenizer,
-            in_keys,
-            out_keys,
-            eos_token,
-            set_done_if_answer,
-            input_mode,
-            format_reward,
-            correct_reward,
-            num_threads=num_workers,
-        )
+        super().__init__(*args, num_threads=num_workers, **kwargs)
         self.boxed = boxed
         # A thread waits for its process, which keeps the limit.
         self.comparison_timeout = timeout

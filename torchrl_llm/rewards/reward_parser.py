@@ -261,7 +261,7 @@ class RewardParser(Transform):
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
         size = td.batch_size.numel()
-        rows = _rows_to_score(td, next_td, size)
+        rows = acting_rows(td, next_td)
         eos = self._eos()
         responses = [
             text.removesuffix(eos) if isinstance(text, str) else text
@@ -275,9 +275,7 @@ class RewardParser(Transform):
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
             flag = torch.tensor(has_answer, device=next_td.device).unsqueeze(-1)
-            for name in ("done", "terminated"):
-                before = next_td.get(name, None)
-                next_td.set(name, flag if before is None else before | flag)
+            raise_flags(next_td, done=flag, terminated=flag)
 
     def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
         nan = float("nan")
@@ -294,12 +292,7 @@ class RewardParser(Transform):
         next_td.set(self._names["success"], cells[4].bool())
         next_td.set("reward_valid", columns[5].bool())
         next_td.set("reward_seconds", columns[6])
-        node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
-        node.set("type", Column.of(outcome.error for outcome in outcomes))
-        node.set("message", Column.of(outcome.message for outcome in outcomes))
-        node.set("place", Column.of(outcome.place for outcome in outcomes))
-        next_td.set("error", node)
-        tell_failures(((o.error, o.message, o.place) for o in outcomes), len(outcomes))
+        write_errors(next_td, [(o.error, o.message, o.place) for o in outcomes])
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._write(tensordict, next_tensordict, ends=True)
@@ -328,22 +321,65 @@ class RewardParser(Transform):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the reward's keys."""
-        size, device = reward_spec.shape, reward_spec.device
-        shape = (*size, 1, 1)
-        for name in _FLOAT_KEYS:
-            reward_spec[self._names[name]] = Unbounded(shape=shape, device=device)
-        reward_spec[self._names["success"]] = Binary(
-            n=1, shape=shape, dtype=torch.bool, device=device
-        )
-        reward_spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
-        reward_spec["reward_seconds"] = Unbounded(shape=size, device=device)
-        text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
-        reward_spec["error"] = Composite(text, shape=size, device=device)
-        return reward_spec
+        shape, device = reward_spec.shape, reward_spec.device
+        reward_spec["reward_seconds"] = Unbounded(shape=shape, device=device)
+        names = [self._names[name] for name in _FLOAT_KEYS]
+        return add_reward_specs(reward_spec, names, self._names["success"])
 
 
-def _rows_to_score(td: TensorDictBase, next_td: TensorDictBase, size: int) -> list[int]:
-    """The rows that were stepped and whose turn is more than a part of thinking."""
+def add_reward_specs(spec: Composite, floats: Sequence[NestedKey], success: NestedKey) -> Composite:
+    """Add the specs of rewards, of their validity and of their errors.
+
+    Args:
+        spec: of the rewards of ``B`` rows.
+        floats: names of float32 ``[B, 1, 1]``.
+        success: name of the bool ``[B, 1, 1]``.
+    """
+    size, device = spec.shape, spec.device
+    cell = (*size, 1, 1)
+    for name in floats:
+        spec[name] = Unbounded(shape=cell, device=device)
+    spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
+    spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
+    text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
+    spec["error"] = Composite(text, shape=size, device=device)
+    return spec
+
+
+def write_errors(td: TensorDictBase, failures: Sequence[tuple[str, str, str]]) -> None:
+    """Write ``"error"`` and show failures in the log, once for each kind.
+
+    Args:
+        td: ``B`` rows.
+        failures: type, message and place of each row, empty where all went well.
+    """
+    node = TensorDict(batch_size=td.batch_size, device=td.device)
+    for name, texts in zip(ERROR_KEYS, zip(*failures, strict=True), strict=True):
+        node.set(name, Column.of(texts))
+    td.set("error", node)
+    tell_failures(failures, len(failures))
+
+
+def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
+    """Set flags in addition to those that rows have already.
+
+    Args:
+        td: rows.
+        flags: name to bool tensor.
+    """
+    for name, flag in flags.items():
+        before = td.get(name, None)
+        td.set(name, flag if before is None else before | flag)
+
+
+def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
+    """The rows that were stepped and whose turn is more than a part of thinking.
+
+    Args:
+        td: all rows, as the policy left them.
+        next_td: what follows.
+    """
+    size = next_td.batch_size.numel()
     mask = torch.ones(size, dtype=torch.bool)
     stepped, auxiliary = td.get("_step", None), next_td.get(_AUXILIARY_KEY, None)
     if stepped is not None:

@@ -71,12 +71,8 @@ class TaskEnv(DatasetChatEnv):
         max_steps: int | Literal["task"] | None = "task",
         **kwargs: Any,
     ) -> None:
-        if dataset is not None and data_files is not None:
-            raise ConfigError("pass dataset or data_files, not both")
-        if data_files is not None:
-            files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
-            dataset = [Path(file) for file in files]
-        elif dataset is None:
+        dataset = self._dataset(dataset, data_files)
+        if dataset is None:
             dataset = self.default_dataset(split)
             name = self.NAME if name is None else name
         super().__init__(dataset=dataset, name=name, split=split, **kwargs)
@@ -85,6 +81,16 @@ class TaskEnv(DatasetChatEnv):
         if compute_reward:
             self.append_transform(self.make_reward())
         self.limit_steps(max_steps)
+
+    @staticmethod
+    def _dataset(dataset: Any, data_files: str | Path | list[str | Path] | None) -> Any:
+        """The data that is given, in either way; ``None`` if in neither."""
+        if data_files is None:
+            return dataset
+        if dataset is not None:
+            raise ConfigError("pass dataset or data_files, not both")
+        files = data_files if isinstance(data_files, (list, tuple)) else [data_files]
+        return [Path(file) for file in files]
 
     def limit_steps(self, max_steps: int | Literal["task"] | None) -> None:
         """Cut episodes after so many steps.

@@ -62,6 +62,7 @@ class Game(ABC, Generic[State]):
     Attributes:
         name: name of the game.
         version: counted up when states of older versions can no longer be continued.
+        rules: the rules in a few sentences, for the player; they say nothing of forms of answers.
         action_name: what an action is called, ``"move"``; one word.
         action_help: how an action is written, for the player.
         invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
@@ -79,11 +80,7 @@ class Game(ABC, Generic[State]):
     invalid_reward: ClassVar[float] = -0.1
     forfeit_reward: ClassVar[float] = -0.1
     state_type: ClassVar[type]
-
-    @property
-    @abstractmethod
-    def rules(self) -> str:
-        """The rules in a few sentences, for the player; they say nothing of forms of answers."""
+    rules: str
 
     @abstractmethod
     def reset(self, seed: int) -> State:

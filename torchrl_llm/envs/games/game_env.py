@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -25,7 +25,6 @@ from torchrl_llm.envs.actions import (
     ActionError,
     ActionForm,
     ActionParser,
-    CallAction,
     make_action_parser,
 )
 from torchrl_llm.envs.games.game import Agent, Game, IllegalAction, play
@@ -197,13 +196,10 @@ class GameEnv(WorldEnv):
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
-        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is the
-            game's own limit (``MAX_STEPS``).
         system_prompt: instead of the rules and the form of an answer.
-        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; with ``actions="call"`` the tool
-            is added to ``tools`` in text and tokens mode. In history mode give
-            ``env.tool_schemas`` to the policy's wrapper as ``tools``.
-        kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+        kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
+            and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`. With ``actions="call"`` in
+            history mode give ``env.tool_schemas`` to the policy's wrapper as ``tools``.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -240,9 +236,7 @@ class GameEnv(WorldEnv):
         data_files: str | Path | list[str | Path] | None = None,
         split: str | None = None,
         compute_reward: bool = True,
-        max_steps: int | Literal["task"] | None = "task",
         system_prompt: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         parser = make_action_parser(actions, game.action_name, game.action_help)
@@ -251,28 +245,16 @@ class GameEnv(WorldEnv):
         rows = self.read_rows(dataset, data_files, split, columns=("seed",))
         if system_prompt is None:
             system_prompt = f"{game.rules} {parser.help}"
-        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
-            given = dict(template_kwargs or {})
-            template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.tool.schema]}
-        super().__init__(
-            dataset=MappedRows(rows, partial(_first_turn, game)),
-            compute_reward=False,
-            max_steps=None,
-            system_prompt=system_prompt,
-            template_kwargs=template_kwargs,
-            **kwargs,
+        steps = GameSteps(
+            game,
+            parser,
+            invalid_reward=invalid_reward,
+            stop_on_invalid=stop_on_invalid,
+            accept_cut=accept_cut,
+            with_reward=compute_reward,
         )
-        self.append_transform(
-            GameSteps(
-                game,
-                parser,
-                invalid_reward=invalid_reward,
-                stop_on_invalid=stop_on_invalid,
-                accept_cut=accept_cut,
-                with_reward=compute_reward,
-            )
-        )
-        self.limit_steps(max_steps)
+        rows = MappedRows(rows, partial(_first_turn, game))
+        super().__init__(steps, rows, system_prompt=system_prompt, **kwargs)
 
     @property
     def steps(self) -> GameSteps:

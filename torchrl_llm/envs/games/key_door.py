@@ -71,6 +71,10 @@ class KeyDoor(Game[KeyDoorState]):
     action_name = "action"
     action_help = "one of north, south, east, west, take, open"
     state_type: ClassVar[type] = KeyDoorState
+    rules = (
+        "You are @ in a maze. # is a wall, K the key, D the door. Walk to the key and take it, "
+        "walk to the door and open it. North is up."
+    )
 
     def __init__(self, *, size: int = 4, slack: float = 3.0) -> None:
         if not 2 <= size <= 26:
@@ -79,14 +83,6 @@ class KeyDoor(Game[KeyDoorState]):
             raise ConfigError(f"slack must be at least 1, got {slack}")
         self.size = size
         self.slack = slack
-
-    @property
-    def rules(self) -> str:
-        """The rules, for the player."""
-        return (
-            "You are @ in a maze. # is a wall, K the key, D the door. Walk to the key and take it, "
-            "walk to the door and open it. North is up."
-        )
 
     def reset(self, seed: int) -> KeyDoorState:
         """A maze that can be solved."""

@@ -98,6 +98,10 @@ class TicTacToe(Game[TicTacToeState]):
     invalid_reward = -0.3
     forfeit_reward = -1.0
     state_type: ClassVar[type] = TicTacToeState
+    rules = (
+        "Play tic-tac-toe. The cells are numbered 1 to 9; X begins. Whoever has three in a row, "
+        "column or diagonal wins."
+    )
 
     def __init__(self, *, opponent: Opponent = "random", player: str | None = None) -> None:
         if opponent not in get_args(Opponent):
@@ -106,14 +110,6 @@ class TicTacToe(Game[TicTacToeState]):
             raise ConfigError(f"player must be 'X', 'O' or None, got {player!r}")
         self.opponent = opponent
         self.player = player
-
-    @property
-    def rules(self) -> str:
-        """The rules, for the player."""
-        return (
-            "Play tic-tac-toe. The cells are numbered 1 to 9; X begins. Whoever has three in a "
-            "row, column or diagonal wins."
-        )
 
     def reset(self, seed: int) -> TicTacToeState:
         """An empty board, or one with the opponent's first move."""

@@ -39,14 +39,10 @@ class CommandAction(ActionParser):
     """
 
     form = "bare"
+    help_format = "Answer with {written}."
 
     def __init__(self) -> None:
         super().__init__("command", "a thought and then one command in a ``` block")
-
-    @property
-    def help(self) -> str:
-        """How to answer."""
-        return f"Answer with {self.written}."
 
     def parse(self, message: Mapping[str, Any]) -> str:
         """See :meth:`ActionParser.parse`."""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
+from typing import Any, ClassVar, NamedTuple, SupportsFloat
 
 from tensordict import TensorDictBase
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
-from torchrl_llm.envs.actions import ActionError, ActionParser, CallAction
+from torchrl_llm.envs.actions import ActionError, ActionParser
 from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
@@ -250,15 +250,14 @@ class SessionEnv(WorldEnv):
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
-        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is
-            ``MAX_STEPS``.
         system_prompt: instead of ``instructions`` and the form of an answer; empty for none.
-        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the tool that acts is added to
-            ``tools`` in text and tokens mode.
-        kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+        kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
+            and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
     """
 
     MAX_STEPS: ClassVar[int | None] = 32
+    # A reset passes the transforms last to first: the rows are drawn, then the worlds begin.
+    WORLD_FIRST = True
 
     def __init__(
         self,
@@ -274,28 +273,13 @@ class SessionEnv(WorldEnv):
         data_files: str | Path | list[str | Path] | None = None,
         split: str | None = None,
         compute_reward: bool = True,
-        max_steps: int | Literal["task"] | None = "task",
         system_prompt: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
         data_key: str = "query",
         **kwargs: Any,
     ) -> None:
         rows = self.read_rows(dataset, data_files, split, columns=())
         if system_prompt is None:
             system_prompt = f"{instructions} {parser.help}".strip()
-        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
-            given = dict(template_kwargs or {})
-            tools = [*(given.get("tools") or ()), parser.tool.schema]
-            template_kwargs = {**given, "tools": tools}
-        super().__init__(
-            dataset=MappedRows(rows, partial(_as_options, data_key)),
-            compute_reward=False,
-            max_steps=None,
-            system_prompt=system_prompt or None,
-            template_kwargs=template_kwargs,
-            data_key=data_key,
-            **kwargs,
-        )
         steps = SessionSteps(
             open_session,
             parser,
@@ -306,9 +290,13 @@ class SessionEnv(WorldEnv):
             max_concurrency=max_concurrency,
             with_reward=compute_reward,
         )
-        # A reset passes the transforms last to first: the rows are drawn, then the worlds begin.
-        self.insert_transform(0, steps)
-        self.limit_steps(max_steps)
+        super().__init__(
+            steps,
+            MappedRows(rows, partial(_as_options, data_key)),
+            system_prompt=system_prompt or None,
+            data_key=data_key,
+            **kwargs,
+        )
 
 
 def _as_options(data_key: str, row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,20 +23,6 @@ from torchrl_llm.envs.transforms.retrieve_scores import (
 )
 from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
-from torchrl_llm.tools import (
-    BrowserTransform,
-    ExecuteToolsInOrder,
-    JSONCallParser,
-    MCPToolTransform,
-    PythonExecutorService,
-    PythonInterpreter,
-    SimpleToolTransform,
-    ToolCall,
-    ToolRegistry,
-    ToolService,
-    ToolTransform,
-    XMLBlockParser,
-)
 
 __all__ = [
     "AddThinkingPrompt",
@@ -75,6 +61,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "torchrl_llm.tools": (
+        "BrowserTransform ExecuteToolsInOrder JSONCallParser MCPToolTransform "
+        "PythonExecutorService PythonInterpreter SimpleToolTransform ToolCall ToolRegistry "
+        "ToolService ToolTransform XMLBlockParser"
+    ),
     "torchrl_llm.compat.template_transform": "TemplateTransform",
     "torchrl_llm.compat.text_tokenizer": "Tokenizer",
 }

@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data import Composite
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
@@ -75,16 +73,14 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     Args:
         dataloader: see :class:`DataLoadingPrimer`; sent to the actor.
         dataloader_factory: see there; called in the actor.
-        primers: see there.
-        stack_method: see there.
         batch_size: see there.
         repeats: see there.
-        device: see there.
-        group_repeats: see there; every reset draws whole groups then.
         actor_name: name of the actor in the cluster; without one only copies share it.
         num_cpus: CPUs that the actor holds.
         timeout_s: most seconds that a draw may take.
         worker_id: begins the group ids, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        kwargs: further arguments of :class:`DataLoadingPrimer`. With ``group_repeats`` every reset
+            draws whole groups.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -101,28 +97,18 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         dataloader: Iterable[Any] | None = None,
         *,
         dataloader_factory: Callable[[], Iterable[Any]] | None = None,
-        primers: Composite | None = None,
-        stack_method: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
         batch_size: int | torch.Size | None = None,
         repeats: int | None = None,
-        device: torch.device | None = None,
-        group_repeats: bool = False,
         actor_name: str | None = None,
         num_cpus: float = 0.0,
         timeout_s: float = 60.0,
         worker_id: int | None = None,
+        **kwargs: Any,
     ) -> None:
         require_ray("RayDataLoadingPrimer")
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("pass exactly one of dataloader and dataloader_factory")
-        super().__init__(
-            dataloader_factory=_elsewhere,
-            primers=primers,
-            stack_method=stack_method,
-            repeats=repeats,
-            device=device,
-            group_repeats=group_repeats,
-        )
+        super().__init__(dataloader_factory=_elsewhere, repeats=repeats, **kwargs)
         options = {
             "dataloader": dataloader,
             "dataloader_factory": dataloader_factory,

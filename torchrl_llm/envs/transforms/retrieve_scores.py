@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,31 @@ from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_u
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, check_same_vocabulary
 from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError
+
+
+def _check_scorer(name: str, scorer: Any, token_budget: int | None) -> None:
+    if not isinstance(scorer, TokenScorer):
+        raise ConfigError(f"{name} must be a TokenScorer, got {type(scorer).__name__}")
+    if token_budget is not None and token_budget < 1:
+        raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
+
+
+def _in_pieces(
+    sequences: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    token_budget: int | None,
+    score: Callable[[list[int], list[Tensor]], Tensor],
+) -> list[Tensor]:
+    """The numbers of the tokens that masks select, 0.0 elsewhere; pieces keep to the budget."""
+    found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
+    asked = [row for row, mask in enumerate(masks) if bool(mask.any())]
+    for piece in pieces_under_budget(asked, [ids.shape[0] for ids in sequences], token_budget):
+        chosen = [masks[row] for row in piece]
+        values = score(piece, chosen).float().to(chosen[0].device)
+        counts = [int(mask.sum()) for mask in chosen]
+        for row, mask, own in zip(piece, chosen, values.split(counts), strict=True):
+            found[row] = found[row].masked_scatter(mask, own)
+    return found
 
 
 class RetrieveLogProb(RowTransform):
@@ -87,12 +112,9 @@ class RetrieveLogProb(RowTransform):
         token_budget: int | None = 65536,
     ) -> None:
         super().__init__()
-        if not isinstance(model, TokenScorer):
-            raise ConfigError(f"model must be a TokenScorer, got {type(model).__name__}")
+        _check_scorer("model", model, token_budget)
         if not isinstance(log_probs_full_key, tuple) or len(log_probs_full_key) != 2:
             raise ConfigError(f"log_probs_full_key must have two parts, got {log_probs_full_key!r}")
-        if token_budget is not None and token_budget < 1:
-            raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
         if device is not None:
             if not isinstance(model, torch.nn.Module):
                 raise ConfigError(
@@ -133,26 +155,20 @@ class RetrieveLogProb(RowTransform):
         sequences = rows.read(("tokens", "full"), "the policy writes them")
         selected = self._selected(rows, sequences)
         temperature = rows.read(as_path(self.temperature_key))
-        found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
-        asked = [row for row, mask in enumerate(selected) if bool(mask.any())]
-        lengths = [ids.shape[0] for ids in sequences]
-        for piece in pieces_under_budget(asked, lengths, self.token_budget):
+
+        def score(piece: list[int], masks: list[Tensor]) -> Tensor:
             temperatures: float | Tensor = 1.0
             if temperature is not None:
                 temperatures = torch.stack([temperature[row].reshape(()) for row in piece]).float()
-            masks = [selected[row] for row in piece]
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-                scores = self.model.token_scores(
+                return self.model.token_scores(
                     [sequences[row] for row in piece],
                     masks,
                     temperature=temperatures,
                     extras=self._support(rows, piece, masks),
-                )
-            values = scores.log_probs.float().to(masks[0].device)
-            counts = [int(mask.sum()) for mask in masks]
-            for row, mask, own in zip(piece, masks, values.split(counts), strict=True):
-                found[row] = found[row].masked_scatter(mask, own)
-        return found
+                ).log_probs
+
+        return _in_pieces(sequences, selected, self.token_budget, score)
 
     @staticmethod
     def _support(
@@ -210,10 +226,7 @@ class RetrieveTeacherLogProb(RowTransform):
         student: the policy whose rows these are. A teacher with another vocabulary is refused.
         key: where a row names its teacher; read where there are several.
         log_probs_full_key: where the log-probs go, below ``"next"``.
-        assistant_only: score the assistant's tokens only; otherwise every token but the first.
-        temperature_key: temperature of each row; rows without one are scored at 1.
-        token_budget: tokens that a teacher is given at once, with the padding of a padded layout;
-            ``None`` for all of its rows at once.
+        kwargs: further arguments of :class:`RetrieveLogProb`.
 
     Raises:
         ConfigError: without teachers, or for teachers that score nothing or have different
@@ -247,9 +260,7 @@ class RetrieveTeacherLogProb(RowTransform):
         student: TokenScorer | None = None,
         key: NestedKey = "domain",
         log_probs_full_key: NestedKey = ("teacher_log_probs", "full"),
-        assistant_only: bool = True,
-        temperature_key: NestedKey = ("tokens", "temperature"),
-        token_budget: int | None = 65536,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.key = key
@@ -263,13 +274,7 @@ class RetrieveTeacherLogProb(RowTransform):
         if not named:
             raise ConfigError("there must be at least one teacher")
         self._scoring = {
-            name: RetrieveLogProb(
-                teacher,
-                log_probs_full_key=log_probs_full_key,
-                assistant_only=assistant_only,
-                temperature_key=temperature_key,
-                token_budget=token_budget,
-            )
+            name: RetrieveLogProb(teacher, log_probs_full_key=log_probs_full_key, **kwargs)
             for name, teacher in named.items()
         }
         known = [*named.items()] if student is None else [("the student", student), *named.items()]
@@ -390,11 +395,8 @@ class RetrieveValues(RowTransform):
         token_budget: int | None = 65536,
     ) -> None:
         super().__init__()
-        if token_budget is not None and token_budget < 1:
-            raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
+        _check_scorer("critic", critic, token_budget)
         self.token_budget = token_budget
-        if not isinstance(critic, TokenScorer):
-            raise ConfigError(f"critic must be a TokenScorer, got {type(critic).__name__}")
         if not isinstance(values_key, tuple) or len(values_key) < 2:
             raise ConfigError(f"values_key must be a nested key, got {values_key!r}")
         self._critics = (critic,)  # a tuple hides it from nn.Module, see the class
@@ -436,23 +438,17 @@ class RetrieveValues(RowTransform):
         }
 
     def _values(self, sequences: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-        found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
-        asked = [row for row, mask in enumerate(masks) if bool(mask.any())]
-        lengths = [ids.shape[0] for ids in sequences]
-        for piece in pieces_under_budget(asked, lengths, self.token_budget):
-            chosen = [masks[row] for row in piece]
+        extras = ScoreExtras(values=True, log_probs=False)
+
+        def score(piece: list[int], chosen: list[Tensor]) -> Tensor:
             with torch.no_grad():
                 scores = self.critic.token_scores(
-                    [sequences[row] for row in piece],
-                    chosen,
-                    extras=ScoreExtras(values=True, log_probs=False),
+                    [sequences[row] for row in piece], chosen, extras=extras
                 )
             if scores.values is None:
                 raise ConfigError(
                     f"{type(self.critic).__name__} gives no values: it has no value head"
                 )
-            values = scores.values.float().to(chosen[0].device)
-            counts = [int(mask.sum()) for mask in chosen]
-            for row, mask, own in zip(piece, chosen, values.split(counts), strict=True):
-                found[row] = found[row].masked_scatter(mask, own)
-        return found
+            return scores.values
+
+        return _in_pieces(sequences, masks, self.token_budget, score)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +31,8 @@ class IncrementalTokenizer(Transform):
         tokenizer: a Hugging Face tokenizer with a chat template.
         history_key: the conversations to read.
         tokens_key: where the ids go, a nested key.
-        chat_template_name: name of a registered template.
-        chat_template: a template; the tokenizer's own if neither is given.
-        tools: tools that the template shows.
-        template_kwargs: further variables of the template.
+        kwargs: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`: the template, its tools
+            and variables.
 
     Raises:
         TemplateError: for a tokenizer without chat template.
@@ -50,23 +47,13 @@ class IncrementalTokenizer(Transform):
         *,
         history_key: NestedKey = ("history", "prompt"),
         tokens_key: NestedKey = ("tokens", "prompt"),
-        chat_template_name: str | None = None,
-        chat_template: str | None = None,
-        tools: Sequence[Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(in_keys=[history_key], out_keys=[history_key, tokens_key])
         if not isinstance(tokens_key, tuple) or len(tokens_key) != 2:
             raise ConfigError(f"tokens_key must have two parts, got {tokens_key!r}")
-        self.formatter = ChatFormatter(
-            tokenizer,
-            chat_template=chat_template,
-            chat_template_name=chat_template_name,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
-        self.history_key = history_key
-        self.tokens_key = tokens_key
+        self.formatter = ChatFormatter(tokenizer, **kwargs)
+        self.history_key, self.tokens_key = history_key, tokens_key
 
     def _record(self, chat: Chat) -> TokenRecord:
         record = chat.record

@@ -302,15 +302,10 @@ class IfEvalScorer(RewardParser):
         format_weights: weights of prompt-level strict, instruction-level strict, prompt-level
             loose, instruction-level loose.
         verbose: log each verdict.
-        set_done_if_answer: see :class:`~torchrl_llm.rewards.RewardParser`.
         scored_part: ``"answer"`` looks at the last answer block, and at nothing where there is
             none; ``"response"`` at all behind the reasoning, as the paper does, with no bonus for
             blocks.
-        tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
-        eos_token: see there.
-        input_mode: see there.
-        num_threads: see there.
-        timeout: see there.
+        kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`, but for its keys.
 
     Raises:
         ConfigError: for weights that are not four numbers, or an unknown ``scored_part``.
@@ -336,22 +331,12 @@ class IfEvalScorer(RewardParser):
         aggregate_reward: bool | Callable[..., Any] = True,
         format_weights: Sequence[float] | None = None,
         verbose: bool = False,
-        set_done_if_answer: bool = True,
         scored_part: Literal["answer", "response"] = "answer",
-        tokenizer: Any = None,
-        eos_token: str | None = None,
-        input_mode: str | None = None,
-        num_threads: int = 0,
-        timeout: float | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            tokenizer,
-            eos_token=eos_token,
-            set_done_if_answer=set_done_if_answer,
-            input_mode=input_mode,
-            num_threads=num_threads,
-            timeout=timeout,
-        )
+        if "in_keys" in kwargs:
+            raise ConfigError("in_keys has no effect here: name the columns by their own arguments")
+        super().__init__(**kwargs)
         weights = [0.4, 0.3, 0.2, 0.1] if format_weights is None else list(format_weights)
         if len(weights) != 4 or not all(math.isfinite(weight) for weight in weights):
             raise ConfigError(f"format_weights must be four finite numbers, got {weights}")

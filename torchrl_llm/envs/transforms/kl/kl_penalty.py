@@ -247,12 +247,7 @@ class KLComputation(KLTransform):
             sampled; looked for in the row, then under its ``"next"``.
         ref_log_probs_full_key: log-probs under the reference; looked for under ``"next"``, then in
             the row.
-        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`, as for all
-        others. add_to_reward: see there.
-        coeff: see there.
-        reduction: see there.
-        estimator: see there.
-        reward_key: see there.
+        kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
@@ -280,22 +275,9 @@ class KLComputation(KLTransform):
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
-        *,
-        kl_key: str = "kl_penalty",
-        add_to_reward: bool = True,
-        coeff: float | KLController = 1.0,
-        reduction: KLReduction = "sum",
-        estimator: KLEstimator = "k1",
-        reward_key: NestedKey = ("next", "reward"),
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            coeff=coeff,
-            add_to_reward=add_to_reward,
-            reduction=reduction,
-            estimator=estimator,
-            reward_key=reward_key,
-            kl_key=kl_key,
-        )
+        super().__init__(**kwargs)
         self.gen_log_probs_full_key = as_path(gen_log_probs_full_key)
         self.ref_log_probs_full_key = as_path(ref_log_probs_full_key)
 
@@ -338,12 +320,7 @@ class RetrieveKL(KLTransform):
             by default ``("log_probs", "full")`` in the row, or ``("gen_log_probs", "full")`` under
             ``"next"``.
         ref_log_probs_full_key: where those of the reference go.
-        kl_key: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`, as for all
-        others. add_to_reward: see there.
-        coeff: see there.
-        reduction: see there.
-        estimator: see there.
-        reward_key: see there.
+        kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
@@ -377,21 +354,9 @@ class RetrieveKL(KLTransform):
         device: torch.device | str | None = None,
         gen_log_probs_full_key: NestedKey | None = None,
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
-        kl_key: str = "kl_penalty",
-        add_to_reward: bool = True,
-        coeff: float | KLController = 1.0,
-        reduction: KLReduction = "sum",
-        estimator: KLEstimator = "k1",
-        reward_key: NestedKey = ("next", "reward"),
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            coeff=coeff,
-            add_to_reward=add_to_reward,
-            reduction=reduction,
-            estimator=estimator,
-            reward_key=reward_key,
-            kl_key=kl_key,
-        )
+        super().__init__(**kwargs)
         if gen_model_factory is not None:
             if gen_model != _RECORDED:
                 raise ConfigError("give gen_model or gen_model_factory, not both")
@@ -452,7 +417,7 @@ def made(model: TokenScorer | None, factory: Callable[[], TokenScorer] | None) -
     return factory() if model is None else model
 
 
-class KLRewardTransform(KLTransform):
+class KLRewardTransform(RetrieveKL):
     """Reward less ``coef`` times the divergence of the recorded log-probs from a reference.
 
     The same as :class:`RetrieveKL` with ``gen_model="from_collector"``, for scripts written for
@@ -513,6 +478,12 @@ class KLRewardTransform(KLTransform):
             )
         names = out_keys if len(out_keys) == 3 else [*out_keys, "kl_penalty", "ref_log_probs"]
         super().__init__(
+            ref_model=ref_model,
+            ref_model_factory=ref_model_factory,
+            assistant_only=assistant_only,
+            device=device,
+            gen_log_probs_full_key=as_path(log_prob_key),
+            ref_log_probs_full_key=(names[2], "full"),
             coeff=coef,
             add_to_reward=add_to_reward,
             reduction=reduction,
@@ -521,25 +492,3 @@ class KLRewardTransform(KLTransform):
             penalised_key=("next", names[0]),
             kl_key=names[1],
         )
-        self.reference = RetrieveLogProb(
-            made(ref_model, ref_model_factory),
-            log_probs_full_key=(names[2], "full"),
-            assistant_only=assistant_only,
-            device=device,
-        )
-        self.log_prob_key = as_path(log_prob_key)
-
-    def sources(self, rows: RowView) -> Sources:
-        """What the policy recorded, and scores of the reference."""
-        columns = self.reference.columns(rows)
-        gen = rows.read(self.log_prob_key, "the policy writes it when it samples")
-        return Sources(gen, columns[self.reference.written], columns)
-
-    def empty_columns(self) -> dict[Path, Tensor]:
-        """No token has a log-prob or divergence yet."""
-        return super().empty_columns() | self.reference.empty_columns()
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds log-probs and divergences."""
-        observation_spec = self.reference.transform_observation_spec(observation_spec)
-        return super().transform_observation_spec(observation_spec)
