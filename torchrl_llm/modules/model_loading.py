@@ -30,14 +30,16 @@ def load_model(
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
         dtype: of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: low
             precision belongs to autocast, over float32 weights.
-        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``; the model's default.
+        attn_implementation: ``"sdpa"``, ``"eager"``, ``"flex_attention"`` or
+            ``"flash_attention_2"``; by default that of the model.
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
             ``target_modules``, ...), to train adapters instead of the weights.
         gradient_checkpointing: keep no activations of the layers in training, compute them again.
         device: where to put it; the CPU by default.
 
     Raises:
-        ConfigError: when there is no such model, or for an unknown dtype or LoRA argument.
+        ConfigError: when there is no such model, for an unknown dtype or LoRA argument, or for an
+            attention whose package is not installed.
         MissingExtraError: for ``lora`` without peft.
 
     Example:
@@ -100,6 +102,10 @@ def _load(
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
     try:
         return loader.from_pretrained(name_or_path, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(name_or_path)!r} cannot be loaded with {options}: {str(error).splitlines()[0]}"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"there is no {kind} {str(name_or_path)!r}: neither a folder with one nor a name that "

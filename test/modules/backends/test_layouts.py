@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mistra
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import RowCosts
+from torchrl_llm.modules import load_model
+from torchrl_llm.modules.backends.attention import why_not_packed
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, lay_out
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
@@ -43,7 +45,7 @@ def results(scorer, layout, rows, **settings):
     scorer.layout = layout
     scorer.model.zero_grad()
     scores = scorer.token_scores(*rows, entropy=True, **settings)
-    weights = torch.linspace(-1.0, 1.0, len(scores.log_probs))
+    weights = torch.linspace(-1.0, 1.0, len(scores.log_probs)).to(scores.log_probs.device)
     ((scores.log_probs * weights).sum() + 0.1 * scores.entropy.sum()).backward()
     grads = [p.grad.clone() for p in scorer.model.parameters() if p.grad is not None]
     return scores, grads
@@ -285,3 +287,139 @@ def test_the_layout_of_a_policy_is_that_of_its_scorer(make_tiny_model):
         TransformersWrapper(backend, input_mode="tokens", pad_model_input=True)
     packed = TransformersWrapper(make_tiny_model(), input_mode="tokens", pad_model_input=False)
     assert packed.layout == "packed"
+
+
+# -- attention by one kernel ----------------------------------------------------------------------
+
+
+def packed_model(make_tiny_model, kernel):
+    """The model of the other tests with another attention, which need not be installed."""
+    model = make_tiny_model()
+    model.config._attn_implementation = kernel
+    return model
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """Flex attention as plain operations: compiling it for a CPU takes a minute."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    integration = "transformers.integrations.flex_attention.WrappedFlexAttention.__call__"
+    monkeypatch.setattr(integration, lambda self: flex.flex_attention)
+    monkeypatch.setattr(
+        "transformers.integrations.flex_attention.WrappedFlexAttention.__init__",
+        lambda self, training: None,
+    )
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr("transformers.masking_utils._is_torch_greater_or_equal_than_2_6", False)
+
+
+def test_flex_attention_scores_packed_and_shared_rows_as_sdpa_does(
+    make_tiny_model, uncompiled_flex
+):
+    rows = ragged_group()
+    with torch.no_grad():
+        expected = CausalScorer(make_tiny_model(), layout="padded").token_scores(*rows)
+        scorer = CausalScorer(packed_model(make_tiny_model, "flex_attention"))
+        assert scorer.layouts == ("auto", *LAYOUTS)
+        for layout in scorer.layouts:
+            scorer.layout = layout
+            got = scorer.token_scores(*rows).log_probs
+            torch.testing.assert_close(got, expected.log_probs, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"'flex_attention' has no backward on a CPU; .*no_grad"):
+        scorer.token_scores(*rows)
+
+
+def varlen_attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, **settings):
+    """What flash attention's kernel promises for rows behind each other, ``[S, heads, dim]``."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert cu_seqlens_q.dtype is torch.int32
+    assert settings["max_seqlen_q"] == settings["max_seqlen_k"] == int(cu_seqlens_q.diff().max())
+    assert settings["causal"]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    sizes = cu_seqlens_q.diff().tolist()
+    rows = [
+        attend(*(x.transpose(0, 1)[None] for x in row), is_causal=True, enable_gqa=True)
+        for row in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+    ]
+    return torch.cat([row[0].transpose(0, 1) for row in rows])
+
+
+def flash_attention(q, k, v, **settings):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.fixture
+def flash_by_hand(monkeypatch):
+    """Flash attention's functions in plain torch, on the CPU; transformers calls them as ever."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    def settings(**given):
+        return {
+            "causal": given["is_causal"],
+            **{k: given.get(k) for k in ("max_seqlen_q", "max_seqlen_k")},
+        }
+
+    functions = (flash_attention, varlen_attention, None, flash._pad_input, flash._unpad_input)
+    monkeypatch.setattr(
+        flash, "lazy_import_flash_attention", lambda name: (functions, (settings, None))
+    )
+    for module in ("head", "token_scorer"):
+        monkeypatch.setattr(f"torchrl_llm.modules.backends.{module}.check_kernel", lambda model: 0)
+
+
+def test_flash_attention_is_told_where_each_packed_row_ends(make_tiny_model, flash_by_hand):
+    scorer = CausalScorer(packed_model(make_tiny_model, "flash_attention_2"))
+    assert scorer.why_not_packed is None
+    assert scorer.layouts == ("auto", "padded", "bucketed", "packed")
+    with pytest.raises(ConfigError, match="flash attention cannot show a row a shared prompt"):
+        scorer.layout = "shared"
+    rows = ragged_group()
+    expected, expected_grads = results(CausalScorer(make_tiny_model()), "padded", rows)
+    for layout in scorer.layouts:
+        scores, grads = results(scorer, layout, rows)
+        torch.testing.assert_close(scores[:2], expected[:2], atol=1e-5, rtol=1e-5)
+        largest = max(float(g.abs().max()) for g in expected_grads)
+        for ours, theirs in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5 * largest, rtol=1e-5)
+
+
+def test_one_kernel_for_all_rows_needs_no_padding(make_tiny_model, flash_by_hand):
+    seen = []
+    scorer = CausalScorer(packed_model(make_tiny_model, "flash_attention_2"), layout="packed")
+    forward = scorer.model.model.forward
+    scorer.model.model.forward = lambda **inputs: seen.append(inputs) or forward(**inputs)
+    scorer.token_scores(*ragged_group())
+    lengths = seen[-1]["cu_seq_lens_q"].diff().tolist()
+    assert sum(lengths) == seen[-1]["input_ids"].shape[1]
+    assert sorted(lengths) == sorted(n for n in Rows(*ragged_group()).lengths if n)
+
+
+def test_attention_that_cannot_run_here_is_refused_with_what_to_do(make_tiny_model):
+    with pytest.raises(ConfigError, match=r"'flash_attention_2' runs on a GPU; move the model"):
+        CausalScorer(packed_model(make_tiny_model, "flash_attention_2"))
+    with pytest.raises(ConfigError, match=r"'flash_attention_3'.*FlashAttention3 has been toggled"):
+        load_model(attn_implementation="flash_attention_3")
+    scorer = CausalScorer(make_tiny_model())
+    assert "is not told of rows" in why_not_packed(packed_model(make_tiny_model, "paged|sdpa"))
+    assert scorer.why_not_packed is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA; run pytest -m gpu there")
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+def test_all_layouts_agree_on_a_gpu_by_one_kernel(make_tiny_model, kernel):
+    if kernel == "flash_attention_2":
+        pytest.importorskip("flash_attn", reason="needs flash-attn: pip install flash-attn")
+    small = {"initializer_range": 0.02, "attn_implementation": kernel}
+    scorer = CausalScorer(make_tiny_model(**small).cuda().bfloat16())
+    assert scorer.why_not_packed is None
+    assert "packed" in scorer.layouts
+    assert_all_layouts_agree(scorer, ragged_group(), tolerance=3e-2)
+    if kernel == "flash_attention_2":
+        float32 = CausalScorer(make_tiny_model(**small).cuda())
+        with pytest.raises(ConfigError, match="takes bfloat16 or float16"):
+            float32.token_scores(*ragged_group())
+        with torch.autocast("cuda", torch.bfloat16):
+            assert_all_layouts_agree(float32, ragged_group(), tolerance=3e-2)

@@ -1,19 +1,24 @@
 """Attention of packed rows inside a Hugging Face model, and whether a model can be packed.
 
-transformers hands a four-dimensional mask to ``scaled_dot_product_attention`` as it is. So packed
-rows are told to a model by such a mask that is not written out: :class:`RowMask` holds the blocks,
-and where it arrives as ``attn_mask`` the blocks are attended one by one, the way of torch's own
-``CausalBias``. Nothing of the model or of transformers is changed, and gradient checkpointing keeps
-the mask with the other arguments.
+What tells the attention of the rows depends on its implementation:
 
-A model that does more with tokens than attention (convolutions, recurrences), or more with its
-mask, is found out by :func:`why_not_packed`.
+- ``sdpa``: transformers hands a four-dimensional mask to ``scaled_dot_product_attention`` as it is.
+  :class:`RowMask` is such a mask that is not written out: it holds the blocks, and where it arrives
+  as ``attn_mask`` the blocks are attended one by one, the way of torch's own ``CausalBias``.
+- ``eager``: the same mask, written out.
+- ``flex_attention``: a ``BlockMask`` that skips what no row sees.
+- flash attention: where each row ends. It cannot show a row a prompt that it shares.
+
+Nothing of the model or of transformers is changed, and gradient checkpointing keeps these arguments
+with the others. A model that does more with tokens than attention (convolutions, recurrences), or
+more with its mask, is found out by :func:`why_not_packed`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,8 +32,9 @@ from torchrl_llm.functional import (
     block_mask,
     prefix_views,
 )
-from torchrl_llm.modules.backends.head import causal_model, evaluating, model_body
+from torchrl_llm.modules.backends.head import causal_model, evaluating, model_body, uses_flash
 
+_KERNELS = ("sdpa", "eager", "flex_attention")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # What a mask may be asked on its way; everything else would need its entries.
@@ -111,6 +117,55 @@ def _attend(
     )
 
 
+def stream_arguments(
+    model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.device
+) -> dict[str, Any]:
+    """Arguments of a model's forward that keep the rows of a stream apart.
+
+    Args:
+        model: a causal model.
+        blocks: the stream; without prefixes for flash attention.
+        device: of the model.
+    """
+    if uses_flash(model):
+        widths = [block.width for block in blocks for _ in range(block.rows)]
+        ends = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=device)
+        lengths = {"max_length_q": max(widths), "max_length_k": max(widths)}
+        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths}
+    if causal_model(model).config._attn_implementation == "flex_attention":
+        return {"attention_mask": _flex_mask(blocks, device)}
+    return {"attention_mask": row_mask(model, blocks, device)}
+
+
+def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    starts = list(accumulate((block.rows * block.width for block in blocks), initial=0))
+    # Of each row: where it begins, and from where to where its prefix goes.
+    spans, widths = [], []
+    for block, start in zip(blocks, starts, strict=False):
+        for row in range(block.rows):
+            first = size = 0
+            if block.prefix is not None:
+                before = block.prefix.block
+                first = starts[before] + block.prefix.owner[row] * blocks[before].width
+                size = block.prefix.lengths[row]
+            spans.append((start + row * block.width, first, first + size))
+            widths.append(block.width)
+    per_token = torch.tensor(spans).repeat_interleave(torch.tensor(widths), 0)
+    begin, first, last = (column.contiguous().to(device) for column in per_token.unbind(1))
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (begin[query] <= key) & (key <= query)
+        return own | ((first[query] <= key) & (key < last[query]))
+
+    # Uncompiled it is a mask of all pairs before it is cut into tiles.
+    compiled = device.type != "cpu"
+    return create_block_mask(
+        seen, None, None, starts[-1], starts[-1], device=device, _compile=compiled
+    )
+
+
 def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.device) -> Tensor:
     """The mask of a stream in the form that a model takes.
 
@@ -155,10 +210,10 @@ def why_not_packed(model: nn.Module) -> str | None:
     causal, body = causal_model(model), model_body(model)
     config = causal.config.get_text_config(decoder=True)
     name = type(causal).__name__
-    if causal.config._attn_implementation not in ("sdpa", "eager"):
+    if causal.config._attn_implementation not in _KERNELS and not uses_flash(model):
         return (
-            f"attn_implementation {causal.config._attn_implementation!r} takes no mask of rows, "
-            "only 'sdpa' and 'eager' do"
+            f"attn_implementation {causal.config._attn_implementation!r} is not told of rows; "
+            "'sdpa', 'eager', 'flex_attention' and flash attention are"
         )
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if strange:
@@ -170,16 +225,15 @@ def why_not_packed(model: nn.Module) -> str | None:
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]], device=device) % size
     other = torch.tensor([[9, 8, 8, 9, 5, 6, 7]], device=device) % size
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]], device=device)
-    mask = row_mask(model, [AttentionBlock(1, 4), AttentionBlock(1, 3)], device)
-    settings = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    with evaluating(model):
+    apart = stream_arguments(model, [AttentionBlock(1, 4), AttentionBlock(1, 3)], device)
+    settings = {**apart, "position_ids": positions, "use_cache": False}
+    with evaluating(model) as rounding:
         rows = [body(input_ids=part, use_cache=False)[0] for part in (ids[:, :4], ids[:, 4:])]
         try:
             packed = body(input_ids=ids, **settings)[0]
             changed = body(input_ids=other, **settings)[0]
         except (TypeError, ValueError, RuntimeError) as error:
             return f"{name} does not take rows in one stream: {error}"
-    rounding = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 5e-2
     if _distance(packed, torch.cat(rows, dim=1)) > rounding:
         return f"{name} gives packed rows other states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:

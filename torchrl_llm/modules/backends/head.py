@@ -48,6 +48,39 @@ def causal_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def uses_flash(model: nn.Module) -> bool:
+    """Whether a model's attention is flash attention, of any version and from any package."""
+    return "flash" in (causal_model(model).config._attn_implementation or "")
+
+
+def check_kernel(model: nn.Module) -> None:
+    """Refuse an attention whose kernel cannot run where the model is, or as it is called.
+
+    Args:
+        model: a causal model, in PEFT or not.
+
+    Raises:
+        ConfigError: flash attention on a CPU or in float32; flex attention with gradients on a CPU.
+    """
+    causal = causal_model(model)
+    weight, name = causal.get_input_embeddings().weight, causal.config._attn_implementation
+    place, problem = weight.device.type, None
+    if uses_flash(model):
+        if place == "cpu":
+            problem = "runs on a GPU; move the model there first, or load it with 'sdpa'"
+        elif weight.dtype == torch.float32 and not torch.is_autocast_enabled(place):
+            problem = (
+                "takes bfloat16 or float16; load the model with dtype='bfloat16', or run it under "
+                "torch.autocast"
+            )
+    elif name == "flex_attention" and place == "cpu" and torch.is_grad_enabled():
+        problem = "has no backward on a CPU; load the model with 'sdpa', or use torch.no_grad()"
+    if problem is not None:
+        raise ConfigError(
+            f"attn_implementation={name!r} {problem}; the weights are {weight.dtype} on {place!r}"
+        )
+
+
 def model_body(model: nn.Module) -> nn.Module:
     """The part of a causal model that gives hidden states.
 
@@ -323,13 +356,23 @@ def _logit_fields(config: Any) -> tuple[float, float | None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no gradients, for trying a model out; every flag is put back."""
+def evaluating(model: nn.Module) -> Iterator[float]:
+    """Try a model out: dropout off, no gradients, and every flag put back.
+
+    Flash attention takes no float32, so that a model of such weights is tried under autocast.
+
+    Yields:
+        The relative error that rounding may make.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    weight = next(model.parameters())
+    low = weight.dtype not in (torch.float32, torch.float64)
+    cast = uses_flash(model) and not low
     model.eval()
     try:
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), torch.autocast(weight.device.type, torch.bfloat16, enabled=cast):
+            check_kernel(model)
+            yield 5e-2 if low or cast else 1e-4
     finally:
         for module, mode in modes:
             module.training = mode
@@ -338,13 +381,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _verify(head: LMHead, model: nn.Module, body: nn.Module) -> None:
     device = causal_model(model).get_input_embeddings().weight.device
     ids = torch.tensor([_PROBE_IDS], device=device)
-    with evaluating(model):
+    with evaluating(model) as rounding:
         expected = model(input_ids=ids, use_cache=False).logits.float()
         got = head.logits(body(input_ids=ids, use_cache=False)[0]).float()
     if expected.shape == got.shape:
-        tolerance = 1e-3 if next(model.parameters()).dtype is torch.float32 else 5e-2
         error = (expected - got).abs().max() / expected.abs().max().clamp_min(1e-30)
-        if error < tolerance:
+        if error < max(rounding, 1e-3):
             return
         found = f"differ by {error:.1e} of the largest"
     else:

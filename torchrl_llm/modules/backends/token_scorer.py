@@ -24,8 +24,19 @@ from torchrl_llm.functional import (
     restrict_logits,
     selective_log_softmax,
 )
-from torchrl_llm.modules.backends.attention import longest_plain_row, row_mask, why_not_packed
-from torchrl_llm.modules.backends.head import LMHead, ValueHead, causal_model, model_body
+from torchrl_llm.modules.backends.attention import (
+    longest_plain_row,
+    stream_arguments,
+    why_not_packed,
+)
+from torchrl_llm.modules.backends.head import (
+    LMHead,
+    ValueHead,
+    causal_model,
+    check_kernel,
+    model_body,
+    uses_flash,
+)
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
 
 
@@ -48,15 +59,16 @@ class CausalScorer(nn.Module, TokenScorer):
             :mod:`torchrl_llm.modules.backends.layouts`: ``"padded"``, ``"bucketed"``, ``"packed"``,
             ``"shared"``, or ``"auto"`` for what is cheapest for the rows of each call. Scores and
             gradients are the same to rounding. Where dropout is on, ``"shared"`` draws it once for
-            a shared prompt.
+            a shared prompt. Flash attention knows no ``"shared"``.
 
     Attributes:
         why_not_packed: why ``"packed"`` and ``"shared"`` are out of reach for this model; ``None``
             when they are not. It was tried out on a few tokens at construction.
 
     Raises:
-        ConfigError: when the head is not known; see
-            :class:`~torchrl_llm.modules.backends.head.LMHead`; or the layout is out of reach.
+        ConfigError: when the head is not known (see
+            :class:`~torchrl_llm.modules.backends.head.LMHead`), the layout is out of reach, or
+            the model's attention cannot run on its device.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -90,6 +102,9 @@ class CausalScorer(nn.Module, TokenScorer):
         self.in_place_head_grad = in_place_head_grad
         self.head = None if full_logits else LMHead.from_model(model)
         self.why_not_packed = why_not_packed(model)
+        self._one_call: tuple[str, ...] = ()
+        if self.why_not_packed is None:
+            self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
         self._longest_plain_row = longest_plain_row(model)
         self._size = ModelSize.of(model)
         self.layout = layout
@@ -100,10 +115,13 @@ class CausalScorer(nn.Module, TokenScorer):
         return causal_model(self.model).get_input_embeddings().weight.shape[0]
 
     @property
+    def _kernel(self) -> str:
+        return causal_model(self.model).config._attn_implementation
+
+    @property
     def layouts(self) -> tuple[str, ...]:
         """What ``layout`` may be for this model."""
-        one_call = ("packed", "shared") if self.why_not_packed is None else ()
-        return ("auto", "padded", "bucketed", *one_call)
+        return ("auto", "padded", "bucketed", *self._one_call)
 
     @property
     def layout(self) -> str:
@@ -115,9 +133,9 @@ class CausalScorer(nn.Module, TokenScorer):
         if layout not in ("auto", *LAYOUTS):
             raise ConfigError(f"layout must be auto or one of {', '.join(LAYOUTS)}, got {layout!r}")
         if layout not in self.layouts:
+            reason = self.why_not_packed or "flash attention cannot show a row a shared prompt"
             raise ConfigError(
-                f"layout={layout!r} is out of reach: {self.why_not_packed}; use 'auto', 'padded' "
-                "or 'bucketed'"
+                f"layout={layout!r} is out of reach: {reason}; use one of {', '.join(self.layouts)}"
             )
         self._layout = layout
 
@@ -166,14 +184,13 @@ class CausalScorer(nn.Module, TokenScorer):
 
     def _states(self, stream: RowStream) -> Tensor:
         """Hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
+        check_kernel(self.model)
         run = self.model if self.head is None else model_body(self.model)
         ids = stream.input_ids
         if stream.one_call:
-            mask = row_mask(self.model, stream.blocks, ids.device)
+            apart = stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
-            return run(
-                input_ids=ids[None], attention_mask=mask, position_ids=positions, use_cache=False
-            )[0][0]
+            return run(input_ids=ids[None], position_ids=positions, use_cache=False, **apart)[0][0]
         # A causal model does not look ahead: what stands behind a row cannot reach its tokens.
         parts = ids.split([block.rows * block.width for block in stream.blocks])
         states = [
@@ -199,7 +216,11 @@ class CausalScorer(nn.Module, TokenScorer):
         """
         device = causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
-        stream = lay_out(rows, self._choice(rows), self._size.costs(device))
+        costs = self._size.costs(device)
+        if self._kernel not in ("sdpa", "eager"):
+            # One kernel attends all blocks, so that rows need not be padded to a common width.
+            costs = costs._replace(block=0.0)
+        stream = lay_out(rows, self._choice(rows), costs)
         if isinstance(temperature, Tensor):
             temperature = temperature.float().to(rows.row.device)[rows.row].to(device)
         return self(stream.to(device), temperature=temperature, entropy=entropy, extras=extras)
@@ -223,10 +244,8 @@ class CausalScorer(nn.Module, TokenScorer):
         return (self._layout,)
 
     def _automatic(self, plain: bool) -> tuple[str, ...]:
-        one_call = ("packed", "shared") if plain and self.why_not_packed is None else ()
-        if causal_model(self.model).config._attn_implementation == "eager":
-            # Eager attention would write a mask over the whole stream and compare all its pairs.
-            one_call = ()
+        # Eager attention would write a mask over the whole stream and compare all its pairs.
+        one_call = self._one_call if plain and self._kernel != "eager" else ()
         # Ranks that share weights have to call the model equally often.
         sharded = isinstance(next(self.model.parameters()), DTensor)
         return ("padded", *one_call) if sharded else ("padded", "bucketed", *one_call)
