@@ -1,4 +1,4 @@
-"""A backend that costs nothing: scripted answers, or draws from a tiny bigram model.
+"""Backend that costs nothing: scripted answers, or draws from a tiny bigram model.
 
 Its log-probs are those of a real distribution (the bigram model's), so what it samples and what
 it scores agree exactly, and a loss on it has gradients. For tests, examples and dry runs.
@@ -8,10 +8,8 @@ Shape legend: ``B`` rows, ``V`` vocabulary, ``H`` hidden size, ``N`` scored posi
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +18,10 @@ from torch import Tensor, nn
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
-from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.weights.weight_source import (
-    WeightReceipt,
-    WeightSource,
-    load_into,
-    open_source,
-)
+from torchrl_llm.modules.backends.local_backend import LocalBackend
+from torchrl_llm.modules.backends.sampling import only_support, score_logits
 
 _HIDDEN = 8
 
@@ -71,7 +64,7 @@ Script = str | Sequence[int] | Answer | Sequence["str | Answer | Sequence[int]"]
 Rule = Callable[[Any], "str | Sequence[int] | Answer"]
 
 
-class FakeBackend(Backend):
+class FakeBackend(LocalBackend):
     """Answers by script, by rule, or by sampling from a :class:`BigramModel`.
 
     Args:
@@ -91,8 +84,6 @@ class FakeBackend(Backend):
         ([7, 8, 2], 'STOP')
     """
 
-    records_support = True
-
     def __init__(
         self,
         answers: Script | Rule | None = None,
@@ -105,80 +96,45 @@ class FakeBackend(Backend):
     ) -> None:
         if tokenizer is None and (vocab_size is None or eos_token_ids is None):
             raise ConfigError("without a tokenizer pass vocab_size= and eos_token_ids=")
+        super().__init__(
+            vocab_size=vocab_size or len(tokenizer),
+            max_length=max_length,
+            eos_token_ids=[tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids,
+        )
         self.tokenizer = tokenizer
-        self._eos = tuple([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
-        self._max_length = max_length
-        self._model = BigramModel(vocab_size or len(tokenizer), seed=seed)
-        self._answers = answers
-        self._position = 0
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self._model = BigramModel(self.vocab_size, seed=seed)
+        self._answers, self._position = answers, 0
 
     @property
     def module(self) -> nn.Module:
         """The bigram model."""
         return self._model
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids of the bigram model."""
-        return self._model.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """As constructed."""
-        return self._max_length
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """As constructed, else the tokenizer's."""
-        return self._eos
-
-    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
-        """See :meth:`Backend.generate`."""
-        self.check_prompts(prompts)
-        if not prompts:
-            return []
+    def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
         rows = [prompt for prompt in prompts for _ in range(params.num_samples)]
-        with self._lock, torch.no_grad():
-            if self._answers is None:
-                flat = self._sample(rows, params)
-            else:
-                flat = [self._scripted(prompt, params) for prompt in rows]
-        size = params.num_samples
-        return [flat[start : start + size] for start in range(0, len(flat), size)]
-
-    def _sample(self, rows: list[Tensor], params: SamplingParams) -> list[Completion]:
-        last = torch.stack([prompt[-1] for prompt in rows])
+        if self._answers is not None:
+            return [self._scripted(prompt, params) for prompt in rows]
         return decode(
             _BigramDecoder(self._model),
-            self._model(last),
+            self._model(torch.stack([prompt[-1] for prompt in rows])),
             rows,
             params,
             max_tokens=torch.tensor([self._room(p, params) for p in rows]),
-            end_ids=(*(() if params.ignore_eos else self._eos), *params.stop_token_ids),
+            end_ids=self._ends(params),
             stop_strings=StopStrings(self.tokenizer, params.stop),
         )
-
-    def _room(self, prompt: Tensor, params: SamplingParams) -> int:
-        if self._max_length is None:
-            return params.max_new_tokens
-        return min(params.max_new_tokens, self._max_length - prompt.shape[0])
 
     def _scripted(self, prompt: Tensor, params: SamplingParams) -> Completion:
         answer = self._next_answer(prompt)
         ids = self._encode(answer.content)
         reason = answer.finish_reason
-        ends = {*self._eos, *params.stop_token_ids}
+        ends = {*self.eos_token_ids, *params.stop_token_ids}
         if reason == FinishReason.STOP and (not ids or ids[-1] not in ends):
-            ids.append(self._eos[0])
+            ids.append(self.eos_token_ids[0])
         room = self._room(prompt, params)
-        ended_at = self._stop_string_end(ids, StopStrings(self.tokenizer, params.stop))
+        stops = StopStrings(self.tokenizer, params.stop)
+        ends = (n for n in range(1, len(ids) + 1) if stops and stops.ended(torch.tensor([ids[:n]])))
+        ended_at = next(ends, None)
         if ended_at is not None and ended_at <= room:
             ids, reason = ids[:ended_at], FinishReason.STOP
         elif len(ids) > room:
@@ -186,8 +142,7 @@ class FakeBackend(Backend):
         response = torch.tensor(ids, dtype=torch.int64)
         self.check_ids([response])
         whole = torch.cat([prompt[-1:], response])
-        select = torch.ones(len(whole), dtype=torch.bool)
-        select[0] = False
+        select = torch.arange(len(whole)) > 0
         scores = self.token_scores([whole], [select], temperature=params.scoring_temperature)
         # A script draws from no truncated distribution: each id was possible.
         support = Support.whole(len(response)) if params.record_support else None
@@ -212,13 +167,6 @@ class FakeBackend(Backend):
             raise ConfigError(f"the answer {content!r} is text, which needs a tokenizer")
         return list(self.tokenizer(content, add_special_tokens=False)["input_ids"])
 
-    @staticmethod
-    def _stop_string_end(ids: list[int], stops: StopStrings) -> int | None:
-        if not stops:
-            return None
-        prefixes = (torch.tensor([list(p)]) for p in itertools.accumulate(map(_tuple, ids)))
-        return next((p.shape[1] for p in prefixes if bool(stops.ended(p))), None)
-
     def token_scores(
         self,
         sequences: Sequence[Tensor],
@@ -229,36 +177,23 @@ class FakeBackend(Backend):
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
         """See :meth:`TokenScorer.token_scores`; of the extras it knows the support."""
-        extras = ScoreExtras() if extras is None else extras
-        if replace(extras, support=None) != ScoreExtras():
-            raise ConfigError(f"FakeBackend has no hidden states, so it cannot give {extras}")
+        extras = only_support(extras, "FakeBackend has no hidden states")
         self.check_scoring(sequences, select)
         positions = [mask.nonzero().squeeze(-1) for mask in select]
         previous = torch.cat([ids[at - 1] for ids, at in zip(sequences, positions, strict=True)])
         targets = torch.cat([ids[at] for ids, at in zip(sequences, positions, strict=True)])
         if isinstance(temperature, Tensor):
             counts = torch.tensor([at.numel() for at in positions])
-            temperature = temperature.repeat_interleave(counts)[:, None]
-        logits_NV = self._model(previous).float() / temperature
-        if extras.support is not None:
-            logits_NV = restrict_logits(logits_NV, *extras.support)
-        log_probs_N = selective_log_softmax(logits_NV, targets)
-        return TokenScores(log_probs_N, entropy_from_logits(logits_NV) if entropy else None)
-
-    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
-        incoming = open_source(source, version=version)
-        with self._lock:
-            return [load_into(self.module, incoming, version=version)]
+            temperature = temperature.repeat_interleave(counts)
+        logits_NV = self._model(previous).float()
+        return score_logits(
+            logits_NV, targets, temperature=temperature, entropy=entropy, extras=extras
+        )
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`."""
         self.check_ids(sequences)
         return self._model(torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True))
-
-
-def _tuple(token_id: int) -> tuple[int, ...]:
-    return (token_id,)
 
 
 class _BigramDecoder:

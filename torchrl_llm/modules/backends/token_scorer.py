@@ -10,7 +10,6 @@ Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import (
-    HeadScores,
-    entropy_from_logits,
-    restrict_logits,
-    selective_log_softmax,
-)
+from torchrl_llm.functional import HeadScores
 from torchrl_llm.modules.backends.attention import (
     longest_plain_row,
     stream_arguments,
@@ -38,6 +32,7 @@ from torchrl_llm.modules.backends.head import (
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
+from torchrl_llm.modules.backends.sampling import only_support, score_logits
 
 
 class CausalScorer(nn.Module, TokenScorer):
@@ -162,24 +157,19 @@ class CausalScorer(nn.Module, TokenScorer):
             ConfigError: for extras that are out of reach.
         """
         states = self._states(stream).index_select(0, stream.index)
+        settings = {"temperature": temperature, "entropy": entropy}
         if self.head is None:
-            return _score_logits(
-                states.float(),
-                stream.targets,
-                temperature=temperature,
-                entropy=entropy,
-                extras=extras,
-            )
+            extras = only_support(extras, "with full_logits=True a scorer sees no hidden states")
+            return score_logits(states.float(), stream.targets, extras=extras, **settings)
         return score_hidden(
             self.head,
             states,
             stream.targets,
-            temperature=temperature,
-            entropy=entropy,
             extras=extras,
             value_head=self.value_head,
             chunk_size=self.chunk_size,
             in_place_head_grad=self.in_place_head_grad,
+            **settings,
         )
 
     def _states(self, stream: RowStream) -> Tensor:
@@ -251,25 +241,6 @@ class CausalScorer(nn.Module, TokenScorer):
         return ("padded", *one_call) if sharded else ("padded", "bucketed", *one_call)
 
 
-def _score_logits(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor,
-    entropy: bool,
-    extras: ScoreExtras | None,
-) -> TokenScores:
-    """The scores of :func:`score_hidden` as far as they follow from logits ``[N, V]``."""
-    extras = ScoreExtras() if extras is None else extras
-    if replace(extras, support=None) != ScoreExtras():
-        raise ConfigError("such extras come from hidden states; drop full_logits=True")
-    logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    if extras.support is not None:
-        logits = restrict_logits(logits, *extras.support.to(logits.device))
-    log_probs = selective_log_softmax(logits, targets)
-    return TokenScores(log_probs, entropy_from_logits(logits) if entropy else None)
-
-
 def score_hidden(
     head: LMHead,
     hidden_ND: Tensor,
@@ -311,24 +282,18 @@ def score_hidden(
                 chunk_size=chunk_size,
                 in_place_head_grad=in_place_head_grad and not extras.detach_log_probs,
             )
-    divergence = None
+    values = divergence = None
+    if extras.values:
+        if value_head is None:
+            raise ConfigError(
+                "values were asked of a model without value head: build it with "
+                "TransformersBackend(model, value_head=ValueHead.for_model(model))"
+            )
+        values = value_head(hidden_ND)
     if extras.teachers:
         divergence = _divergence(head, hidden_ND, extras, temperature, chunk_size)
-    return TokenScores(
-        *scores,
-        values=_values(value_head, hidden_ND) if extras.values else None,
-        divergence=divergence,
-        states=head.states(hidden_ND) if extras.states else None,
-    )
-
-
-def _values(value_head: ValueHead | None, hidden_ND: Tensor) -> Tensor:
-    if value_head is None:
-        raise ConfigError(
-            "values were asked of a model without value head: build it with "
-            "TransformersBackend(model, value_head=ValueHead.for_model(model))"
-        )
-    return value_head(hidden_ND)
+    states = head.states(hidden_ND) if extras.states else None
+    return TokenScores(*scores, values, divergence, states)
 
 
 def _divergence(

@@ -12,9 +12,8 @@ Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,16 +26,11 @@ from transformers.generation import logits_process as lp
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.head import ValueHead
+from torchrl_llm.modules.backends.head import ValueHead, causal_model
+from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.weights.weight_source import (
-    WeightReceipt,
-    WeightSource,
-    load_into,
-    open_source,
-)
 
 # Tokens that a cache has room for beyond those that it holds.
 _MOST_ROOM = 64
@@ -116,7 +110,7 @@ def native_processors(
 
 
 @register("backends", "transformers")
-class TransformersBackend(Backend):
+class TransformersBackend(LocalBackend):
     """Samples and scores with a ``transformers`` causal language model.
 
     Args:
@@ -148,7 +142,6 @@ class TransformersBackend(Backend):
     """
 
     native_arguments = NATIVE_ARGUMENTS
-    records_support = True
 
     def __init__(
         self,
@@ -167,29 +160,22 @@ class TransformersBackend(Backend):
             scorer = CausalScorer(
                 model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
             )
-        self.model = model
-        self.tokenizer = tokenizer
-        self.scorer = scorer
+        base = causal_model(model)
+        self._config = config = base.config.get_text_config(decoder=True)
+        super().__init__(
+            vocab_size=base.get_input_embeddings().weight.shape[0],
+            max_length=max_length or getattr(config, "max_position_embeddings", None),
+            eos_token_ids=eos_token_ids or _known_eos(base, tokenizer),
+        )
+        self.model, self.tokenizer, self.scorer = model, tokenizer, scorer
         if layout is not None:
             scorer.layout = layout
-        config = _base(model).config.get_text_config(decoder=True)
-        self._config = config
-        self._max_length = max_length or getattr(config, "max_position_embeddings", None)
-        self._eos = tuple(eos_token_ids) if eos_token_ids else _known_eos(model, tokenizer)
-        self._takes = frozenset(inspect.signature(_base(model).forward).parameters)
+        self._takes = frozenset(inspect.signature(base.forward).parameters)
         if "past_key_values" not in self._takes:
             raise ConfigError(
-                f"{type(_base(model)).__name__} has no key-value cache that decoding could use; "
+                f"{type(base).__name__} has no key-value cache that decoding could use; "
                 "only attention models (and hybrids of them) are supported"
             )
-        # Two threads may not switch one module between training and sampling at once.
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def module(self) -> nn.Module:
@@ -210,69 +196,34 @@ class TransformersBackend(Backend):
     def layout(self, layout: str) -> None:
         self.scorer.layout = layout
 
-    def exclusive(self) -> AbstractContextManager[Any]:
-        """See :meth:`Backend.exclusive`; the lock may be taken again by the thread that has it."""
-        return self._lock
-
     @property
     def value_head(self) -> ValueHead | None:
         """The scorer's value head, where it has one."""
         return getattr(self.scorer, "value_head", None)
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return _base(self.model).get_input_embeddings().weight.shape[0]
-
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of the model's context."""
-        return self._max_length
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids of tokenizer and model."""
-        return self._eos
-
-    def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
-        """See :meth:`Backend.generate`; equal prompts are read by the model once."""
-        self.check_prompts(prompts)
-        if not prompts:
-            return []
+    def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+        """The model reads equal prompts once."""
         unique: dict[bytes, int] = {}
         owners = [unique.setdefault(p.numpy().tobytes(), len(unique)) for p in prompts]
         owners = [owner for owner in owners for _ in range(params.num_samples)]
         distinct = [torch.frombuffer(bytearray(key), dtype=torch.int64) for key in unique]
-        ends = () if params.ignore_eos else self._eos
+        rows = [distinct[owner] for owner in owners]
         longest = max(p.shape[0] for p in distinct)
-        with self._lock, sampling_mode(self.model), torch.no_grad():
+        with sampling_mode(self.model):
             decoder = _CausalDecoder(
-                self.model,
-                distinct,
-                self._max_length,
-                params.max_new_tokens,
-                takes=self._takes,
+                self.model, distinct, self.max_length, params.max_new_tokens, takes=self._takes
             )
-            logits = decoder.prefill(torch.tensor(owners))
-            flat = decode(
+            return decode(
                 decoder,
-                logits,
-                [distinct[owner] for owner in owners],
+                decoder.prefill(torch.tensor(owners)),
+                rows,
                 params,
-                max_tokens=self._room(distinct, owners, params.max_new_tokens),
-                end_ids=(*ends, *params.stop_token_ids),
+                max_tokens=torch.tensor([self._room(p, params) for p in rows]),
+                end_ids=self._ends(params),
                 stop_strings=StopStrings(self.tokenizer, params.stop),
-                processors=native_processors(params.native, longest, self._eos),
+                processors=native_processors(params.native, longest, self.eos_token_ids),
                 pad_id=getattr(self._config, "pad_token_id", None) or 0,
             )
-        size = params.num_samples
-        return [flat[start : start + size] for start in range(0, len(flat), size)]
-
-    def _room(self, distinct: list[Tensor], owners: list[int], wanted: int) -> Tensor:
-        if self._max_length is None:
-            return torch.full((len(owners),), wanted)
-        lengths = torch.tensor([distinct[owner].shape[0] for owner in owners])
-        return (self._max_length - lengths).clamp_max(wanted)
 
     def token_scores(
         self,
@@ -289,24 +240,12 @@ class TransformersBackend(Backend):
         trainer put it in.
         """
         self.check_scoring(sequences, select)
-        score = partial(
-            self.scorer.token_scores,
-            sequences,
-            select,
-            temperature=temperature,
-            entropy=entropy,
-            extras=extras,
-        )
+        score = partial(self.scorer.token_scores, sequences, select)
+        settings = {"temperature": temperature, "entropy": entropy, "extras": extras}
         if torch.is_grad_enabled():
-            return score()
+            return score(**settings)
         with self._lock, sampling_mode(self.model):
-            return score()
-
-    def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
-        incoming = open_source(source, version=version)
-        with self._lock:
-            return [load_into(self.module, incoming, version=version)]
+            return score(**settings)
 
     def naive_scorer(self) -> TokenScorer | None:
         """See :meth:`TokenScorer.naive_scorer`."""
@@ -315,7 +254,7 @@ class TransformersBackend(Backend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; always padded, in the module's present mode."""
         self.check_ids(sequences)
-        device = _base(self.model).get_input_embeddings().weight.device
+        device = causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits
 
@@ -332,9 +271,9 @@ class _CausalDecoder:
         *,
         takes: frozenset[str],
     ) -> None:
-        device = _base(model).get_input_embeddings().weight.device
+        device = causal_model(model).get_input_embeddings().weight.device
         self._model = model
-        self._cache = make_cache(_base(model), max_new_tokens)
+        self._cache = make_cache(causal_model(model), max_new_tokens)
         self._takes = takes
         self._last_position = max_length - 1 if max_length else None
         lengths = torch.tensor([p.shape[0] for p in prompts])
@@ -446,13 +385,7 @@ def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
     return cache
 
 
-def _base(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, inside PEFT's wrapper where there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _known_eos(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    base = _base(model)
+def _known_eos(base: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     found: set[int] = set()
     for source in (tokenizer, base.config, getattr(base, "generation_config", None)):
         ids = getattr(source, "eos_token_id", None)
