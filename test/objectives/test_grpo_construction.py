@@ -31,7 +31,7 @@ class TestConstructor:
             ({"kl_to_ref_coeff": -1.0}, "kl_to_ref_coeff must not be negative"),
             ({"kl_mask_threshold": 0.0}, "kl_mask_threshold"),
             ({"ratio_cap": 1.0}, "ratio_cap must be above 1"),
-            ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3"),
+            ({"kl_estimator": "k4"}, "kl_estimator must be k1, k2, k3 or weighted_k3"),
             ({"aggregation": "constant", "constant_length": 0}, "constant_length must be positive"),
             ({"masking_strategy": "all"}, "masking_strategy"),
             ({"reduction": "sum"}, "reduction"),

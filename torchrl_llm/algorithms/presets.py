@@ -187,6 +187,8 @@ class Preset:
         written = {"preset": {"group_size": self.group_size}, "advantage": advantage, "loss": loss}
         for part, target in self._targets.items():
             for name, p in constructor_arguments(target).items():
+                if found.get(name, "")[:1] == ("preset",):
+                    continue  # a group size, say, which the preset hands on itself
                 default, hint = written.get(part, {}).get(name, p.default), p.annotation
                 if name in self._of_style:
                     default, hint = None, hint | None

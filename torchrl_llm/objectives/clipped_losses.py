@@ -20,6 +20,7 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import ppo_clip, value_loss
+from torchrl_llm.objectives.argument_checks import check_not_negative, check_positive
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -74,6 +75,7 @@ class GRPOLoss(PolicyGradientLoss):
         TypeError: for arguments that do not exist.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> from torchrl_llm.data.ragged import write_rows
@@ -322,10 +324,8 @@ class PPOLoss(GRPOLoss):
         aggregation: Aggregation = "token_mean",
         **settings: Unpack[PolicyLossSettings],
     ) -> None:
-        if not value_coeff >= 0:
-            raise ConfigError(f"value_coeff must not be negative, got {value_coeff}")
-        if value_clip is not None and not value_clip > 0:
-            raise ConfigError(f"value_clip must be positive, got {value_clip}")
+        check_not_negative(value_coeff=value_coeff)
+        check_positive(value_clip=value_clip)
         if critic_network is not None and not isinstance(critic_network, TokenScorer):
             raise ConfigError(
                 f"critic_network must be a TokenScorer with a value head, got "

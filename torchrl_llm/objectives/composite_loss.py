@@ -8,7 +8,7 @@ gradient is the weighted sum of theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -60,18 +60,19 @@ class CompositeLossOutput(LLMLossOutput):
 
     def __add__(self, other: CompositeLossOutput) -> CompositeLossOutput:
         """The output of two disjoint parts of a batch together."""
-        terms = {name: output + other.terms[name] for name, output in self.terms.items()}
-        return CompositeLossOutput(terms, self.weights)
+        return self._each(lambda name, output: output + other.terms[name])
 
     def detach(self) -> CompositeLossOutput:
         """The same without gradients."""
-        terms = {name: output.detach() for name, output in self.terms.items()}
-        return CompositeLossOutput(terms, self.weights)
+        return self._each(lambda _, output: output.detach())
 
     def clone(self) -> CompositeLossOutput:
         """A copy of its tensors."""
-        terms = {name: output.clone() for name, output in self.terms.items()}
-        return CompositeLossOutput(terms, self.weights)
+        return self._each(lambda _, output: output.clone())
+
+    def _each(self, change: Callable[[str, LLMLossOutput], LLMLossOutput]) -> CompositeLossOutput:
+        terms = {name: change(name, output) for name, output in self.terms.items()}
+        return replace(self, terms=terms)
 
     def leaves(self) -> list[Tensor]:
         """Every tensor that the terms' outputs hold."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives.argument_checks import check_choice
 
 _BOUNDS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
@@ -65,12 +66,9 @@ class Correction:
     proximal: Literal["stored", "current"] = "stored"
 
     def __post_init__(self) -> None:
-        if self.type not in ("none", *_BOUNDS):
-            raise ConfigError(f"type must be none, tis, mis or icepop, got {self.type!r}")
-        if self.level not in ("token", "sequence", "geometric"):
-            raise ConfigError(f"level must be token, sequence or geometric, got {self.level!r}")
-        if self.proximal not in ("stored", "current"):
-            raise ConfigError(f"proximal must be stored or current, got {self.proximal!r}")
+        check_choice("type", self.type, ("none", *_BOUNDS))
+        check_choice("level", self.level, ("token", "sequence", "geometric"))
+        check_choice("proximal", self.proximal, ("stored", "current"))
         if self.type in ("none", "icepop") and self.level != "token":
             raise ConfigError(f"level={self.level!r} has no meaning for type={self.type!r}")
         if self.type == "none" and self.bounds is not None:

@@ -29,6 +29,7 @@ from torchrl_llm.data.scoring import (
 )
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k2, k3, ppo_clip, truncated_weights
+from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -156,8 +157,7 @@ class DistillationLoss(SFTLoss):
         assistant_only: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        if kl_direction not in ("reverse", "forward"):
-            raise ConfigError(f"kl_direction must be reverse or forward, got {kl_direction!r}")
+        check_choice("kl_direction", kl_direction, ("reverse", "forward"))
         super().__init__(
             actor_network,
             tokenizer,
@@ -493,10 +493,10 @@ def _check(
     outcome_coeff: float,
     clip_epsilon: Any,
 ) -> None:
-    if estimator not in get_args(Estimator):
-        raise ConfigError(
-            f"estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}"
-        )
+    check_choice("estimator", estimator, get_args(Estimator))
+    check_choice("divergence", divergence, ("reverse", "forward"))
+    check_positive(coeff=coeff)
+    check_not_negative(outcome_coeff=outcome_coeff)
     if (estimator == "full_vocabulary") != (teachers is not None):
         raise ConfigError(
             "teachers belong to estimator='full_vocabulary', and are needed there; for the others "
@@ -508,17 +508,10 @@ def _check(
         wrong = [name for name, one in teachers.items() if not isinstance(one, TokenScorer)]
         if wrong:
             raise ConfigError(f"the teachers {wrong} are no TokenScorers")
-    if divergence not in ("reverse", "forward"):
-        raise ConfigError(f"divergence must be reverse or forward, got {divergence!r}")
     if divergence == "forward" and estimator != "full_vocabulary":
         raise ConfigError(
             "divergence='forward' needs estimator='full_vocabulary': a sampled token estimates the "
             "reverse one"
-        )
-    if not coeff > 0 or not outcome_coeff >= 0:
-        raise ConfigError(
-            f"coeff must be positive and outcome_coeff not negative, got {coeff} and "
-            f"{outcome_coeff}"
         )
     if clip_epsilon is not None and estimator != "advantage" and not outcome_coeff:
         raise ConfigError(

@@ -26,13 +26,19 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.token_loss import TokenLoss
 
 # Below this, gradients are compared absolutely: they are sums that cancel, and rounding is left.
 _SMALL = 1e-3
+_ADVICE = {
+    "layouts": "the model may look beyond its row: see CausalScorer.why_not_packed",
+    "naive": "the chunked head does not know something of this model's head",
+    "micro-batches": "divide by the normalizer that is passed in, and keep metrics additive",
+    "order": "a row's loss must not depend on the rows around it",
+    "junk": "read columns through rows.column, which gives the tokens that count",
+}
 
 
 @dataclass(kw_only=True)
@@ -116,7 +122,9 @@ class _Check:
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.normalizer = loss.normalizer(batch)
         self.report = InvarianceReport()
-        with _layout(loss.actor_network, "padded"):
+        actor = loss.actor_network
+        layout = "padded" if "padded" in actor.layouts else actor.layout
+        with _holding(actor, "layout", layout):
             self.expected = self.outcome([batch])
         if not bool(self.expected[1].any()):
             raise ConfigError(
@@ -134,21 +142,16 @@ class _Check:
             total = output.total_loss()
             if total.ndim:
                 raise ConfigError("a loss that is not averaged into one number cannot be checked")
-            parts = torch.autograd.grad(total, self.parameters, allow_unused=True)
-            flat = torch.cat(
-                [
-                    (torch.zeros_like(p) if g is None else g).flatten().double()
-                    for p, g in zip(self.parameters, parts, strict=True)
-                ]
+            parts = torch.autograd.grad(
+                total, self.parameters, allow_unused=True, materialize_grads=True
             )
+            flat = torch.cat([part.flatten().double() for part in parts])
             whole = output.detach() if whole is None else whole + output.detach()
             gradient = flat if gradient is None else gradient + flat
         metrics = {"total_loss": whole.total_loss(), **whole.metrics()}
         return {name: float(value) for name, value in metrics.items()}, gradient
 
-    def compare(
-        self, law: str, found: tuple[dict[str, float], Tensor], change: str, advice: str
-    ) -> None:
+    def compare(self, law: str, found: tuple[dict[str, float], Tensor], change: str) -> None:
         """Remember how far an outcome is from the expected one, and refuse it if it is too far."""
         (metrics, gradient), (values, expected) = found, self.expected
         deviations = {
@@ -163,7 +166,7 @@ class _Check:
         if deviations[worst] > self.tolerance:
             raise DataError(
                 f"{type(self.loss).__name__} breaks the law {law!r}: {worst} deviates by "
-                f"{deviations[worst]:.1e} (allowed {self.tolerance:.0e}) {change}; {advice}"
+                f"{deviations[worst]:.1e} (allowed {self.tolerance:.0e}) {change}; {_ADVICE[law]}"
             )
         before = self.report.deviations.get(law, 0.0)
         self.report.deviations[law] = max(before, deviations[worst])
@@ -174,59 +177,41 @@ class _Check:
         if not others:
             self.report.skipped["layouts"] = "the actor lays rows out in one way only"
         for name in others:
-            with _layout(actor, name):
+            with _holding(actor, "layout", name):
                 found = self.outcome([self.batch])
-            self.compare(
-                "layouts",
-                found,
-                f"when the actor's layout is {name!r}",
-                "the model may look beyond its row: see CausalScorer.why_not_packed",
-            )
+            self.compare("layouts", found, f"when the actor's layout is {name!r}")
 
     def naive(self) -> None:
-        actor = self.loss.actor_network
-        twin = actor.naive_scorer()
+        twin = self.loss.actor_network.naive_scorer()
         if twin is None:
             self.report.skipped["naive"] = "the actor has no naive_scorer"
             return
         try:
-            with _actor(self.loss, twin):
+            with _holding(self.loss, "actor_network", twin):
                 found = self.outcome([self.batch])
         except ConfigError as error:
             self.report.skipped["naive"] = str(error)
             return
-        self.compare(
-            "naive",
-            found,
-            "when the model makes its own logits",
-            "the chunked head does not know something of this model's head",
-        )
+        self.compare("naive", found, "when the model makes its own logits")
 
     def micro_batches(self, generator: torch.Generator) -> None:
-        count = len(self.rows)
-        order = torch.randperm(count, generator=generator).tolist()
-        cut = int(torch.randint(1, count, (), generator=generator))
-        for split in ([[row] for row in range(count)], [order[:cut], order[cut:]]):
-            pieces = [lazy_rows([self.rows[row] for row in piece]) for piece in split]
-            self.compare(
-                "micro-batches",
-                self.outcome(pieces, self.normalizer),
-                f"when the rows come as {split}",
-                "divide by the normalizer that is passed in, and keep metrics additive",
-            )
+        order = torch.randperm(len(self.rows), generator=generator).tolist()
+        cut = int(torch.randint(1, len(self.rows), (), generator=generator))
+        for split in ([[row] for row in range(len(order))], [order[:cut], order[cut:]]):
+            found = self.outcome([self.taken(piece) for piece in split], self.normalizer)
+            self.compare("micro-batches", found, f"when the rows come as {split}")
 
     def order(self, generator: torch.Generator) -> None:
         count = len(self.rows)
         for order in (
-            list(reversed(range(count))),
+            [*reversed(range(count))],
             torch.randperm(count, generator=generator).tolist(),
         ):
-            self.compare(
-                "order",
-                self.outcome([lazy_rows([self.rows[row] for row in order])]),
-                f"when the rows come in the order {order}",
-                "a row's loss must not depend on the rows around it",
-            )
+            found = self.outcome([self.taken(order)])
+            self.compare("order", found, f"when the rows come in the order {order}")
+
+    def taken(self, indices: Sequence[int]) -> TensorDictBase:
+        return lazy_rows([self.rows[index] for index in indices])
 
     def junk(self, generator: torch.Generator) -> None:
         counted = self.loss.select(self.batch).stored_select()
@@ -264,12 +249,7 @@ class _Check:
             name = type(self.loss).__name__
             return DataError(f"{name} breaks the law 'junk': {where} is refused ({error})")
         try:
-            self.compare(
-                "junk",
-                found,
-                f"with {where}",
-                "read columns through rows.column, which gives the tokens that count",
-            )
+            self.compare("junk", found, f"with {where}")
         except DataError as error:
             return error
         return None
@@ -324,23 +304,11 @@ def _evaluating(loss: TokenLoss) -> Iterator[None]:
 
 
 @contextmanager
-def _layout(actor: TokenScorer, layout: str) -> Iterator[None]:
-    """An actor with another layout, where it has that."""
-    before = actor.layout
-    if layout in actor.layouts:
-        actor.layout = layout
+def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if layout in actor.layouts:
-            actor.layout = before
-
-
-@contextmanager
-def _actor(loss: TokenLoss, actor: TokenScorer) -> Iterator[None]:
-    before = loss.actor_network
-    loss.actor_network = actor
-    try:
-        yield
-    finally:
-        loss.actor_network = before
+        setattr(owner, name, before)

@@ -37,6 +37,7 @@ from torchrl_llm.functional import (
 )
 from torchrl_llm.functional.kl import KL_ESTIMATORS
 from torchrl_llm.functional.kl import LossKLEstimator as KLEstimator
+from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.correction import Correction
 from torchrl_llm.objectives.loss_rows import (
     MaskingStrategy,
@@ -216,9 +217,15 @@ class PolicyGradientLoss(TokenLoss):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(actor_network, device=device)
-        _one_of("aggregation", aggregation, get_args(Aggregation))
-        _one_of("masking_strategy", masking_strategy, get_args(MaskingStrategy))
-        _one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_choice("aggregation", aggregation, get_args(Aggregation))
+        check_choice("masking_strategy", masking_strategy, get_args(MaskingStrategy))
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_positive(constant_length=constant_length, kl_mask_threshold=kl_mask_threshold)
+        check_not_negative(
+            entropy_coeff=entropy_coeff,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff,
+        )
         if aggregation == "constant" and constant_length is None:
             raise ConfigError(
                 "aggregation='constant' needs constant_length, the tokens that the sum over each "
@@ -228,15 +235,15 @@ class PolicyGradientLoss(TokenLoss):
             raise ConfigError(
                 f"constant_length belongs to aggregation='constant', got {aggregation!r}"
             )
-        if constant_length is not None and not constant_length > 0:
-            raise ConfigError(f"constant_length must be positive, got {constant_length}")
         if count_empty_rows and aggregation in ("token_mean", "none"):
             raise ConfigError(
                 f"count_empty_rows has no effect with aggregation={aggregation!r}, which divides "
                 "by no number of rows"
             )
-        if kl_mask_threshold is not None and not kl_mask_threshold > 0:
-            raise ConfigError(f"kl_mask_threshold must be positive, got {kl_mask_threshold}")
+        if entropy_bonus is False and entropy_coeff:
+            raise ConfigError(
+                f"entropy_coeff={entropy_coeff} has no effect with entropy_bonus=False"
+            )
         if correction is not None and not isinstance(correction, Correction):
             raise ConfigError(f"correction must be a Correction, got {correction!r}")
         self.aggregation = aggregation
@@ -244,9 +251,10 @@ class PolicyGradientLoss(TokenLoss):
         self.count_empty_rows = count_empty_rows
         self.correction = correction
         self.kl_mask_threshold = kl_mask_threshold
-        self.entropy_coeff = _entropy_coeff(entropy_bonus, entropy_coeff)
-        self.kl_to_ref_coeff = _coefficient("kl_to_ref_coeff", kl_to_ref_coeff)
-        self.kl_to_inference_coeff = _coefficient("kl_to_inference_coeff", kl_to_inference_coeff)
+        default = 0.01 if entropy_bonus else 0.0
+        self.entropy_coeff = default if entropy_coeff is None else float(entropy_coeff)
+        self.kl_to_ref_coeff = float(kl_to_ref_coeff or 0.0)
+        self.kl_to_inference_coeff = float(kl_to_inference_coeff or 0.0)
         self.kl_estimator = kl_estimator
         if kl_estimator == "k1" and (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
             logger.warning(
@@ -491,26 +499,6 @@ class PolicyGradientLoss(TokenLoss):
         if self.aggregation == "prompt_mean":
             self.in_keys.append(keys.group_id)
         self.out_keys = list(self.output_type.__dataclass_fields__)
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _coefficient(name: str, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not value >= 0:
-        raise ConfigError(f"{name} must not be negative, got {value}")
-    return float(value)
-
-
-def _entropy_coeff(bonus: bool | None, coefficient: float | None) -> float:
-    value = _coefficient("entropy_coeff", coefficient)
-    if bonus is False and value:
-        raise ConfigError(f"entropy_coeff={value} has no effect with entropy_bonus=False")
-    return 0.01 if bonus and coefficient is None else value
 
 
 class PolicyLossSettings(TypedDict, total=False):

@@ -20,6 +20,7 @@ from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
+from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.flat_columns import key_name, optional_column
 from torchrl_llm.objectives.loss_rows import MaskingStrategy, RowKeys, TokenRows, read_token_rows
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
@@ -83,13 +84,9 @@ def minor_sft_loss(
 
 
 def _reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "mean":
-        return loss_B.mean()
-    if reduction == "sum":
-        return loss_B.sum()
-    if reduction == "none":
-        return loss_B
-    raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    return loss_B if reduction == "none" else getattr(loss_B, reduction)()
 
 
 class SFTLossOutput(TensorClass["nocast"], LLMLossOutput):
@@ -187,22 +184,18 @@ class SFTLoss(TokenLoss):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(actor_network, device=device)
-        if reduction not in get_args(SFTReduction):
-            raise ConfigError(f"reduction must be mean, sum, none or token_mean, got {reduction!r}")
+        check_choice("reduction", reduction, get_args(SFTReduction))
+        check_choice("loss_function", loss_function, ("sft", "minor_sft"))
+        check_not_negative(kl_to_ref_coeff=kl_to_ref_coeff)
         per_row = normalize_by_seq_length is not None or loss_function != "sft"
         if reduction == "token_mean" and per_row:
             raise ConfigError(
                 "token_mean is a mean of the tokens of all rows: normalize_by_seq_length and "
                 "minor_sft, which look at rows, have no meaning there"
             )
-        if loss_function not in ("sft", "minor_sft"):
-            raise ConfigError(f"loss_function must be sft or minor_sft, got {loss_function!r}")
-        if kl_to_ref_coeff is not None and not kl_to_ref_coeff >= 0:
-            raise ConfigError(f"kl_to_ref_coeff must not be negative, got {kl_to_ref_coeff}")
         if beta is not None and loss_function == "sft":
             raise ConfigError("beta has no effect with loss_function='sft'")
-        if beta is not None and not beta > 0:
-            raise ConfigError(f"beta must be positive, got {beta}")
+        check_positive(beta=beta)
         if loss_function == "minor_sft" and kl_to_ref_coeff:
             raise ConfigError(
                 "minor_sft holds the policy to the reference already: no kl_to_ref_coeff"
@@ -223,9 +216,8 @@ class SFTLoss(TokenLoss):
                 is no number, negative or not finite.
         """
         keys = self.tensor_keys
-        tokens = tensordict
-        if read_rows(tensordict, keys.action, None) is None:
-            tokens = self._encoded(tensordict)
+        has_ids = read_rows(tensordict, keys.action, None) is not None
+        tokens = tensordict if has_ids else self._encoded(tensordict)
         weights = self._weights(tensordict)
         trained = None if weights is None else weights > 0
         rows = read_token_rows(tokens, keys, self.masking_strategy, trained)

@@ -15,6 +15,7 @@ from torchrl_llm import functional as F
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives.argument_checks import check_choice, check_positive
 from torchrl_llm.objectives.clipped_losses import GRPOLoss
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -127,9 +128,7 @@ class SAPOLoss(PolicyGradientLoss):
         **settings: Unpack[PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
-        for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-            if not value > 0:
-                raise ConfigError(f"{name} must be positive, got {value}")
+        check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
         self.tau_pos, self.tau_neg = float(tau_pos), float(tau_neg)
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
@@ -194,8 +193,7 @@ class GSPOLoss(PolicyGradientLoss):
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
         self.clip_epsilon = clip_epsilon
-        if level not in ("geometric", "sequence"):
-            raise ConfigError(f"level must be geometric or sequence, got {level!r}")
+        check_choice("level", level, ("geometric", "sequence"))
         self.level = level
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
@@ -407,10 +405,8 @@ class ReinforceLoss(PolicyGradientLoss):
         **settings: Unpack[PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
-        if level not in ("token", "sequence", "none"):
-            raise ConfigError(f"level must be token, sequence or none, got {level!r}")
-        if truncation is not None and not truncation > 0:
-            raise ConfigError(f"truncation must be positive, got {truncation}")
+        check_choice("level", level, ("token", "sequence", "none"))
+        check_positive(truncation=truncation)
         if level == "none" and truncation is not None:
             raise ConfigError("truncation has no effect with level='none': there is no weight")
         self.level, self.truncation = level, truncation

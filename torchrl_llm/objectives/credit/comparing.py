@@ -7,7 +7,7 @@ trajectories are sampled than trained (:class:`MCAdvantageSelector` chooses amon
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from math import comb
 from statistics import fmean
 from typing import Any, Literal, Unpack
@@ -21,6 +21,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajec
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.padding import row_index
+from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative
 from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner, CreditOptions
 
 
@@ -56,8 +57,7 @@ class MCAdvantageSelector:
         max_combinations: int = 100_000,
         in_keys: list[NestedKey] | None = None,
     ) -> None:
-        if strategy not in ("balanced", "first", "uniform"):
-            raise ConfigError(f"strategy must be balanced, first or uniform; got {strategy!r}")
+        check_choice("strategy", strategy, ("balanced", "first", "uniform"))
         if max_combinations < 1:
             raise ConfigError(f"max_combinations must be at least 1, got {max_combinations}")
         self.strategy = strategy
@@ -154,18 +154,6 @@ RETURNS = tuple(_RETURNS)
 """The ways to make one return of the rewards of the turns."""
 
 
-def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raise a :class:`~torchrl_llm.errors.ConfigError` for a value that is not among the allowed.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        allowed: what may be given.
-    """
-    if value not in allowed:
-        raise ConfigError(f"{name} must be {', '.join(map(str, allowed))}; got {value!r}")
-
-
 def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others: bool) -> None:
     """Raise a :class:`~torchrl_llm.errors.ConfigError` for a division that cannot be as said.
 
@@ -177,8 +165,7 @@ def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others:
     """
     check_choice("normalize", normalize, ("population", "sample", "none"))
     check_choice("eps_as", eps_as, ("floor", "added"))
-    if not eps >= 0:
-        raise ConfigError(f"eps must not be negative, got {eps}")
+    check_not_negative(eps=eps)
     others = {"eps": eps != 1e-6, "eps_as": eps_as != "floor", **others}
     changed = [name for name, value in others.items() if value]
     if normalize == "none" and changed:

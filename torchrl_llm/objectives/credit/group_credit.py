@@ -24,11 +24,11 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives.argument_checks import check_choice, check_share
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit,
     ComparingOptions,
     TrajectoryReturn,
-    check_choice,
     check_deviation,
     check_group,
 )
@@ -299,8 +299,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         if baseline != "none":
             check_group(group_size)
         super().__init__(group_size, batch_size=batch_size, **options)
-        if not 0 <= gamma <= 1:
-            raise ConfigError(f"gamma must be in [0, 1], got {gamma}")
+        check_share(gamma=gamma)
         if baseline != "none" and gamma != 1:
             raise ConfigError("gamma has no effect with a baseline, which is one of whole episodes")
         if baseline == "none" and self.trajectory_return != "sum" and not self.judges_groups:

@@ -20,13 +20,13 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.replay_buffers.group_selectors import drop_truncated
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.wire import leaf, set_copied
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 from torchrl_llm.functional import batch_normalize, gae
 from torchrl_llm.functional.advantages import discounted_returns
+from torchrl_llm.objectives.argument_checks import check_choice, check_share
 from torchrl_llm.objectives.credit.comparing import (
     RETURNS,
     TrajectoryReturn,
-    check_choice,
     trajectory_returns,
 )
 from torchrl_llm.objectives.credit.credit_assigner import (
@@ -166,8 +166,7 @@ class MonteCarloReturn(CreditAssigner):
         value_key: NestedKey = ("next", "state_value"),
         **options: Unpack[CreditOptions],
     ) -> None:
-        if not 0 <= gamma <= 1:
-            raise ConfigError(f"gamma must be in [0, 1], got {gamma}")
+        check_share(gamma=gamma)
         check_choice("truncated", truncated, ("keep", "drop", "bootstrap"))
         super().__init__(1, **options)
         self.gamma, self.truncated, self.value_key = gamma, truncated, value_key
@@ -328,9 +327,7 @@ class GAEAdvantage(BatchStatistics):
         value_target_key: NestedKey = ("value_target", "full"),
         **options: Unpack[CreditOptions],
     ) -> None:
-        for name, value in (("gamma", gamma), ("lmbda", lmbda)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be in [0, 1], got {value}")
+        check_share(gamma=gamma, lmbda=lmbda)
         check_choice("normalize", normalize, ("sample", "population", "none"))
         check_choice("truncated", truncated, ("bootstrap", "keep", "drop"))
         super().__init__(1, batch_size=batch_size, **options)

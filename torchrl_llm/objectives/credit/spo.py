@@ -19,10 +19,10 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_pat
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.data.wire import leaf, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.objectives.argument_checks import check_choice, check_positive, check_share
 from torchrl_llm.objectives.credit.comparing import (
     RETURNS,
     TrajectoryReturn,
-    check_choice,
     check_deviation,
     trajectory_returns,
 )
@@ -225,13 +225,9 @@ class SPOAdvantage(BatchStatistics):
         low, high = rho_bounds
         if not 0 <= low <= high <= 1 or (low == 1 and initial_count is None):
             raise ConfigError(f"rho_bounds must rise within [0, 1], got {rho_bounds}")
-        if not half_life > 0:
-            raise ConfigError(f"half_life must be positive, got {half_life}")
-        if not 0 <= initial_value <= 1:
-            raise ConfigError(f"initial_value must be in [0, 1], got {initial_value}")
+        check_positive(half_life=half_life, initial_count=initial_count)
+        check_share(initial_value=initial_value)
         self.initial_count = 1 / (1 - low) if initial_count is None else initial_count
-        if not self.initial_count > 0:
-            raise ConfigError(f"initial_count must be positive, got {initial_count}")
         self.half_life, self.rho_bounds, self.initial_value = half_life, rho_bounds, initial_value
         self.kl_key, self.trajectory_return = kl_key, trajectory_return
         self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
@@ -355,11 +351,8 @@ class SPOAdvantage(BatchStatistics):
         return [[[next(own)] * len(t.rows) for t in group] for group in groups]
 
     def _visit(self, name: Hashable, rewards: Tensor, trajectories: list[Trajectory]) -> None:
-        start = (
-            self.initial_count * self.initial_value,
-            self.initial_count * (1 - self.initial_value),
-            0.0,
-        )
+        count, value = self.initial_count, self.initial_value
+        start = (count * value, count * (1 - value), 0.0)
         known = torch.tensor(self._known.get(name, start), dtype=torch.float64)
         kl = self._moved - known[2]
         if self.kl_key is not None:

@@ -15,7 +15,8 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import leaf
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
+from torchrl_llm.objectives.argument_checks import check_positive
 from torchrl_llm.objectives.credit.credit_assigner import sampled_in_response
 
 
@@ -74,8 +75,7 @@ class TeacherKL(Transform):
         teacher_log_prob_key: NestedKey = ("next", "teacher_log_probs", "full"),
     ) -> None:
         super().__init__()
-        if not coeff > 0:
-            raise ConfigError(f"coeff must be positive, got {coeff}")
+        check_positive(coeff=coeff)
         self.coeff = float(coeff)
         self.advantage_key = advantage_key
         self.sample_log_prob_key = sample_log_prob_key
