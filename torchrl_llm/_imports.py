@@ -41,7 +41,9 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
 
 
 def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package that re-exports names of files it must not import.
+    """Return the ``__getattr__`` of a package whose names are imported when they are asked for.
+
+    ``dir`` of the package lists them from the start.
 
     Args:
         package: ``__name__`` of the package.
@@ -63,4 +65,6 @@ def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
         setattr(sys.modules[package], name, found)
         return found
 
+    # What completes names, or lists them for the reference pages, asks for the directory.
+    vars(sys.modules[package])["__dir__"] = lambda: sorted({*vars(sys.modules[package]), *where})
     return __getattr__

@@ -53,3 +53,8 @@ def test_the_estimator_in_an_actor_shows_the_arguments_that_it_hands_on():
         "timeout_s",
     }
     assert plain["trajectory_return"].default == "sum"
+
+
+def test_names_that_are_imported_when_asked_for_are_listed_before():
+    assert set(objectives.__all__) <= set(dir(objectives))
+    assert all(hasattr(objectives, name) for name in objectives.__all__)

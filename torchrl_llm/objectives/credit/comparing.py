@@ -22,7 +22,11 @@ from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.padding import row_index
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative
-from torchrl_llm.objectives.credit.credit_assigner import CreditAssigner, CreditOptions
+from torchrl_llm.objectives.credit.credit_assigner import (
+    CreditAssigner,
+    CreditOptions,
+    per_trajectory,
+)
 
 
 class MCAdvantageSelector:
@@ -363,9 +367,7 @@ class ComparingCredit(CreditAssigner):
         flat = [trajectory for group in groups for trajectory in group]
         index = row_index([len(group) for group in groups])
         advantages = self.compare(trajectory_returns(flat, self.trajectory_return), index)
-        # Copies, not views, so that a kept row does not keep its whole batch.
-        copies = iter(torch.unbind_copy(advantages.view(-1, 1, 1)))
-        return [[[next(copies)] * len(t.rows) for t in group] for group in groups]
+        return per_trajectory(groups, advantages)
 
     # -- candidates -------------------------------------------------------------------------------
 

@@ -267,3 +267,34 @@ def sampled_in_response(row: TensorDict) -> Tensor:
     if source is None:
         return torch.ones(size, dtype=torch.bool)
     return source[source.shape[0] - size :] == Source.SAMPLED
+
+
+def sampled_in_row(row: TensorDict, length: int) -> Tensor:
+    """Which tokens of a row were sampled; those before the response were not.
+
+    Args:
+        row: as for :func:`sampled_in_response`.
+        length: ``T``, tokens of the row.
+
+    Returns:
+        bool ``[T]``.
+    """
+    own = sampled_in_response(row)
+    return torch.nn.functional.pad(own, (length - own.shape[0], 0))
+
+
+def per_trajectory(
+    groups: Sequence[Sequence[Trajectory]], advantages_N: Tensor
+) -> list[list[list[Tensor]]]:
+    """One advantage per trajectory as :meth:`CreditAssigner.assign_all` returns them.
+
+    Args:
+        groups: ``N`` trajectories in groups.
+        advantages_N: ``[N]``, in the order of the groups.
+
+    Returns:
+        For each group, for each trajectory, its advantage ``[1, 1]`` once for each of its rows.
+    """
+    # Copies, not views, so that a kept row does not keep its whole batch.
+    copies = iter(torch.unbind_copy(advantages_N.view(-1, 1, 1)))
+    return [[[next(copies)] * len(t.rows) for t in group] for group in groups]

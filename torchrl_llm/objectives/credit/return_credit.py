@@ -34,6 +34,7 @@ from torchrl_llm.objectives.credit.credit_assigner import (
     CreditAssigner,
     CreditOptions,
     along_tokens,
+    per_trajectory,
     sampled_in_response,
 )
 
@@ -91,10 +92,7 @@ class EpisodicReturn(CreditAssigner):
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
         """Advantages of one trajectory; see the class."""
-        returns = torch.unbind_copy(
-            trajectory_returns(group, self.trajectory_return)[:, None, None]
-        )
-        return [[own] * len(t.rows) for t, own in zip(group, returns, strict=True)]
+        return per_trajectory([group], trajectory_returns(group, self.trajectory_return))[0]
 
 
 @register("advantages", "per_step")
@@ -167,40 +165,41 @@ class MonteCarloReturn(CreditAssigner):
         **options: Unpack[CreditOptions],
     ) -> None:
         check_share(gamma=gamma)
-        check_choice("truncated", truncated, ("keep", "drop", "bootstrap"))
-        super().__init__(1, **options)
+        super().__init__(1, **_with_cuts(truncated, options))
         self.gamma, self.truncated, self.value_key = gamma, truncated, value_key
-
-    def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """Without cut episodes where they are dropped."""
-        group = super().select(group)
-        if self.truncated != "drop":
-            return group
-        return [t for t, kept in zip(group, drop_truncated(group), strict=True) if kept]
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
         """Advantages of one trajectory; see the class."""
         return [
-            [
-                along_tokens(row, values)
-                for row, values in zip(
-                    t.rows, returns_to_go(t, self.gamma, self._bootstrap(t)), strict=True
-                )
-            ]
+            [along_tokens(*pair) for pair in zip(t.rows, self._to_go(t), strict=True)]
             for t in group
         ]
 
-    def _bootstrap(self, trajectory: Trajectory) -> float:
-        if self.truncated != "bootstrap" or not trajectory.truncated:
-            return 0.0
-        value = leaf(trajectory.rows[-1], as_path(self.value_key))
-        if value is None or value.numel() != 1 or not bool(value.isfinite().all()):
-            raise DataError(
-                "truncated='bootstrap' needs the value of the state behind the cut, a finite "
-                f"number at {self.value_key!r} of the last row, and got {value}; let a critic "
-                "write it, or choose keep or drop"
-            )
-        return value.item()
+    def _to_go(self, trajectory: Trajectory) -> list[Tensor]:
+        behind = _value_behind(trajectory, self.truncated, self.value_key)
+        return returns_to_go(trajectory, self.gamma, behind.item())
+
+
+def _with_cuts(truncated: str, options: CreditOptions) -> CreditOptions:
+    """Options of an estimator by what it does with cut episodes: a selector drops them."""
+    check_choice("truncated", truncated, ("keep", "drop", "bootstrap"))
+    if truncated != "drop":
+        return options
+    return {**options, "selectors": (*options.get("selectors", ()), drop_truncated)}
+
+
+def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Tensor:
+    """The value of the state behind a cut; 0 where the episode counts as ended."""
+    if truncated != "bootstrap" or not trajectory.truncated:
+        return torch.zeros(())
+    value = leaf(trajectory.rows[-1], as_path(key))
+    if value is None or value.numel() != 1 or not bool(value.isfinite().all()):
+        raise DataError(
+            "an episode was cut, and truncated='bootstrap' needs the value of the state behind "
+            f"the cut, a finite number at {key!r} of its last row, and got {value}; "
+            "RetrieveValues writes it, or choose keep or drop"
+        )
+    return value.reshape(())
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) -> list[Tensor]:
@@ -329,19 +328,11 @@ class GAEAdvantage(BatchStatistics):
     ) -> None:
         check_share(gamma=gamma, lmbda=lmbda)
         check_choice("normalize", normalize, ("sample", "population", "none"))
-        check_choice("truncated", truncated, ("bootstrap", "keep", "drop"))
-        super().__init__(1, batch_size=batch_size, **options)
+        super().__init__(1, batch_size=batch_size, **_with_cuts(truncated, options))
         self.gamma, self.lmbda = gamma, lmbda
         self.normalize, self.truncated = normalize, truncated
         self.values_key, self.final_value_key = values_key, final_value_key
         self.value_target_key = value_target_key
-
-    def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """Without cut episodes where they are dropped."""
-        group = super().select(group)
-        if self.truncated != "drop":
-            return group
-        return [t for t, kept in zip(group, drop_truncated(group), strict=True) if kept]
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
         """Advantages of the tokens of a batch; also writes the value targets into its rows."""
@@ -353,7 +344,9 @@ class GAEAdvantage(BatchStatistics):
             steps.episode,
             gamma=self.gamma,
             lmbda=self.lmbda,
-            bootstrap_S=torch.stack([self._final(t) for t in episodes]),
+            bootstrap_S=torch.stack(
+                [_value_behind(t, self.truncated, self.final_value_key) for t in episodes]
+            ),
         )
         advantage = result.advantage
         if self.normalize != "none":
@@ -408,19 +401,6 @@ class GAEAdvantage(BatchStatistics):
                 "RetrieveValues(policy) to the buffer after it"
             )
         return value[full.shape[0] - response.shape[0] :], sampled_in_response(row)
-
-    def _final(self, trajectory: Trajectory) -> Tensor:
-        """The value behind the last token."""
-        if self.truncated != "bootstrap" or not trajectory.truncated:
-            return torch.zeros(())
-        value = leaf(trajectory.rows[-1], as_path(self.final_value_key))
-        if value is None or value.numel() != 1 or not bool(value.isfinite().all()):
-            raise DataError(
-                "an episode was cut, and truncated='bootstrap' needs the value of the state behind "
-                f"the cut, a finite number at {self.final_value_key!r} of its last row, and got "
-                f"{value}; RetrieveValues writes it, or choose keep or drop"
-            )
-        return value.reshape(())
 
 
 class _Steps(NamedTuple):

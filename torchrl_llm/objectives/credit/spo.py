@@ -29,7 +29,8 @@ from torchrl_llm.objectives.credit.comparing import (
 from torchrl_llm.objectives.credit.credit_assigner import (
     BatchStatistics,
     CreditOptions,
-    sampled_in_response,
+    per_trajectory,
+    sampled_in_row,
 )
 
 _COLUMNS = {
@@ -97,9 +98,7 @@ class PolicyShift:
                 "how far the policy moved is measured on ('tokens', 'full') and "
                 "('log_probs', 'full'), which the policy writes, one of each a token"
             )
-        sampled = sampled_in_response(row)
-        mask = torch.zeros(ids.shape, dtype=torch.bool)
-        mask[ids.shape[0] - sampled.shape[0] :] = sampled
+        mask = sampled_in_row(row, ids.shape[0])
         mask[:1] = False  # the first token has no prefix
         kept = {name: value.clone() for name, value in columns.items() if value is not None}
         return TensorDict({**kept, "mask": mask})
@@ -138,9 +137,8 @@ class PolicyShift:
 
     @staticmethod
     def _support(rows: list[TensorDict], masks: list[Tensor]) -> ScoreExtras | None:
-        columns = [
-            [row.get(name, None) for row in rows] for name in ("support_ids", "support_counts")
-        ]
+        names = ("support_ids", "support_counts")
+        columns = [[row.get(name, None) for row in rows] for name in names]
         if any(value is None for column in columns for value in column):
             return None
         return ScoreExtras(support=Support.of_rows(*columns, masks))
@@ -347,8 +345,7 @@ class SPOAdvantage(BatchStatistics):
             advantages = F.batch_normalize(
                 advantages, normalize=self.normalize, eps=self.eps, eps_as=self.eps_as
             )
-        own = iter(torch.unbind_copy(advantages[:, None, None]))
-        return [[[next(own)] * len(t.rows) for t in group] for group in groups]
+        return per_trajectory(groups, advantages)
 
     def _visit(self, name: Hashable, rewards: Tensor, trajectories: list[Trajectory]) -> None:
         count, value = self.initial_count, self.initial_value

@@ -17,7 +17,7 @@ from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives.argument_checks import check_positive
-from torchrl_llm.objectives.credit.credit_assigner import sampled_in_response
+from torchrl_llm.objectives.credit.credit_assigner import sampled_in_row
 
 
 class TeacherKL(Transform):
@@ -98,9 +98,7 @@ class TeacherKL(Transform):
         if full is None:
             raise DataError('a row has no ("tokens", "full"), which the policy writes')
         length = full.shape[0]
-        own = sampled_in_response(row)
-        mask = torch.zeros(length, dtype=torch.bool)
-        mask[length - own.shape[0] :] = own
+        mask = sampled_in_row(row, length)
         sampled = self._column(row, self.sample_log_prob_key, length, "the policy writes it")
         advice = "append RetrieveTeacherLogProb to the buffer after the rule of credit"
         teacher = self._column(row, self.teacher_log_prob_key, length, advice)
