@@ -147,7 +147,7 @@ def make_buffer(
     """A buffer of one step's best answers, and the transform in it that selects them."""
     selector = TopKRewardSelector(config.env.repeats, config.select.topk_size, verbose=False)
     buffer = make_step_buffer(config)
-    # The transform appended last sees the rows first: selection, one row a trajectory, reference.
+    # The transform appended last sees the rows first: selection, one row per trajectory, reference.
     if config.needs_reference:
         buffer.append_transform(RetrieveLogProb(make_reference(config, policy)))
     buffer.append_transform(JoinTurns())

@@ -83,7 +83,7 @@ def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
 
 
 def parts_of(policy: TransformersWrapper) -> dict[str, Any]:
-    """What a checkpoint holds of the policy beside its model."""
+    """What a checkpoint holds of the policy besides its model."""
     return {} if policy.value_head is None else {"value_head": policy.value_head}
 
 

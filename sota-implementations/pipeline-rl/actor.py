@@ -1,10 +1,10 @@
-"""An actor of pipeline RL: samples responses for a learner elsewhere, with its newest weights.
+"""An actor of pipeline RL: samples responses for a remote learner, with its newest weights.
 
     python sota-implementations/pipeline-rl/actor.py
     python sota-implementations/pipeline-rl/actor.py redis.url=redis://learner:6379/0
 
 Start as many as there are machines or cores, before the learner or after it, and give them the
-learner's arguments. One that dies is missed by nobody: its rows go to the others. They end with the
+learner's arguments. Where one dies, the others take over its rows. They end with the
 run; every key is in config/pipeline-rl.yaml and config/common.yaml.
 """
 

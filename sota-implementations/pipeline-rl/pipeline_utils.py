@@ -82,7 +82,7 @@ class PipelineWeightSyncConfig:
     """How weights get to the actors.
 
     Attributes:
-        type: ``redis`` for models that are small beside what it and the network carry;
+        type: ``redis`` for models that are small compared to what it and the network carry;
             ``double_buffer`` through files that learner and actors share.
         folder: of those files.
         in_flight: what new weights do with conversations that are being collected: ``wait`` until
@@ -126,7 +126,7 @@ class RedisConfig:
         max_waiting: deliveries that may wait for the learner.
         reconnect_s: seconds that the Redis may stay away.
         timeout_s: seconds without rows, or for an actor without a learner, after which it stops.
-        worker_timeout_s: seconds without a sign of life of an actor, after which others get its
+        worker_timeout_s: seconds without a heartbeat of an actor, after which others get its
             claims.
     """
 

@@ -94,7 +94,7 @@ class DataConfig:
         lessons: part of the run, from its start, in which every pupil is careful.
         forgetful: after it, the share of answers by pupils who never carry.
         rough: after it, the share of answers by pupils who round to tens; the others are careful.
-        calls: conversations with the calculator in each step, beside the sums.
+        calls: conversations with the calculator in each step, besides the sums.
         hasty: after the lessons, the share of those whose pupil answers without calling. Rows count
             alike whatever their length, so a token of these short ones counts eight times as much
             as one of a call.

@@ -153,7 +153,7 @@ def test_frozen_parts_get_no_gradient():
 @pytest.mark.parametrize("counts", [[2], [1, 1, 1]])
 def test_ids_and_counts_that_do_not_belong_together_are_refused(counts):
     (hidden, weight, *_), targets, _ = make_case([3, 2])
-    with pytest.raises(ValueError, match="a count a target"):
+    with pytest.raises(ValueError, match="a count per target"):
         support_log_probs(hidden, weight, targets, torch.tensor([1]), torch.tensor(counts))
 
 

@@ -90,7 +90,7 @@ def test_a_column_of_another_shape(name):
         rows = small_rows()
         rows.tensordicts[1][key] = torch.zeros(5, 1) if key == "advantage" else torch.zeros(2)
         message = (
-            r"must be \[B, 1, 1\] or \[B, T, 1\]" if key == "advantage" else "one value a token"
+            r"must be \[B, 1, 1\] or \[B, T, 1\]" if key == "advantage" else "one value per token"
         )
         refused(name, rows, f"{message}.*row 1|row 1.*{message}")
 

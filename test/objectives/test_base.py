@@ -224,7 +224,7 @@ class TestPromptMean:
         for call in (loss, loss.normalizer):
             with pytest.raises(DataError, match=r"no group_id.*sequence_mean"):
                 call(rows)
-        with pytest.raises(DataError, match="one integer a row"):
+        with pytest.raises(DataError, match="one integer per row"):
             loss(make_rows(make_row([0, 1], 1, group=0.5)))
 
 

@@ -303,7 +303,7 @@ def test_teachers_that_cannot_serve_are_refused(make_tiny_model):
     other.model.resize_token_embeddings(student.vocab_size + 8)
     with pytest.raises(ConfigError, match="one vocabulary"):
         OnPolicyDistillationLoss(student, teachers=other, **asked)
-    with pytest.raises(ConfigError, match="no TokenScorers"):
+    with pytest.raises(ConfigError, match="are not TokenScorers"):
         OnPolicyDistillationLoss(student, teachers={"add": nn.Linear(1, 1)}, **asked)
     loss = OnPolicyDistillationLoss(student, teachers={"add": student}, **asked)
     with pytest.raises(DataError, match="'subtract'"):

@@ -195,7 +195,7 @@ def test_the_key_can_be_another():
         ((1.0, -0.5), r"loss_weight must be finite and at least 0, got -0.5 in rows \[1\]"),
         ((math.nan, 1.0), r"at least 0, got nan in rows \[0\]"),
         ((math.inf, 1.0), r"at least 0, got inf in rows \[0\]"),
-        (([1.0, 2.0], [1.0, 2.0]), "loss_weight must be one number a row"),
+        (([1.0, 2.0], [1.0, 2.0]), "loss_weight must be one number per row"),
         ((0.0, 0.0), "all 2 rows have weight 0"),
     ],
 )

@@ -202,7 +202,7 @@ def test_rows_in_which_nothing_was_cut_are_scored_as_ever():
     [
         ([0, 2], [3, 4], "rows \\[0\\] are none of the ids"),
         ([0, 3], [1, 4], "counts 3 kept ids and stores 2"),
-        ([2], [1, 4], "one value a token"),
+        ([2], [1, 4], "one value per token"),
     ],
 )
 def test_kept_ids_that_do_not_belong_to_the_tokens_are_refused(counts, ids, message):

@@ -1,4 +1,4 @@
-"""The ledger of tokens closes with every rule of credit."""
+"""The ledger of tokens closes with every advantage estimator."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Preset:
         fixed: arguments of the loss that are the algorithm itself, so that they cannot be given.
         transforms: makes what sees the rows before advantages are written, of the actor and of
             arguments of its own.
-        recipe: overrides of ``grpo-sync.py`` beside loss and advantage estimator, or the folder of
+        recipe: overrides of ``grpo-sync.py`` besides loss and advantage estimator, or the folder of
             ``sota-implementations`` that has the algorithm.
 
     Example:
@@ -604,7 +604,7 @@ def make_mopd(
 ) -> Algorithm:
     """On-policy distillation from several teachers: each row names its own under ``"domain"``.
 
-    As in MiMo-V2-Flash (arXiv:2601.02780) the reward may have a part beside the teachers: with
+    As in MiMo-V2-Flash (arXiv:2601.02780) the reward may have a part besides the teachers: with
     ``outcome_coeff`` the advantage in the group is added to the distillation's.
 
     Args:

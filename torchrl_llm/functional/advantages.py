@@ -1,7 +1,7 @@
 r"""Rewards to advantages: terms added to rewards, comparisons in a group or batch, SPO's tracker.
 
 Group functions take the groups in either form: as the last dimension, ``[..., G]``, or as a flat
-``[N]`` with the group of each member beside it. Members that are not valid enter no statistic and
+``[N]`` with the group of each member next to it. Members that are not valid enter no statistic and
 get 0, whatever their reward, NaN included. Where all valid rewards of a group are equal, its
 advantages are exactly 0, not what rounding leaves of a difference divided by a tiny deviation.
 

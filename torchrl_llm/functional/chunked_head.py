@@ -1,7 +1,7 @@
 """Log-probs of tokens straight from hidden states: the logits exist one tile at a time.
 
 A language-model head turns ``N`` hidden states into ``N x V`` logits of which a loss needs one
-number a row. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
+number per row. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
 most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
 a running log-sum-exp; the backward computes the tiles again. No tensor is ever ``[N, V]``, unless
 it is small: up to 256 MiB of tiles are kept for the backward where all of them fit.
@@ -83,7 +83,7 @@ def chunked_log_probs(
         low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``: an adapter's contribution ``u @ B.T``.
         scale: factor on the logits.
         softcap: cap of the scaled logits.
-        temperature: a positive number, or float32 ``[N]``, one a token.
+        temperature: a positive number, or float32 ``[N]``, one per token.
         entropy: also return the entropy of each distribution.
         chunk_size: the most logits that are alive at once (tokens x vocabulary entries). ``None``
             computes as many as suit the device, and keeps up to 256 MiB of them for the backward.
@@ -132,7 +132,7 @@ def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"targets must be [{hidden.shape[0]}], one a hidden state, got {tuple(targets.shape)}"
+            f"targets must be [{hidden.shape[0]}], one per hidden state, got {tuple(targets.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")

@@ -51,7 +51,7 @@ def gae(
         values_N: ``[N]``, the value of the state before each token.
         row_N: int64 ``[N]``, the trajectory of each token; the tokens of a trajectory are in order
             and next to each other.
-        gamma: discount a token.
+        gamma: discount per token.
         lmbda: decay of the sum; 0 is one-step TD, 1 Monte Carlo.
         bootstrap_S: ``[S]``, the value behind the last token of each trajectory; 0 when ``None``.
 

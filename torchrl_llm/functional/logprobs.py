@@ -216,7 +216,7 @@ def support_log_probs(
     """
     if counts_N.shape != targets_N.shape or int(counts_N.sum()) != token_ids_S.shape[0]:
         raise ValueError(
-            f"a support needs a count a target and an id a count, got {tuple(counts_N.shape)} "
+            f"a support needs a count per target and an id per count, got {tuple(counts_N.shape)} "
             f"counts of {int(counts_N.sum())} ids, {token_ids_S.shape[0]} ids and "
             f"{tuple(targets_N.shape)} targets"
         )

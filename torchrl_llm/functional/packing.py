@@ -23,7 +23,7 @@ class Prefix(NamedTuple):
 
     Attributes:
         block: index of the block that holds the prefixes.
-        owner: ``n`` row indices into that block, one a row.
+        owner: ``n`` row indices into that block, one per row.
         lengths: ``n`` lengths, the tokens of the prefix that a row sees.
     """
 

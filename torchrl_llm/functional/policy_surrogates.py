@@ -77,7 +77,7 @@ def sapo(
     r"""Soft adaptive policy optimisation, :math:`-\frac{4}{\tau} \sigma(\tau (r - 1)) A`.
 
     arXiv:2511.20347, the objective and its gate in section 3. :math:`\tau` is ``tau_pos`` where
-    the advantage is positive and ``tau_neg`` elsewhere. The gradient is that of :math:`-r A` times
+    the advantage is positive and ``tau_neg`` otherwise. The gradient is that of :math:`-r A` times
     :math:`4 p (1 - p)` with :math:`p = \sigma(\tau (r - 1))`: one at ratio one, fading on both
     sides, faster for a larger :math:`\tau`. (The gate's *value* does not peak at ratio one; there
     it is :math:`2 / \tau`.)
@@ -152,8 +152,8 @@ def gspo_token(
     r"""GSPO's token variant: the sequence's ratio in value, the token's own gradient.
 
     arXiv:2507.18071 equations 13 and 14,
-    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage a sequence its
-    value, clip and gradient are those of :func:`gspo`; with an advantage a token, each token is
+    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence its
+    value, clip and gradient are those of :func:`gspo`; with an advantage per token, each token is
     moved by its own.
 
     Args:

@@ -344,7 +344,7 @@ class PPOLoss(GRPOLoss):
         self._value_columns(tensordict, rows)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """Values, unless a critic of its own gives them, beside what every loss asks for."""
+        """Values, unless a critic of its own gives them, besides what every loss asks for."""
         extras = super().extras(tensordict, rows)
         if self.critic_network is not None:
             return extras

@@ -143,10 +143,10 @@ class CompositeLoss(TokenLoss):
     Attributes:
         weights: the weights by name, which may be changed between steps.
         losses: the losses by name.
-        modules_of_terms: what the terms have beside the actor, such as a critic.
+        modules_of_terms: what the terms have besides the actor, such as a critic.
 
     Raises:
-        ConfigError: without terms, for a name or weight that is none, for a term that is no
+        ConfigError: without terms, for an impossible name or weight, for a term that is no
             :class:`TokenLoss`, has another actor, or is not averaged.
 
     Example:
@@ -182,7 +182,7 @@ class CompositeLoss(TokenLoss):
         _check_actor(losses, actor)
         super().__init__(actor)
         self.weights = {name: float(weight) for name, (weight, _) in terms.items()}
-        # A plain dictionary, and what a term has beside the actor (a critic) on its own: the actor
+        # A plain dictionary, and what a term has besides the actor (a critic) on its own: the actor
         # is in the state once.
         self.losses = losses
         self.modules_of_terms = nn.ModuleDict(_own_modules(losses, actor))
@@ -334,7 +334,7 @@ def _part(scores: TokenScores, member: Tensor) -> TokenScores:
     if bool(member.all()):
         return scores
     member = member.to(scores.log_probs.device)
-    # What is no tensor is asked of teachers, never by a loss.
+    # Only teachers are asked for what is not a tensor.
     return TokenScores(*(v[member] if isinstance(v, Tensor) else None for v in scores))
 
 

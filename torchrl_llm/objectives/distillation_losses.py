@@ -265,8 +265,9 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
 
     **Outcomes.** ``outcome_coeff`` adds the rows' own advantage (MOPD of arXiv:2601.02780: several
     teachers, :math:`A = A_{distill} + \alpha A_{outcome}`, and a ``correction`` of type ``"mis"``
-    for the sampler), as a policy gradient beside the divergence for the last two. To put a teacher
-    under any loss and credit rule instead, see :class:`~torchrl_llm.objectives.credit.TeacherKL`.
+    for the sampler), as a policy gradient besides the divergence for the last two. To put a teacher
+    under any loss and advantage estimator instead, see
+    :class:`~torchrl_llm.objectives.credit.TeacherKL`.
 
     Args:
         actor_network: the student: a policy wrapper, or a ``CausalScorer``.
@@ -507,7 +508,7 @@ def _check(
             raise ConfigError(f"teachers must be a TokenScorer or some by name, got {teachers!r}")
         wrong = [name for name, one in teachers.items() if not isinstance(one, TokenScorer)]
         if wrong:
-            raise ConfigError(f"the teachers {wrong} are no TokenScorers")
+            raise ConfigError(f"the teachers {wrong} are not TokenScorers")
     if divergence == "forward" and estimator != "full_vocabulary":
         raise ConfigError(
             "divergence='forward' needs estimator='full_vocabulary': a sampled token estimates the "

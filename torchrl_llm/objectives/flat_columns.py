@@ -42,7 +42,7 @@ def key_name(key: NestedKey) -> str:
 
 
 def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
-    """The tensors of a column, one a row.
+    """The tensors of a column, one per row.
 
     Args:
         td: the rows.
@@ -90,7 +90,7 @@ def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: N
     """A token-aligned column end to end, without padding.
 
     Args:
-        values: ``[T_b]`` or ``[T_b, 1]`` a row.
+        values: ``[T_b]`` or ``[T_b, 1]`` per row.
         stored: tokens of each row as it is stored, padding included.
         kept: see :func:`kept_positions`.
         key: name of the column.
@@ -107,8 +107,8 @@ def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: N
     if shapes != [(length,) for length in stored]:
         row = next(b for b, (s, n) in enumerate(zip(shapes, stored, strict=True)) if s != (n,))
         raise DataError(
-            f"{key_name(key)} must have one value a token: row {row} has {stored[row]} tokens and "
-            f"values of shape {tuple(shapes[row])}"
+            f"{key_name(key)} must have one value per token: row {row} has {stored[row]} tokens "
+            f"and values of shape {tuple(shapes[row])}"
         )
     flat = torch.cat(values)
     return flat if kept is None else flat[kept]

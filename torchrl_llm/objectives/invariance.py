@@ -256,7 +256,7 @@ class _Check:
 
 
 def _token_columns(rows: list[TensorDictBase], lengths: list[int]) -> list[NestedKey]:
-    """Columns of numbers with one value a token."""
+    """Columns of numbers with one value per token."""
     if max(lengths) < 2:
         return []
 

@@ -100,7 +100,7 @@ class TokenRows:
 
         Args:
             td: the rows.
-            key: the column, ``[T_b]`` or ``[T_b, 1]`` a row.
+            key: the column, ``[T_b]`` or ``[T_b, 1]`` per row.
             advice: how the column comes into being, for the error.
 
         Returns:
@@ -121,7 +121,7 @@ class TokenRows:
 
         Args:
             td: the rows.
-            key: the column, ``[T_b]`` a row.
+            key: the column, ``[T_b]`` per row.
 
         Raises:
             DataError: when it is missing or has other lengths.
@@ -133,7 +133,7 @@ class TokenRows:
 
         Args:
             td: the rows.
-            key: the column: one number a row (``[B, 1, 1]`` or ``[B, 1]``), or one a token of
+            key: the column: one number per row (``[B, 1, 1]`` or ``[B, 1]``), or one per token of
                 ``tokens.full`` (``[B, T, 1]``).
 
         Returns:
@@ -168,13 +168,13 @@ class TokenRows:
 
         Args:
             td: the rows.
-            key: int64, one number a row.
+            key: int64, one number per row.
 
         Returns:
             int64 ``[B]``.
 
         Raises:
-            DataError: when it is missing or not one integer a row.
+            DataError: when it is missing or not one integer per row.
         """
         if key not in self._read:
             values = read_column(
@@ -185,7 +185,7 @@ class TokenRows:
                 "is aggregation='sequence_mean' here",
             )
             if any(value.numel() != 1 or value.is_floating_point() for value in values):
-                raise DataError(f"{key_name(key)} must be one integer a row")
+                raise DataError(f"{key_name(key)} must be one integer per row")
             self._read[key] = torch.stack([value.reshape(()) for value in values]).long()
         return self._read[key]
 
@@ -226,7 +226,7 @@ class TokenRows:
         return pad_flat(flat.index_put((index.to(values_N.device),), values_N), self._stored)
 
     def stored_select(self) -> list[Tensor]:
-        """The tokens that count as bool ``[T]`` a row, as the rows are stored, padding included."""
+        """The tokens that count as bool ``[T]`` per row, as rows are stored, padding included."""
         flat = torch.zeros(sum(self._stored), dtype=torch.bool)
         kept = slice(None) if self._kept is None else self._kept
         flat[kept] = torch.cat(self.select)
@@ -302,14 +302,14 @@ def read_support(tensordict: Any, rows: TokenRows, key: NestedKey) -> Support | 
     Args:
         tensordict: the rows, ragged or padded.
         rows: their tokens.
-        key: node of the columns ``counts``, ``[T_b]`` a row, and ``token_ids``, ``[S_b]``; see
+        key: node of the columns ``counts``, ``[T_b]`` per row, and ``token_ids``, ``[S_b]``; see
             :class:`~torchrl_llm.data.containers.TokenSupport`.
 
     Returns:
         The support ``[N]``; ``None`` where nothing that counts was cut.
 
     Raises:
-        DataError: when the columns are misaligned, or a sampled token is none of its kept ids.
+        DataError: when the columns are misaligned, or a sampled token is not among its kept ids.
 
     Example:
         >>> from tensordict import TensorDict

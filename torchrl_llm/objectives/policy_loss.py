@@ -5,8 +5,8 @@ A loss reads rows (:mod:`torchrl_llm.objectives.loss_rows`), asks a
 averages what its ``surrogate`` says about each. A new loss is a subclass with a ``surrogate``; its
 mathematics belongs into :mod:`torchrl_llm.functional`. It takes
 ``**settings: Unpack[PolicyLossSettings]`` for what it only hands on; a mistyped name still fails.
-What it needs from the forward beside log-probs it names in ``extras``, and terms beside the
-objective it adds in ``further_terms``.
+It names what it needs from the forward besides log-probs in ``extras``, and adds terms besides the
+objective in ``further_terms``.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens that count.
 """
@@ -281,7 +281,7 @@ class PolicyGradientLoss(TokenLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """Terms and metrics beside the objective, named as fields of ``output_type``.
+        """Terms and metrics besides the objective, named as fields of ``output_type``.
 
         Args:
             tensordict: the rows.
@@ -314,7 +314,7 @@ class PolicyGradientLoss(TokenLoss):
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
         """The support of truncated sampling, where the rows recorded it.
 
-        What a subclass asks for goes beside it, not in its place.
+        A subclass adds what it asks for to this.
 
         Args:
             tensordict: the rows.
@@ -502,7 +502,7 @@ class PolicyGradientLoss(TokenLoss):
 
 
 class PolicyLossSettings(TypedDict, total=False):
-    """What any policy-gradient loss takes beside its own arguments and the aggregation.
+    """What any policy-gradient loss takes besides its own arguments and the aggregation.
 
     The meanings are those of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
     """

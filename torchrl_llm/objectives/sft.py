@@ -334,7 +334,7 @@ class SFTLoss(TokenLoss):
         if not values:
             return None
         if any(value.numel() != 1 for value in values):
-            raise DataError(f"{key_name(key)} must be one number a row")
+            raise DataError(f"{key_name(key)} must be one number per row")
         weights = torch.stack([value.reshape(()).double() for value in values])
         bad = ~(weights.isfinite() & (weights >= 0))
         if bool(bad.any()):

@@ -101,7 +101,7 @@ class SAPOLoss(PolicyGradientLoss):
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         tau_pos: temperature where the advantage is positive.
-        tau_neg: temperature elsewhere.
+        tau_neg: temperature of the other tokens.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
@@ -143,12 +143,12 @@ class GSPOLoss(PolicyGradientLoss):
 
     arXiv:2507.18071 equation 5, a mean over sequences, with the ratio of equation 7,
     :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`, and the bounds of section 5.1. They are far
-    narrower than GRPO's, for a mean of log-ratios moves far less than one of them, and far more
+    narrower than GRPO's, because a mean of log-ratios moves far less than one of them, and far more
     tokens are clipped.
 
     A row is the sequence: of a conversation whose turns were joined, all sampled tokens have one
-    ratio. Where the tokens of a row have different advantages (a credit rule with a distillation
-    term), each has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`.
+    ratio. Where the tokens of a row have different advantages (an advantage estimator with a
+    distillation term), each has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`.
 
     A ``correction`` whose weights are those of tokens gives the sequence their mean; its levels
     ``"sequence"`` and ``"geometric"`` fit this loss.
@@ -214,9 +214,9 @@ class GSPOLoss(PolicyGradientLoss):
 class GSPOTokenLoss(GSPOLoss):
     """GSPO's token variant: the value and clip of the sequence, the gradient of each token.
 
-    arXiv:2507.18071 equations 13 and 14. With one advantage a row it is :class:`GSPOLoss` in value
-    and gradient; with an advantage a token, each token is moved by its own. The arguments are those
-    of :class:`GSPOLoss`.
+    arXiv:2507.18071 equations 13 and 14. With one advantage per row it is :class:`GSPOLoss` in
+    value and gradient; with an advantage per token, each token is moved by its own. The arguments
+    are those of :class:`GSPOLoss`.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -297,8 +297,8 @@ class TOPRLoss(PolicyGradientLoss):
     arXiv:2503.14286, the gradient of section 3, with the ratio :math:`\rho` of the whole sequence.
     Rows with a positive advantage have weight one, as in supervised learning; rows with a negative
     one have their ratio, at most one, which fades as they become unlikely. It needs no divergence
-    term and holds on rows of much older policies. The sign of the advantage decides, so the credit
-    rule's baseline says which rows are good (the paper's section on the baseline).
+    term and holds on rows of much older policies. The sign of the advantage decides, so the
+    baseline of the advantage estimator says which rows are good (the paper's section on it).
 
     ``clip_fraction`` is the share of tokens whose weight is not the ratio itself.
 

@@ -37,7 +37,7 @@ _MAX_STALE_BATCHES = 100
 class BatchSource:
     """Fills a replay buffer with the rows of one step.
 
-    A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run beside
+    A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run during
     training, it takes as many as hold ``num_rows`` rows that are not dropped for their age. Rows
     are judged when they come, and those that wait for their group again in every step.
 
@@ -274,7 +274,7 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
 
 
 def _show_failures(rows: Sequence[TensorDict]) -> None:
-    """Of collectors that are elsewhere, whose log nobody reads."""
+    """Log what failed in remote collectors, whose own logs are rarely read."""
     failed = []
     for row in rows:
         valid = leaf(row, ("next", "reward_valid"))
@@ -328,7 +328,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     """What the policy did in a step, from every row that was collected.
 
     Args:
-        rows: 1-d stack of rows with rewards, one row a turn.
+        rows: 1-d stack of rows with rewards, one row per turn.
 
     Returns:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),

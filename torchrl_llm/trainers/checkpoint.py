@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, openable by Hugging Face, and exact to resume from.
 
 A checkpoint is a folder ``step_<N>`` that ``AutoModelForCausalLM.from_pretrained`` and
-``AutoTokenizer.from_pretrained`` open, with a file ``trainer_state.pt`` beside the weights. It is
+``AutoTokenizer.from_pretrained`` open, with a file ``trainer_state.pt`` next to the weights. It is
 written under another name and renamed when it is whole, so a full disk or a killed process leaves
 the previous checkpoint as it was. This file knows folders and states; what belongs to a state is
 said by whoever passes it in.

@@ -1,4 +1,4 @@
-"""Metrics of a run: one wide ``metrics.csv``, loggers beside it, and the reward curve.
+"""Metrics of a run: one wide ``metrics.csv``, further loggers, and the reward curve.
 
 Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
 time and memory. The CSV is the record of the run: it is written row by row, survives a killed
@@ -120,7 +120,7 @@ class MetricsTable:
         return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
 
     def save(self, path: Path) -> None:
-        """Write the rows so far to the disk, and a copy beside a checkpoint.
+        """Write the rows so far to the disk, and a copy next to a checkpoint.
 
         Args:
             path: of the copy.
@@ -246,7 +246,7 @@ def _number(value: Any) -> float | int:
 
 @register("loggers", "csv")
 def no_logger(*, run_dir: str, experiment_name: str) -> None:
-    """Nothing beside ``metrics.csv``, which every run writes."""
+    """Nothing besides ``metrics.csv``, which every run writes."""
 
 
 @register("loggers", "tensorboard")
@@ -325,7 +325,7 @@ def terminal_curve(
 
     Args:
         steps: ascending steps.
-        values: one value a step; steps whose value is not finite are left out.
+        values: one value per step; steps whose value is not finite are left out.
         title: first line of the plot.
         width: characters of the drawing area.
         height: lines of the drawing area.

@@ -140,7 +140,7 @@ class TrainingRun:
     Args:
         folder: the run's folder: ``metrics.csv``, ``reward.png``, ``checkpoints/``.
         max_steps: training steps of the whole run.
-        model: its trainable parameters are part of every checkpoint, beside its Hugging Face form.
+        model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.

@@ -63,7 +63,7 @@ def row(
 
 
 def write(credit, *batches):
-    """A buffer behind a rule of credit, after some writes."""
+    """A buffer behind an advantage estimator, after some writes."""
     buffer = ReplayBuffer(transform=credit)
     for rows in batches:
         buffer.extend(lazy_rows(rows))
@@ -71,7 +71,7 @@ def write(credit, *batches):
 
 
 def advantages(buffer):
-    """The advantage of each row; a list where it is one a token."""
+    """The advantage of each row; a list where it is one per token."""
     if not len(buffer):
         return []
     columns = [r["advantage"] for r in buffer[:].unbind(0)]

@@ -1,4 +1,4 @@
-"""What is true of every rule of credit: late rewards, resuming, the ledger, types, order."""
+"""What is true of every advantage estimator: late rewards, resuming, the ledger, types, order."""
 
 from __future__ import annotations
 

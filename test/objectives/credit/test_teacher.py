@@ -1,4 +1,4 @@
-"""The teacher's divergence on top of any rule of credit."""
+"""The teacher's divergence on top of any advantage estimator."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_with_one_ratio_a_sequence_it_is_gspo_with_distillation(dtype, tolerance
 
 
 def test_what_is_missing_or_broken_is_an_error_that_says_what_to_do():
-    with pytest.raises(DataError, match="rule of credit"):
+    with pytest.raises(DataError, match="advantage estimator"):
         modified(row(None, [0.0, -1.0], [0.0, -1.0]))
     with pytest.raises(DataError, match=r"\[1, 1\] or \[2, 1\]"):
         modified(row([1.0, 2.0, 3.0], [0.0, -1.0], [0.0, -1.0]))

@@ -163,8 +163,8 @@ def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others:
 
     Args:
         normalize: ``"population"``, ``"sample"`` or ``"none"``.
-        eps: guards the division, at least 0; 1e-6 where nobody changed it.
-        eps_as: ``"floor"`` or ``"added"``; the former where nobody changed it.
+        eps: guards the division, at least 0; 1e-6 by default.
+        eps_as: ``"floor"`` or ``"added"``; the former by default.
         **others: names of further arguments of the division, and whether they were changed.
     """
     check_choice("normalize", normalize, ("population", "sample", "none"))
@@ -212,7 +212,7 @@ def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn)
 
 
 class ComparingOptions(CreditOptions, total=False):
-    """Arguments of every advantage estimator that compares trajectories, beside its own.
+    """Arguments of every advantage estimator that compares trajectories, besides its own.
 
     Attributes:
         trajectory_return: the return of a trajectory from the rewards of its turns: their sum, max,
@@ -348,7 +348,7 @@ class ComparingCredit(CreditAssigner):
 
     @abstractmethod
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """The rule itself.
+        """The comparison itself.
 
         Args:
             returns_N: float64 ``[N]``, returns of the trajectories of all groups.

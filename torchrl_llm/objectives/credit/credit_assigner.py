@@ -32,7 +32,7 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 class CreditOptions(TypedDict, total=False):
-    """Arguments that every advantage estimator takes beside its own.
+    """Arguments that every advantage estimator takes besides its own.
 
     Attributes:
         advantage_key: where the advantage goes, ``[1, 1]`` or ``[T, 1]``; float32, or float64 where
@@ -66,12 +66,12 @@ class CreditAssigner(GroupTransform):
     """Writes the advantage of rows as they enter a replay buffer, group by group.
 
     Rewards are read when rows are written, so a reward that another transform of the buffer adds is
-    seen when that transform is appended *after* the rule of credit: what is appended last runs
-    first. With :class:`~torchrl_llm.data.replay_buffers.JoinTurns` appended before it, a rule sees
-    one row a turn.
+    seen when that transform is appended *after* the advantage estimator: what is appended last runs
+    first. With :class:`~torchrl_llm.data.replay_buffers.JoinTurns` appended before it, an estimator
+    sees one row per turn.
 
     Args:
-        group_size: trajectories of a group; 1 where a rule needs no group.
+        group_size: trajectories of a group; 1 where an estimator needs no group.
         advantage_key: see :class:`CreditOptions`, as for the others.
         positive_only: negative advantages become 0.
         keep_zero_advantage: whether trajectories without any advantage are written.
@@ -100,7 +100,7 @@ class CreditAssigner(GroupTransform):
         """Advantages of one group.
 
         Args:
-            group: the trajectories that take part: two at least where the rule has groups, fewer
+            group: the trajectories that take part: two at least where there are groups, fewer
                 than ``group_size`` where some are invalid.
 
         Returns:
@@ -143,10 +143,10 @@ class CreditAssigner(GroupTransform):
 
 
 class BatchStatistics(CreditAssigner):
-    """Base of the rules whose ``assign_all`` looks at all groups of a batch at once.
+    """Base of the estimators whose ``assign_all`` looks at all groups of a batch at once.
 
     The batch is what one write into the buffer completes, which in a synchronous loop is the rows
-    of a step. Where rows come in small portions (a collector that runs beside the trainer), that
+    of a step. Where rows come in small portions (from an asynchronous collector), that
     would be a statistic over a few: ``batch_size`` lets complete groups wait for one another.
     Groups that are filtered out by a selector or by their returns are not part of a batch. Where
     each rank of a distributed run has a buffer of its own, a batch is one of that rank.
@@ -158,7 +158,7 @@ class BatchStatistics(CreditAssigner):
         **options: see :class:`CreditOptions`.
 
     Raises:
-        ConfigError: for a size that is no multiple.
+        ConfigError: for a size that is not a multiple.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class MCAdvantage(ComparingCredit):
     Args:
         grpo_size: trajectories of a group.
         prompt_key: what tells groups apart; ``None`` for ``"group_id"``, else ``"query"``.
-        rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
+        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
         advantage_key: where the advantage goes: ``[1, 1]``; ``[T, 1]`` for per-token rewards with
             ``trajectory_return=None``.
         done_key: where a row says that its trajectory ends with it.
@@ -350,10 +350,10 @@ class _Queues:
     """What runs in the actor."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self.rule = MCAdvantage(**arguments)
+        self.estimator = MCAdvantage(**arguments)
 
     def push(self, packed: PackedRows) -> PackedRows | None:
-        ready = self.rule._inv_call(lazy_rows(unpack_row_list(packed)))
+        ready = self.estimator._inv_call(lazy_rows(unpack_row_list(packed)))
         return None if ready is None else pack_rows(ready)
 
 
@@ -412,7 +412,7 @@ class RayMCAdvantage(Transform):
             ActorOptions(name=actor_name, timeout_s=timeout_s, **config),
             what=f"RayMCAdvantage {actor_name or ''}".strip(),
         )
-        size = self._queues.read("rule.group_size")
+        size = self._queues.read("estimator.group_size")
         if size != self.group_size:
             raise ConfigError(
                 f"the actor {actor_name!r} was started for groups of {size}, and this is "
@@ -431,19 +431,19 @@ class RayMCAdvantage(Transform):
 
     def get_stats(self) -> dict[str, int]:
         """Counts of all writers together, as :meth:`MCAdvantage.get_stats` has them."""
-        return self._queues.call("rule.get_stats")
+        return self._queues.call("estimator.get_stats")
 
     def reset_stats(self) -> None:
         """Count from zero; queues are left alone."""
-        self._queues.call("rule.reset_stats")
+        self._queues.call("estimator.reset_stats")
 
     def clear_queues(self) -> int:
         """Give up groups that have not filled, of all writers; returns how many."""
-        return self._queues.call("rule.clear_queues")
+        return self._queues.call("estimator.clear_queues")
 
     def get_extra_state(self) -> dict[str, Any]:
         """Queues in wire form, and counts."""
-        return self._queues.call("rule.get_extra_state")
+        return self._queues.call("estimator.get_extra_state")
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`get_extra_state` was taken, for all writers.
@@ -451,7 +451,7 @@ class RayMCAdvantage(Transform):
         Args:
             state: replaces what waits in the actor.
         """
-        self._queues.call("rule.set_extra_state", dict(state))
+        self._queues.call("estimator.set_extra_state", dict(state))
 
     def shutdown(self) -> None:
         """End the actor; what waits in it is gone."""

@@ -60,7 +60,7 @@ class ConstantCredit(CreditAssigner):
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
         """Advantages of one trajectory; see the class."""
-        # In float64, as all rules; what is written has the dtype of the reward.
+        # In float64, as in all estimators; what is written has the dtype of the reward.
         value = torch.full((1, 1), self.value, dtype=torch.float64)
         return [[value.clone() for _ in t.rows] for t in group]
 
@@ -139,7 +139,7 @@ class MonteCarloReturn(CreditAssigner):
         gamma: discount from one turn to the next.
         truncated: episodes that were cut: ``"keep"`` takes them as ended, ``"drop"`` does not write
             them, ``"bootstrap"`` adds a critic's value of the state behind the cut.
-        value_key: that value, a number a row, read of the last row for ``"bootstrap"``.
+        value_key: that value, a number per row, read of the last row for ``"bootstrap"``.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
@@ -206,7 +206,7 @@ def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) 
     """What comes after each turn, or after each token where rewards are per token.
 
     Args:
-        trajectory: with one row a turn, or rows of one turn with the same ``"turn"``; a row that
+        trajectory: with one row per turn, or rows of one turn with the same ``"turn"``; a row that
             thought with tools is one turn with the next.
         gamma: discount from one turn to the next.
         bootstrap: value of the state behind the last turn.
@@ -249,7 +249,7 @@ def _turns(trajectory: Trajectory) -> Iterator[list[int]]:
 
 
 def _thought(row: TensorDictBase) -> bool:
-    """Whether a row did nothing but think with tools, which is no step of the environment."""
+    """Whether a row only thought with tools, which is not a step of the environment."""
     auxiliary = leaf(row, ("next", "tools", "auxiliary"))
     return auxiliary is not None and bool(auxiliary.all())
 
@@ -260,13 +260,13 @@ def _check_turns(trajectory: Trajectory, what: str, *, discounted: bool = False)
         if joined is not None and int(joined) > 1 and (discounted or reward.numel() == 1):
             raise DataError(
                 f"{what} is lost in a row of {int(joined)} joined turns: append JoinTurns to the "
-                "buffer before the rule of credit, so that it runs after it"
+                "buffer before the advantage estimator, so that it runs after it"
             )
 
 
 @register("advantages", "gae")
 class GAEAdvantage(BatchStatistics):
-    r"""Advantages of tokens from a critic's values, PPO's rule of credit.
+    r"""Advantages of tokens from a critic's values, PPO's advantage estimator.
 
     arXiv:1506.02438 equation 16, where every sampled token of an episode is a step: tokens of tools
     and templates between two turns are part of the next token's state, and cost no discount. The
@@ -275,7 +275,7 @@ class GAEAdvantage(BatchStatistics):
     :func:`~torchrl_llm.functional.gae`.
 
     The values are those that :class:`~torchrl_llm.envs.transforms.RetrieveValues` wrote with the
-    rows; append it to the buffer after this rule, for what is appended last runs first::
+    rows; append it to the buffer after this estimator, because what is appended last runs first::
 
         buffer.append_transform(JoinTurns())
         buffer.append_transform(GAEAdvantage())
@@ -285,7 +285,7 @@ class GAEAdvantage(BatchStatistics):
     ``value_target_key``: :class:`~torchrl_llm.objectives.PPOLoss` reads both.
 
     Args:
-        gamma: discount a token; 1 is usual, for a reward at the end should not fade with length.
+        gamma: discount per token; with 1, as usual, a reward at the end does not fade with length.
         lmbda: decay of the estimate; 1 is the return minus the value.
         normalize: deviation that the advantages are divided by after their mean is taken off, over
             all sampled tokens of a batch: ``"sample"``, ``"population"``, or ``"none"`` to leave
@@ -427,7 +427,7 @@ def _places(start: int, size: int, count: int) -> Tensor:
     if count != size:
         raise DataError(
             f"a row has {count} rewards and a response of {size} tokens: there must be one "
-            "reward, or one a token"
+            "reward, or one per token"
         )
     return torch.arange(start, start + size)
 

@@ -46,7 +46,7 @@ class PolicyShift:
     r"""Keeps a few rows of a batch, and scores them once the policy has been updated.
 
     The mean of ``k3`` over their sampled tokens estimates :math:`KL(\pi_{then} \| \pi_{now})` in
-    nats a token. A sampler that differs from the scorer (kernels, precision) adds what it differs.
+    nats per token. A sampler that differs from the scorer (kernels, precision) adds to it.
 
     Args:
         policy: scores tokens; the policy in training.
@@ -81,7 +81,7 @@ class PolicyShift:
         """Keep the first rows of a batch in the place of what was kept.
 
         Args:
-            trajectories: as a rule of credit sees them.
+            trajectories: as an advantage estimator sees them.
 
         Raises:
             DataError: rows without tokens or log-probs.
@@ -104,7 +104,7 @@ class PolicyShift:
         return TensorDict({**kept, "mask": mask})
 
     def measure(self) -> float:
-        """How far the policy has moved since, in nats a token; 0 where nothing is kept.
+        """How far the policy has moved since, in nats per token; 0 where nothing is kept.
 
         Raises:
             DataError: log-probs that are not finite: the policy has diverged.
@@ -162,7 +162,7 @@ class SPOAdvantage(BatchStatistics):
     :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`, where KL is how far the policy
     has moved since the prompt's last visit: the sum of its moves from batch to batch, or what a row
     says at ``kl_key``. With :meth:`watch` a move is measured on a few rows of the batch before, as
-    each batch comes; :meth:`advance` takes what was measured elsewhere. (The sum estimates the KL
+    each batch comes; :meth:`advance` takes what something else measured. (The sum estimates the KL
     between the ends from above. Never told anything, every prompt keeps the largest share, as if
     the policy stood still.) Several trajectories of a prompt in one batch are one visit: all have
     the same baseline.
@@ -176,8 +176,8 @@ class SPOAdvantage(BatchStatistics):
         rho_bounds: ``(rho_min, rho_max)``.
         initial_value: ``v`` of a prompt that was never seen.
         initial_count: samples that it counts for; :math:`N_0 = 1 / (1 - \rho_{min})` by default.
-        kl_key: where a row has the KL since its prompt's last visit, in nats a token; ``None`` for
-            the sum of the moves.
+        kl_key: where a row has the KL since its prompt's last visit, in nats per token; ``None``
+            for the sum of the moves.
         trajectory_return: the reward from those of the turns: sum, max, mean or last; in [0, 1].
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
             :math:`r - v` itself, not centred either.
@@ -237,7 +237,7 @@ class SPOAdvantage(BatchStatistics):
 
     @property
     def moved(self) -> float:
-        """How far the policy has moved since the start, nats a token."""
+        """How far the policy has moved since the start, nats per token."""
         return self._moved
 
     # -- the tracker ------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class SPOAdvantage(BatchStatistics):
         """Say that the policy has moved.
 
         Args:
-            kl: nats a token, between the policy before and after an update; at least 0.
+            kl: nats per token, between the policy before and after an update; at least 0.
 
         Raises:
             ConfigError: for a negative or infinite number.
@@ -256,7 +256,7 @@ class SPOAdvantage(BatchStatistics):
         self._moved += float(kl)
 
     def watch(self, policy: TokenScorer, *, num_rows: int = 8) -> None:
-        """Measure how far a policy moves: one forward of a few rows a batch.
+        """Measure how far a policy moves: one forward of a few rows per batch.
 
         Args:
             policy: the policy in training, as the loss scores with it.

@@ -1,4 +1,4 @@
-"""A modifier of credit: what a teacher thinks of each token, on top of any rule.
+"""Transform that takes the divergence from a teacher off advantages, whatever wrote them.
 
 Shape legend: ``T`` tokens of a row.
 """
@@ -29,10 +29,11 @@ class TeacherKL(Transform):
     on-policy distillation (Thinking Machines, *On-Policy Distillation*, 2025), on top of an
     outcome's credit the mixture of multi-teacher distillation (MOPD, arXiv:2601.02780). With a
     sequence ratio it is GSPO with distillation, see
-    :class:`~torchrl_llm.objectives.GSPOTokenLoss`. A rule that normalises has done so before; the
-    term itself is not normalised.
+    :class:`~torchrl_llm.objectives.GSPOTokenLoss`. An estimator that normalises has done so before;
+    the term itself is not normalised.
 
-    It stands between the rule, whose advantage it changes, and what writes the teacher's log-probs.
+    It stands between the estimator, whose advantage it changes, and what writes the teacher's
+    log-probs.
     What is appended last runs first::
 
         buffer.append_transform(JoinTurns())
@@ -100,7 +101,7 @@ class TeacherKL(Transform):
         length = full.shape[0]
         mask = sampled_in_row(row, length)
         sampled = self._column(row, self.sample_log_prob_key, length, "the policy writes it")
-        advice = "append RetrieveTeacherLogProb to the buffer after the rule of credit"
+        advice = "append RetrieveTeacherLogProb to the buffer after the advantage estimator"
         teacher = self._column(row, self.teacher_log_prob_key, length, advice)
         gap = torch.where(mask, sampled - teacher, 0.0)
         if not bool(gap.isfinite().all()):
@@ -110,7 +111,7 @@ class TeacherKL(Transform):
             got = None if advantage is None else tuple(advantage.shape)
             raise DataError(
                 f"TeacherKL changes {self.advantage_key!r}, [1, 1] or [{length}, 1], and got "
-                f"{got}; append the rule of credit to the buffer after it"
+                f"{got}; append the advantage estimator to the buffer after it"
             )
         spread = torch.where(mask, advantage.reshape(-1), 0.0)
         return (spread - self.coeff * gap)[:, None]
