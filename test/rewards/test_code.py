@@ -351,9 +351,8 @@ def test_impossible_limits_are_refused():
 # Finding code
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
+def test_the_code_of_a_response():
+    for response, code in [
         ("```python\na\n```", "a"),
         ("```py  \na\n```", "a"),
         ("``` python\na\n```", "a"),
@@ -373,10 +372,8 @@ def test_impossible_limits_are_refused():
         ("    return 1\n```\nThis works.", "    return 1\n"),
         ("<think>a</think><answer>```python\ndef f(): 1\n```</answer>", "def f(): 1"),
         ("<answer>\ndef f(): 1\n</answer>", "def f(): 1"),
-    ],
-)
-def test_the_code_of_a_response(response, code):
-    assert extract_code(response, "f") == code
+    ]:
+        assert extract_code(response, "f") == code
 
 
 def test_a_long_line_of_fences_takes_linear_time():

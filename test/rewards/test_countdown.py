@@ -17,9 +17,8 @@ from torchrl_llm.rewards.number_rewards import CountdownRewardParser, evaluate_e
 PROBLEM = "target=24, numbers=2,3,4,9"
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
+def test_expressions_have_their_exact_value():
+    for expression, value in [
         ("2 + 3 * 4", 14),
         ("(2 + 3) * 4", 20),
         ("9 - 4 - 3", 2),  # from the left
@@ -48,23 +47,54 @@ PROBLEM = "target=24, numbers=2,3,4,9"
         (r"\frac{9}{3} + 2", 5),
         (r"\dfrac{2 + 4}{\frac{9}{3}}", 2),
         (r"9 - \frac{2}{4} - 3", Fraction(11, 2)),
-    ],
-)
-def test_expressions_have_their_exact_value(expression, value):
-    assert evaluate_expression(expression, [2, 3, 4, 9]) == value
+    ]:
+        assert evaluate_expression(expression, [2, 3, 4, 9]) == value
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["2 ** 3", "9 // 2", "2 ^ 3", "9 % 2", "1.5 * 2", "2e3", "2_3", "0x9", "9 / (3 - 3)", "4 / 0"]
-    + ["2 + 2", "5", "23", "2 + x", "abs(2)", "2, 3", "[2]", "{2}", "2 3", "(2)(3)", "2(3)"]
-    + ["", "()", "(", ")", "2 +", "* 2", "(2", "2)", ")2(", "2 + * 3", "2 - - 3", "2 * -3", "--2"]
-    + ["+2", "2 = 3", "2 * 3 = 7", "2 * 3 = 6 = 6", "=", "2 * 3 =", "²", "٢", "2\x00"]
-    + [r"\boxed{}", r"\frac{2}{0}", r"\frac{2}", r"\frac{2}{3", "2 ** 3 **", "****", "** 2", "2 x"]
-    + ["__import__('os').system('true')", "(lambda: 2)()", "2 if 3 else 4", "2 and 3", "9 << 4"],
-)
-def test_what_breaks_the_rules_has_no_value(expression):
-    assert evaluate_expression(expression, [2, 3, 4, 9]) is None
+def test_what_breaks_the_rules_has_no_value():
+    for expression in (
+        [
+            "2 ** 3",
+            "9 // 2",
+            "2 ^ 3",
+            "9 % 2",
+            "1.5 * 2",
+            "2e3",
+            "2_3",
+            "0x9",
+            "9 / (3 - 3)",
+            "4 / 0",
+        ]
+        + ["2 + 2", "5", "23", "2 + x", "abs(2)", "2, 3", "[2]", "{2}", "2 3", "(2)(3)", "2(3)"]
+        + [
+            "",
+            "()",
+            "(",
+            ")",
+            "2 +",
+            "* 2",
+            "(2",
+            "2)",
+            ")2(",
+            "2 + * 3",
+            "2 - - 3",
+            "2 * -3",
+            "--2",
+        ]
+        + ["+2", "2 = 3", "2 * 3 = 7", "2 * 3 = 6 = 6", "=", "2 * 3 =", "²", "٢", "2\x00"]
+        + [
+            r"\boxed{}",
+            r"\frac{2}{0}",
+            r"\frac{2}",
+            r"\frac{2}{3",
+            "2 ** 3 **",
+            "****",
+            "** 2",
+            "2 x",
+        ]
+        + ["__import__('os').system('true')", "(lambda: 2)()", "2 if 3 else 4", "2 and 3", "9 << 4"]
+    ):
+        assert evaluate_expression(expression, [2, 3, 4, 9]) is None
 
 
 def test_a_number_that_is_given_twice_may_be_used_twice():
@@ -73,16 +103,17 @@ def test_a_number_that_is_given_twice_may_be_used_twice():
     assert evaluate_expression("007", [7]) == 7
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["99**98**97", "99**98**97**96", "9" * 900, "(" * 500 + "9" + ")" * 499, "-" * 900 + "9"]
-    + ["\\frac{" * 160 + "9" + "}{9}" * 160, "\\boxed{" * 140 + "}" * 10]
-    + ["(" * 10_000_000, "9*" * 5_000_000, "1" * 10_000_000, "9 = " + "1" * 10_000_000],
-)
-def test_defect_11_hostile_expressions_are_refused_at_once(expression):
-    start = time.process_time()
-    assert not CountdownRewardParser.validate_expression(expression, 1, [97, 98, 99])
-    assert time.process_time() - start < 2  # of the trainer's own CPU; a power would take minutes
+def test_defect_11_hostile_expressions_are_refused_at_once():
+    for expression in (
+        ["99**98**97", "99**98**97**96", "9" * 900, "(" * 500 + "9" + ")" * 499, "-" * 900 + "9"]
+        + ["\\frac{" * 160 + "9" + "}{9}" * 160, "\\boxed{" * 140 + "}" * 10]
+        + ["(" * 10_000_000, "9*" * 5_000_000, "1" * 10_000_000, "9 = " + "1" * 10_000_000]
+    ):
+        start = time.process_time()
+        assert not CountdownRewardParser.validate_expression(expression, 1, [97, 98, 99])
+        assert (
+            time.process_time() - start < 2
+        )  # of the trainer's own CPU; a power would take minutes
 
 
 def test_parentheses_may_be_deep():

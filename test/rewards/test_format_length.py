@@ -22,9 +22,8 @@ def test_a_response_of_the_blocks_alone_is_worth_one(text):
     assert FormatReward().score(Sample(text)) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "there"),
-    [
+def test_another_form_is_worth_its_part_and_no_more():
+    for text, there in [
         ("", 0),
         ("b", 0),
         ("<answer>b</answer>", 1),
@@ -41,11 +40,9 @@ def test_a_response_of_the_blocks_alone_is_worth_one(text):
         ("</think>a<think><answer>b</answer>", 1),
         ("<think>a</think></answer>b<answer>", 1),
         ("<THINK>a</THINK><answer>b</answer>", 1),
-    ],
-)
-def test_another_form_is_worth_its_part_and_no_more(text, there):
-    assert FormatReward().score(Sample(text)) == 0.0
-    assert FormatReward(partial=0.5).score(Sample(text)) == 0.25 * there
+    ]:
+        assert FormatReward().score(Sample(text)) == 0.0
+        assert FormatReward(partial=0.5).score(Sample(text)) == 0.25 * there
 
 
 def test_a_block_that_the_prompt_opened_is_begun():

@@ -12,23 +12,21 @@ from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.number_rewards import parse_number
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["72 dollars", "**72**", r"\boxed{72}", "x = 72"]
-    + ["72.", "$72", "72%", "= 72", "$72.00", "40 + 32 = 72", r"\(72\)", "$$72$$", "`72`"]
-    + [r"\text{72}", r"$\boxed{72}$", "72 m2", "72km", "72 (72)", "#72", "072", r"\$72"]
-    + [r"\boxed{\text{72 dollars}}", "The answer is 72", "+72", "144/2", r"\frac{144}{2}"]
-    + ["72 cm^2", r"72\text{ ft}^{2}", r"72 \mathrm{cm}^3 of water", r"\tfrac{144}{2}"],
-)
-def test_defect_10_common_ways_of_writing_a_number_are_understood(text):
-    assert parse_number(text) == 72
-    assert GSM8KRewardParser.answers_match(text, "#### 72")
-    assert not GSM8KRewardParser.answers_match(text, "#### 73")
+def test_defect_10_common_ways_of_writing_a_number_are_understood():
+    for text in (
+        ["72 dollars", "**72**", r"\boxed{72}", "x = 72"]
+        + ["72.", "$72", "72%", "= 72", "$72.00", "40 + 32 = 72", r"\(72\)", "$$72$$", "`72`"]
+        + [r"\text{72}", r"$\boxed{72}$", "72 m2", "72km", "72 (72)", "#72", "072", r"\$72"]
+        + [r"\boxed{\text{72 dollars}}", "The answer is 72", "+72", "144/2", r"\frac{144}{2}"]
+        + ["72 cm^2", r"72\text{ ft}^{2}", r"72 \mathrm{cm}^3 of water", r"\tfrac{144}{2}"]
+    ):
+        assert parse_number(text) == 72
+        assert GSM8KRewardParser.answers_match(text, "#### 72")
+        assert not GSM8KRewardParser.answers_match(text, "#### 73")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_signs_separators_decimals_and_fractions_are_exact():
+    for text, value in [
         ("1,234", 1234),
         ("1,234,567.5", Fraction(2469135, 2)),
         ("-3", -3),
@@ -47,19 +45,26 @@ def test_defect_10_common_ways_of_writing_a_number_are_understood(text):
         ("100\u00a0000", 100000),
         ("$1.5 million", 1500000),
         ("2 Thousand", 2000),
-    ],
-)
-def test_signs_separators_decimals_and_fractions_are_exact(text, value):
-    assert parse_number(text) == value
+    ]:
+        assert parse_number(text) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "seventy", "70 or 72", "70-72", "16-3", "1,2", "1.2.3", "1e3", "5/0", "x2", "72 =", "1 2"]
-    + ["9" * 5000, "1/" + "9" * 5000, "72½", "7 million or 8", "x^2", r"7\,2"],
-)
-def test_an_answer_without_one_number_states_none(text):
-    assert parse_number(text) is None
+def test_an_answer_without_one_number_states_none():
+    for text in [
+        "",
+        "seventy",
+        "70 or 72",
+        "70-72",
+        "16-3",
+        "1,2",
+        "1.2.3",
+        "1e3",
+        "5/0",
+        "x2",
+        "72 =",
+        "1 2",
+    ] + ["9" * 5000, "1/" + "9" * 5000, "72½", "7 million or 8", "x^2", r"7\,2"]:
+        assert parse_number(text) is None
 
 
 def test_a_hostile_answer_costs_the_trainer_nothing():

@@ -25,9 +25,8 @@ from torchrl_llm.rewards import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
+def test_the_last_stated_score_is_read():
+    for text, score in [
         ("Score: 7", (7, None)),
         ("score 7.5.", (7.5, None)),
         ("**Score:** 7/10", (7, 10)),
@@ -49,10 +48,8 @@ from torchrl_llm.rewards import (
         ("Score...7", (7, None)),
         ("Score - 7", (7, None)),
         ("<score>3 out of 4</score>", (3, 4)),
-    ],
-)
-def test_the_last_stated_score_is_read(text, score):
-    assert read_score(text) == score
+    ]:
+        assert read_score(text) == score
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, score_counts
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+def test_one_letter_is_right_or_wrong():
+    for response, reward in [
         ("<answer>3</answer>", 1.0),
         ("r, r, r: <answer> 3 </answer>.", 1.0),
         ("<think><answer>2</answer> or 3?</think><answer>3</answer>", 1.0),
@@ -29,15 +28,12 @@ from torchrl_llm.rewards.word_rewards import LetterCountingRewardParser, score_c
         ('<answer>{"r": 3}</answer>', 0.0),
         ("<answer>3</answer", 0.0),
         ("<answer>" + "9" * 5000 + "</answer>", 0.0),
-    ],
-)
-def test_one_letter_is_right_or_wrong(response, reward):
-    assert score_counts(response, {"r": 3}) == reward
+    ]:
+        assert score_counts(response, {"r": 3}) == reward
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
+def test_several_letters_are_worth_their_share():
+    for answer, reward in [
         ('{"r": 3, "s": 1}', 1.0),
         ('{"s": 1, "r": 3}', 1.0),
         ('{"r": 3, "s": 2}', 0.55),  # 0.1 + 0.9 / 2
@@ -53,11 +49,9 @@ def test_one_letter_is_right_or_wrong(response, reward):
         ("{r: 3}", 0.0),
         ('{"r": 3, "s": ' + "9" * 5000 + "}", 0.0),
         ("[" * 100_000, 0.0),
-    ],
-)
-def test_several_letters_are_worth_their_share(answer, reward):
-    given = f"<answer>{answer}</answer>"
-    assert score_counts(given, {"r": 3, "s": 1}) == pytest.approx(reward)
+    ]:
+        given = f"<answer>{answer}</answer>"
+        assert score_counts(given, {"r": 3, "s": 1}) == pytest.approx(reward)
 
 
 def test_the_parser_reads_the_counts_of_its_row():

@@ -18,9 +18,8 @@ from torchrl_llm.rewards.math_reward import MATHRewardParser, last_boxed
 pytest.importorskip("math_verify")
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
+def test_the_last_complete_box_is_found():
+    for text, boxed in [
         (r"\boxed{5}", "5"),
         (r"first \boxed{1}, then \boxed{2}", "2"),
         (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
@@ -37,16 +36,13 @@ pytest.importorskip("math_verify")
         (r"\boxed{{{", None),
         (r"\boxedx{5}", None),
         ("\\boxed{" * 30_000, None),  # half a megabyte, in linear time
-    ],
-)
-def test_the_last_complete_box_is_found(text, boxed):
-    assert last_boxed(text) == boxed
-    assert MATHRewardParser.extract_boxed(text) == (text.strip() if boxed is None else boxed)
+    ]:
+        assert last_boxed(text) == boxed
+        assert MATHRewardParser.extract_boxed(text) == (text.strip() if boxed is None else boxed)
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
+def test_spellings_are_equal_without_a_process(monkeypatch):
+    for answer, truth in [
         (r"\dfrac12", r"\frac{1}{2}"),
         (r"\boxed{\tfrac{1}{2}}", r"\frac12"),
         (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
@@ -75,11 +71,9 @@ def test_the_last_complete_box_is_found(text, boxed):
         ("x² + 1", "x^2+1"),
         (r"2516_{8}", "2516_8"),
         ("(−∞, 3] ∪ [5, ∞)", r"(-\infty,3] \cup [5,\infty)"),
-    ],
-)
-def test_spellings_are_equal_without_a_process(monkeypatch, answer, truth):
-    monkeypatch.setattr(math_reward, "_same_mathematics", None)
-    assert MATHRewardParser.answers_match(answer, truth)
+    ]:
+        monkeypatch.setattr(math_reward, "_same_mathematics", None)
+        assert MATHRewardParser.answers_match(answer, truth)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +86,8 @@ def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
     assert not MATHRewardParser.answers_match(answer, truth)
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
+def test_equal_mathematics_is_equal():
+    for answer, truth in [
         ("1/2", r"\frac{1}{2}"),
         ("0.5", r"\frac{1}{2}"),
         (r"\sqrt{117}", r"3\sqrt{13}"),
@@ -114,15 +107,12 @@ def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
         ("3n + 2n", "5n"),
         ("√(12)", r"2\sqrt{3}"),
         ("pi/2", r"\frac{\pi}{2}"),
-    ],
-)
-def test_equal_mathematics_is_equal(answer, truth):
-    assert MATHRewardParser.answers_match(answer, truth, timeout=60)
+    ]:
+        assert MATHRewardParser.answers_match(answer, truth, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
+def test_other_mathematics_and_nonsense_are_wrong():
+    for answer, truth in [
         ("0.3", r"\frac{1}{3}"),
         ("(2,1)", "(1,2)"),
         ("(1,2)", "[1,2]"),
@@ -141,10 +131,8 @@ def test_equal_mathematics_is_equal(answer, truth):
         ("\ud800", "5"),
         ("}", "5"),
         ("\\", "5"),
-    ],
-)
-def test_other_mathematics_and_nonsense_are_wrong(answer, truth):
-    assert not MATHRewardParser.answers_match(answer, truth, timeout=60)
+    ]:
+        assert not MATHRewardParser.answers_match(answer, truth, timeout=60)
 
 
 def test_a_comparison_without_end_is_stopped_from_any_thread_and_the_next_one_works():

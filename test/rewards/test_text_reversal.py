@@ -27,9 +27,8 @@ def test_the_common_subsequence_is_that_of_the_table(first, second):
     assert common_subsequence(second, first) == common_subsequence(first, second)
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+def test_the_reward():
+    for response, reward in [
         ("<answer>olleh</answer>", 1.0),
         ("<answer>\nolleh\n</answer>", 1.0),
         ("<think><answer>x</answer></think><answer>olleh</answer>", 1.0),
@@ -43,12 +42,10 @@ def test_the_common_subsequence_is_that_of_the_table(first, second):
         ("olleh", 0.0),
         ("<answer>olleh", 0.0),
         ("", 0.0),
-    ],
-)
-def test_the_reward(response, reward):
-    score = TextReversalRewardParser().score(response, "olleh")
-    assert score.reward == pytest.approx(reward)
-    assert score.success == (reward == 1.0)
+    ]:
+        score = TextReversalRewardParser().score(response, "olleh")
+        assert score.reward == pytest.approx(reward)
+        assert score.success == (reward == 1.0)
 
 
 def test_an_endless_answer_costs_no_time():

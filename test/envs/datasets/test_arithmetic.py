@@ -48,9 +48,8 @@ def test_one_seed_gives_one_order():
     assert orders[0] == orders[1] != orders[2]
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+def test_the_last_number_of_the_response_is_compared():
+    for response, reward in [
         ("122", 1.0),
         (" 122\n", 1.0),
         ("37+85 is 122.", 1.0),
@@ -63,10 +62,8 @@ def test_one_seed_gives_one_order():
         ("\u0661\u0662\u0662", 0.0),  # other scripts' digits are not the answer as written
         ("no idea", 0.0),
         ("", 0.0),
-    ],
-)
-def test_the_last_number_of_the_response_is_compared(response, reward):
-    assert ArithmeticRewardParser().score(response, "122").reward == reward
+    ]:
+        assert ArithmeticRewardParser().score(response, "122").reward == reward
 
 
 def test_a_response_is_scored_through_the_environment():

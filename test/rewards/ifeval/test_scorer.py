@@ -50,9 +50,8 @@ def flags(td, name):
     return [row.tolist() for row in read_rows(td, ("ifeval_score", name))]
 
 
-@pytest.mark.parametrize(
-    ("response", "reward", "success", "has_answer", "has_think"),
-    [
+def test_the_reward_of_a_response():
+    for response, reward, success, has_answer, has_think in [
         # all four accuracies are 1
         ("<answer>just this</answer>", 1.0 + 0.1, True, True, False),
         ("<think>So, so.</think><answer>just this</answer>", 1.15, True, True, True),
@@ -72,12 +71,10 @@ def flags(td, name):
         # the last block counts, and two of them are no form
         ("<answer>Oh, No</answer><answer>just this</answer>", 1.0, True, True, False),
         ("<think>a</think><think>b</think><answer>just this</answer>", 1.1, True, True, True),
-    ],
-)
-def test_the_reward_of_a_response(response, reward, success, has_answer, has_think):
-    score = IfEvalScorer().score(response, BOTH)
-    assert score[0] == pytest.approx(reward)
-    assert score[1:] == (success, has_answer, has_think)
+    ]:
+        score = IfEvalScorer().score(response, BOTH)
+        assert score[0] == pytest.approx(reward)
+        assert score[1:] == (success, has_answer, has_think)
 
 
 def test_the_whole_response_behind_the_reasoning_can_be_scored():

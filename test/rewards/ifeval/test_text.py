@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +13,8 @@ from torchrl_llm.rewards.ifeval.text import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
+def test_words():
+    for text, count in [
         ("", 0),
         ("one", 1),
         ("don't", 2),
@@ -30,15 +28,12 @@ from torchrl_llm.rewards.ifeval.text import (
         ("**bold** _it_", 2),
         ("emoji 🎉 party", 2),
         ("你好世界", 1),
-    ],
-)
-def test_words(text, count):
-    assert len(split_words(text)) == count
+    ]:
+        assert len(split_words(text)) == count
 
 
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
+def test_sentences():
+    for text, sentences in [
         ("", []),
         ("...", []),
         ("No mark", ["No mark"]),
@@ -67,10 +62,8 @@ def test_words(text, count):
         ("यह एक है। वह दो है।", ["यह एक है।", "वह दो है।"]),
         ("هل هذا؟ نعم.", ["هل هذا؟", "نعم."]),
         ("这是一。这是二！是吗？", ["这是一。", "这是二！", "是吗？"]),
-    ],
-)
-def test_sentences(text, sentences):
-    assert split_sentences(text) == sentences
+    ]:
+        assert split_sentences(text) == sentences
 
 
 @given(st.text(alphabet="ab.!? \n1\")*'IMr", max_size=60))
