@@ -49,8 +49,7 @@ class BackendConformance:
                 sequences, select, temperature=params.scoring_temperature, **options
             )
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-    @pytest.mark.parametrize("num_samples", [1, 3])
+    @pytest.mark.parametrize(("temperature", "num_samples"), [(1.0, 3), (0.6, 1), (0.0, 3)])
     def test_scores_of_sampled_tokens_are_their_sampled_log_probs(
         self, backend, temperature, num_samples
     ):
@@ -63,22 +62,18 @@ class BackendConformance:
 
     @pytest.mark.parametrize(
         "truncation",
-        [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}],
+        [
+            {"top_k": 3},
+            {"top_p": 0.7, "temperature": 0.6},
+            {"min_p": 0.2, "temperature": 0.6},
+            {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
+        ],
         ids=str,
     )
-    @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    def test_scores_on_the_recorded_support_are_the_sampled_log_probs(
-        self, backend, truncation, temperature
-    ):
+    def test_scores_on_the_recorded_support_are_the_sampled_log_probs(self, backend, truncation):
         if not backend.records_support:
             pytest.skip("this backend cannot tell which ids it kept")
-        params = SamplingParams(
-            max_new_tokens=9,
-            temperature=temperature,
-            num_samples=2,
-            record_support=True,
-            **truncation,
-        )
+        params = SamplingParams(max_new_tokens=9, num_samples=2, record_support=True, **truncation)
         groups = backend.generate(prompts(), params)
         completions = flatten(groups)
         for completion in completions:
@@ -159,16 +154,11 @@ class BackendConformance:
 
     def test_a_stop_id_ends_a_response_and_stays_in_it(self, backend):
         ends = tuple(range(backend.vocab_size))
-        params = SamplingParams(max_new_tokens=5, stop_token_ids=ends)
-        for completion in flatten(backend.generate(prompts(), params)):
-            assert len(completion.token_ids) == 1
-            assert completion.finish_reason == FinishReason.STOP
-
-    def test_a_stop_id_as_the_last_allowed_token_is_a_stop(self, backend):
-        ends = tuple(range(backend.vocab_size))
-        params = SamplingParams(max_new_tokens=1, stop_token_ids=ends)
-        [completion] = backend.generate(prompts()[:1], params)[0]
-        assert completion.finish_reason == FinishReason.STOP
+        for allowed in (5, 1):  # as the last allowed token it is a stop too
+            params = SamplingParams(max_new_tokens=allowed, stop_token_ids=ends)
+            for completion in flatten(backend.generate(prompts(), params)):
+                assert len(completion.token_ids) == 1
+                assert completion.finish_reason == FinishReason.STOP
 
     def test_responses_end_at_the_first_end_id_only(self, backend):
         half = tuple(range(0, backend.vocab_size, 2))
@@ -187,25 +177,19 @@ class BackendConformance:
             # The log-prob is that of the distribution that was sampled: one token is left.
             assert a.log_probs.abs().max() < 1e-6
 
-    def test_empty_prompts_are_refused_by_row(self, backend):
-        bad = [torch.tensor([5]), torch.zeros(0, dtype=torch.int64)]
+    def test_prompts_that_no_model_takes_are_refused_by_row(self, backend):
+        params, good = SamplingParams(max_new_tokens=1), torch.tensor([5])
         with pytest.raises(DataError, match="prompt 1 is empty"):
-            backend.generate(bad, SamplingParams(max_new_tokens=1))
-
-    @pytest.mark.parametrize("bad_id", [-1, 10**6])
-    def test_ids_outside_the_vocabulary_are_refused_by_row(self, backend, bad_id):
-        bad = [torch.tensor([5]), torch.tensor([6, bad_id])]
-        with pytest.raises(TokenizerError, match=f"row 1 holds the token id {bad_id}"):
-            backend.generate(bad, SamplingParams(max_new_tokens=1))
-        with pytest.raises(TokenizerError, match="row 1"):
-            backend.token_scores(bad, [torch.zeros(len(row)).bool() for row in bad])
-
-    @pytest.mark.parametrize(
-        "bad", [torch.tensor([5, 6]).int(), torch.tensor([5.0]), torch.tensor([[5, 6]]), [5, 6]]
-    )
-    def test_prompts_that_are_no_rows_of_int64_are_refused(self, backend, bad):
-        with pytest.raises(DataError, match=r"row 1 .* int64"):
-            backend.generate([torch.tensor([5]), bad], SamplingParams(max_new_tokens=1))
+            backend.generate([good, torch.zeros(0, dtype=torch.int64)], params)
+        for bad_id in (-1, 10**6):
+            rows = [good, torch.tensor([6, bad_id])]
+            with pytest.raises(TokenizerError, match=f"row 1 holds the token id {bad_id}"):
+                backend.generate(rows, params)
+            with pytest.raises(TokenizerError, match="row 1"):
+                backend.token_scores(rows, [torch.zeros(len(row)).bool() for row in rows])
+        for bad in (good.int(), torch.tensor([5.0]), torch.tensor([[5, 6]]), [5, 6]):
+            with pytest.raises(DataError, match=r"row 1 .* int64"):
+                backend.generate([good, bad], params)
 
     def test_the_context_bounds_a_response_and_refuses_what_fills_it(self):
         backend = self.make_backend(max_length=6)
@@ -230,12 +214,10 @@ class BackendConformance:
             torch.testing.assert_close(one.log_probs, both.log_probs[where], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(one.entropy, both.entropy[where], atol=1e-5, rtol=1e-5)
 
-    def test_a_selected_first_token_is_refused(self, backend):
+    def test_rows_of_one_token_are_scored_to_nothing_and_rows_without_prefix_refused(self, backend):
+        one = torch.tensor([5])
         with pytest.raises(DataError, match="first token"):
             backend.token_scores([torch.tensor([5, 6])], [torch.tensor([True, True])])
-
-    def test_rows_of_one_token_are_scored_to_nothing_and_empty_ones_refused(self, backend):
-        one = torch.tensor([5])
         assert backend.token_scores([one], [torch.tensor([False])]).log_probs.shape == (0,)
         with pytest.raises(DataError, match="row 1 is empty"):
             backend.token_scores([one, one[:0]], [torch.tensor([False]), one[:0].bool()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 
@@ -15,6 +16,18 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, pad_rows, ragged_rows, read_rows
 from torchrl_llm.errors import ConfigError
+
+MODES = ["history", "text", "tokens"]
+# Each mode, padding and number of samples, and most pairs of them.
+SAMPLED = [
+    ("history", False, None),
+    ("history", True, 3),
+    ("text", True, 1),
+    ("text", False, 3),
+    ("tokens", True, None),
+    ("tokens", False, 3),
+]
+REST = [c for c in itertools.product(MODES, [False, True], [None, 1, 3]) if c not in SAMPLED]
 
 
 class WrapperConformance:
@@ -48,7 +61,7 @@ class WrapperConformance:
         options.setdefault("generate_kwargs", {"max_new_tokens": 7})
         return self.make_policy(tokenizer, **options)
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("input_mode", MODES)
     def test_rows_that_are_not_stepped_get_an_empty_answer(self, tokenizer, input_mode):
         greedy = {"max_new_tokens": 7, "temperature": 0.0}
         policy = self.make(tokenizer, input_mode=input_mode, generate_kwargs=greedy)
@@ -65,9 +78,10 @@ class WrapperConformance:
             assert full.tolist() == prompt.tolist()
             assert out["tokens", "finish_reason"][row] == FinishReason.ABORT
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
-    @pytest.mark.parametrize("pad_output", [False, True])
-    @pytest.mark.parametrize("num_samples", [None, 1, 3])
+    @pytest.mark.parametrize(
+        ("input_mode", "pad_output", "num_samples"),
+        [*SAMPLED, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)],
+    )
     def test_log_probs_of_what_was_generated_are_the_sampled_ones(
         self, tokenizer, input_mode, pad_output, num_samples
     ):
@@ -100,8 +114,9 @@ class WrapperConformance:
                 torch.testing.assert_close(sampled[mask], rescored[mask], atol=1e-5, rtol=1e-5)
                 assert rescored[0] == 0
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
-    @pytest.mark.parametrize("pad_output", [False, True])
+    @pytest.mark.parametrize(
+        ("input_mode", "pad_output"), [("history", True), ("text", False), ("tokens", True)]
+    )
     def test_log_probs_under_truncation_are_the_sampled_ones_where_the_support_is_recorded(
         self, tokenizer, input_mode, pad_output
     ):
@@ -130,9 +145,17 @@ class WrapperConformance:
         for log_probs in found:
             torch.testing.assert_close(log_probs.cpu(), sampled, atol=1e-5, rtol=1e-5)
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
-    @pytest.mark.parametrize("generate", [True, False])
-    @pytest.mark.parametrize("record_support", [False, True])
+    @pytest.mark.parametrize(
+        ("input_mode", "generate", "record_support"),
+        [
+            ("history", True, False),
+            ("history", False, True),
+            ("text", True, True),
+            ("text", False, False),
+            ("tokens", True, True),
+            ("tokens", False, False),
+        ],
+    )
     def test_exactly_the_declared_keys_are_written(
         self, tokenizer, input_mode, generate, record_support
     ):
@@ -148,7 +171,7 @@ class WrapperConformance:
                 written.add(key)
         assert written == set(policy.out_keys)
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("input_mode", MODES)
     def test_rows_hold_every_token_with_its_provenance(self, tokenizer, input_mode):
         policy = self.make(tokenizer, input_mode=input_mode, policy_version=5)
         td = self.inputs(policy)
@@ -174,7 +197,7 @@ class WrapperConformance:
         assert out["tokens", "temperature"].tolist() == [1.0] * 4
         assert out["tokens", "truncated_support"].tolist() == [False] * 4
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("input_mode", MODES)
     def test_padded_columns_hold_the_ragged_rows(self, tokenizer, input_mode):
         ragged = self.make(
             tokenizer, input_mode=input_mode, generate_kwargs={"seed": 1, "max_new_tokens": 9}
@@ -211,7 +234,7 @@ class WrapperConformance:
             assert torch.equal(chat.record.token_ids, ids)
             assert chat.record.num_messages == len(chat) == 2
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("input_mode", MODES)
     def test_a_single_row_and_more_dimensions_keep_their_shape(self, tokenizer, input_mode):
         policy = self.make(tokenizer, input_mode=input_mode, inplace=False)
         td = self.inputs(policy)
@@ -221,7 +244,7 @@ class WrapperConformance:
         assert out.batch_size == (2, 2)
         assert len(read_rows(out[1], ("tokens", "full"))) == 2
 
-    @pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("input_mode", MODES)
     def test_rows_of_a_buffer_are_scored_as_the_batch_they_came_from(self, tokenizer, input_mode):
         policy = self.make(tokenizer, input_mode=input_mode)
         out = policy(self.inputs(policy))

@@ -1,4 +1,4 @@
-"""The reference policy without a second model: the policy itself with its adapters switched off."""
+"""Reference policy without a second model: the policy itself with its adapters switched off."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class AdapterDisabled(TokenScorer):
 
     def __init__(self, policy: TokenScorer) -> None:
         self.policy = policy
-        self._backend = _backend(policy)
+        backend = policy.backend if isinstance(policy, LLMWrapperBase) else policy
+        self._backend = backend if isinstance(backend, Backend) else None
         self._model = _peft_model(policy, self._backend)
 
     def token_scores(
@@ -88,24 +89,17 @@ class AdapterDisabled(TokenScorer):
                     parameter.requires_grad_(trains)
 
 
-def _backend(policy: TokenScorer) -> Backend | None:
-    if isinstance(policy, LLMWrapperBase):
-        return policy.backend
-    return policy if isinstance(policy, Backend) else None
-
-
 def _peft_model(policy: TokenScorer, backend: Backend | None) -> Any:
     peft = require("peft", extra="peft", feature="AdapterDisabled")
     root = policy if backend is None else backend.module
-    found = []
-    if isinstance(root, nn.Module):
-        found = [module for module in root.modules() if isinstance(module, peft.PeftModel)]
-    if not found:
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    model = next((module for module in modules if isinstance(module, peft.PeftModel)), None)
+    if model is None:
         raise ConfigError(
             f"{type(policy).__name__} holds no PEFT model whose adapters could be switched off; "
             "load the policy with lora=..., or use a second model as the reference"
         )
-    for name, config in found[0].peft_config.items():
+    for name, config in model.peft_config.items():
         if config.is_prompt_learning:
             raise ConfigError(f"adapter {name!r} is learned prompts, not layers to switch off")
         if getattr(config, "bias", "none") != "none":
@@ -113,4 +107,4 @@ def _peft_model(policy: TokenScorer, backend: Backend | None) -> Any:
                 f"adapter {name!r} trains biases of the base model (bias={config.bias!r}), which "
                 "stay when it is off; use bias='none', or a second model as the reference"
             )
-    return found[0]
+    return model

@@ -1,8 +1,7 @@
-"""A Hugging Face reward model as a module that writes a reward beside rows of tokens."""
+"""Module that writes the reward of a Hugging Face reward model next to rows of tokens."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +29,12 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         attention_mask_key: mask of padded rows; ``None`` hands the model no mask, which takes rows
             of one length. Ragged rows need none.
         reward_key: where the reward goes, float32 ``[B]``; ``("next", "reward")`` writes ``[B, 1,
-            1]``, the form that credit rules read.
+            1]``, the form that advantage estimators read.
         inference_mode: score without gradients.
 
     Raises:
         DataError: for rows without ids, or padded ones without a mask.
-        RewardError: when the model gives no finite number a row.
+        RewardError: when the model gives no finite number per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -99,14 +98,11 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         config = getattr(self.model, "config", None)
         pad_id = getattr(config, "pad_token_id", None)
         size = 1 if config is not None and pad_id is None else len(rows)
-        with torch.no_grad() if self.inference_mode else nullcontext():
-            parts = [
-                self._call(
-                    rows[i : i + size], None if masks is None else masks[i : i + size], pad_id
-                )
-                for i in range(0, len(rows), size)
-            ]
-        rewards = torch.cat(parts)
+        cuts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_mode):
+            rewards = torch.cat(
+                [self._call(rows[cut], masks and masks[cut], pad_id) for cut in cuts]
+            )
         if not bool(rewards.isfinite().all()):
             bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
             raise RewardError(f"the reward model's output is NaN or infinite for rows {bad[:8]}")
@@ -143,9 +139,8 @@ def _ragged(tensordict: Any, key: NestedKey) -> bool:
 
 
 def _one_a_row(output: Any, size: int) -> Tensor:
-    found = getattr(output, "logits", None)
-    found = getattr(output, "rewards", None) if found is None else found
-    found = output if found is None else found
+    given = (getattr(output, name, None) for name in ("logits", "rewards"))
+    found = next((value for value in given if value is not None), output)
     if not isinstance(found, Tensor):
         raise RewardError(
             f"a reward model must give logits, rewards or a tensor, got {type(output).__name__}"

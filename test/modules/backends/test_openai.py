@@ -163,36 +163,35 @@ def change(**fields):
     return fault
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "match"),
-    [
-        ({"token_ids": None}, ConfigError, "return_token_ids"),
-        ({"prompt_token_ids": None}, ConfigError, "return_token_ids"),
-        ({"token_ids": [1, 2, 3]}, BackendError, "3 ids and 4 log-probs"),
-        ({"logprobs": None}, BackendError, "4 ids and 0 log-probs"),
-        ({"token_ids": [1, 2, 3, VOCAB]}, BackendError, f"sampled the id {VOCAB}"),
-        ({"logprobs": {"token_logprobs": [-1.0, None, -1.0, -1.0]}}, BackendError, "not finite"),
-        ({"logprobs": {"token_logprobs": [-1.0, float("nan")] * 2}}, BackendError, "not finite"),
-        ({"finish_reason": "stop", "stop_reason": None}, BackendError, "ended with 'stop'"),
-        ({"finish_reason": "error"}, BackendError, "ended with 'error'"),
-    ],
-    ids=str,
-)
-def test_answers_that_cannot_be_trained_on_are_refused(serve, fields, error, match):
-    fake, url = serve()
-    backend = connect(url)
-    fake.faults.append(change(**fields))
-    with pytest.raises(error, match=match):
-        ask(backend)
+UNTRAINABLE = [
+    ({"token_ids": None}, ConfigError, "return_token_ids"),
+    ({"prompt_token_ids": None}, ConfigError, "return_token_ids"),
+    ({"token_ids": [1, 2, 3]}, BackendError, "3 ids and 4 log-probs"),
+    ({"logprobs": None}, BackendError, "4 ids and 0 log-probs"),
+    ({"token_ids": [1, 2, 3, VOCAB]}, BackendError, f"sampled the id {VOCAB}"),
+    ({"logprobs": {"token_logprobs": [-1.0, None, -1.0, -1.0]}}, BackendError, "not finite"),
+    ({"logprobs": {"token_logprobs": [-1.0, float("nan")] * 2}}, BackendError, "not finite"),
+    ({"finish_reason": "stop", "stop_reason": None}, BackendError, "ended with 'stop'"),
+    ({"finish_reason": "error"}, BackendError, "ended with 'error'"),
+]
 
 
-@pytest.mark.parametrize("answer", ["", "<html>hello</html>", '{"choices": []}', "[]", "null"])
-def test_answers_of_another_form_are_refused(serve, answer):
+def test_answers_that_cannot_be_trained_on_are_refused(serve):
     fake, url = serve()
     backend = connect(url)
-    fake.faults.append(refuse(200, data=answer))
-    with pytest.raises(BackendError, match="not one completion"):
-        ask(backend)
+    for fields, error, match in UNTRAINABLE:
+        fake.faults.append(change(**fields))
+        with pytest.raises(error, match=match):
+            ask(backend)
+
+
+def test_answers_of_another_form_are_refused(serve):
+    fake, url = serve()
+    backend = connect(url)
+    for answer in ("", "<html>hello</html>", '{"choices": []}', "[]", "null"):
+        fake.faults.append(refuse(200, data=answer))
+        with pytest.raises(BackendError, match="not one completion"):
+            ask(backend)
 
 
 def test_what_was_aborted_at_the_server_comes_back_as_far_as_it_came(serve):
@@ -305,12 +304,10 @@ def test_impossible_settings_are_refused(options, match):
         connect("http://127.0.0.1:9", start_timeout_s=0.1, **options)
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:80", "ftp://a", "http://", "http://a:b", "http://a?x=1"]
-)
-def test_addresses_that_are_none_are_refused(url):
-    with pytest.raises(ConfigError, match="looks like http://host:8000"):
-        connect(url)
+def test_addresses_that_are_none_are_refused():
+    for url in ("localhost:80", "ftp://a", "http://", "http://a:b", "http://a?x=1"):
+        with pytest.raises(ConfigError, match="looks like http://host:8000"):
+            connect(url)
 
 
 def test_the_key_is_sent_and_a_refusal_asks_for_it(serve):

@@ -8,33 +8,30 @@ import time
 
 import pytest
 import torch
-from modules.backends.openai_server import (
-    VOCAB,
-    ask,
-    connect,
-    drip,
-    hang_up,
-    refuse,
-    sleep,
-)
+from modules.backends.openai_server import VOCAB, ask, connect, drip, hang_up, refuse, sleep
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, WorkerError
 from torchrl_llm.modules import FakeBackend, SamplingParams
 
 
-@pytest.mark.parametrize("status", [429, 502, 503])
-def test_a_busy_server_is_asked_again_for_the_very_same_response(serve, status):
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr("torchrl_llm._http._FIRST_PAUSE_S", 0.02)
+
+
+def test_a_busy_server_is_asked_again_for_the_very_same_response(serve):
     fake, url = serve()
     backend = connect(url)
     torch.manual_seed(3)
     [wanted] = ask(backend)
-    fake.faults.extend([refuse(status)] * 2)
+    fake.faults.extend(refuse(status) for status in (429, 502, 503))
     torch.manual_seed(3)
     [got] = ask(backend)
-    assert backend.num_retries == 2
+    assert backend.num_retries == 3
     assert torch.equal(got.token_ids, wanted.token_ids)
-    assert fake.requests[-1][1] == fake.requests[-2][1] == fake.requests[-3][1]
+    first, *again = (body for _, body in fake.requests[-4:])
+    assert again == [first] * 3
 
 
 def test_the_server_says_when_to_come_back(serve):

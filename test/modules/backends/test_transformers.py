@@ -30,11 +30,6 @@ class TestQwen(BackendConformance):
         return TransformersBackend(self.model, **options)
 
 
-class TestPacked(TestQwen):
-    def make_backend(self, **options):
-        return TransformersBackend(self.model, layout="packed", **options)
-
-
 def gpt2(**overrides):
     settings = {
         "vocab_size": 60,
@@ -84,6 +79,14 @@ class TestTransformersWrapper(WrapperConformance):
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].double()
+
+
+def test_packed_rows_have_the_scores_that_were_sampled(tiny_model):
+    suite = TestQwen()
+    suite.model = tiny_model
+    backend = TransformersBackend(tiny_model, layout="packed")
+    suite.test_scores_of_sampled_tokens_are_their_sampled_log_probs(backend, 0.6, 3)
+    suite.test_scores_on_the_recorded_support_are_the_sampled_log_probs(backend, {"top_k": 3})
 
 
 def test_greedy_agrees_with_a_loop_over_the_whole_model(tiny_model):

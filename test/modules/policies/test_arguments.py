@@ -125,9 +125,8 @@ def test_native_arguments_are_those_of_the_backend(tiny_model):
         params({"min_new_token": 3}, backend)
 
 
-@pytest.mark.parametrize(
-    ("fields", "truncates"),
-    [
+def test_rows_say_when_temperature_does_not_reproduce_their_distribution():
+    for given, truncates in (
         ({}, False),
         ({"temperature": 0.3}, False),
         ({"top_k": 5}, True),
@@ -135,7 +134,6 @@ def test_native_arguments_are_those_of_the_backend(tiny_model):
         ({"min_p": 0.1}, True),
         ({"repetition_penalty": 1.1}, True),
         ({"top_k": 5, "temperature": 0}, False),
-    ],
-)
-def test_rows_say_when_temperature_does_not_reproduce_their_distribution(fields, truncates):
-    assert SamplingParams(max_new_tokens=1, **fields).truncates_support == truncates
+    ):
+        params = SamplingParams(max_new_tokens=1, **given)
+        assert params.truncates_support == truncates, given

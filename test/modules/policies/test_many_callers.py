@@ -12,7 +12,7 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends import Answer, FakeBackend
 
-NUM_REQUESTS, NUM_THREADS = 10_000, 64
+NUM_THREADS = 64
 
 
 class CountingBackend(FakeBackend):
@@ -33,8 +33,10 @@ def number(n):
     return [4 + n % 250, 4 + n // 250]
 
 
-@pytest.mark.slow
-def test_10_000_requests_from_64_threads_return_to_their_own_callers():
+@pytest.mark.parametrize(
+    "num_requests", [1_000, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.slow])]
+)
+def test_requests_from_64_threads_return_to_their_own_callers(num_requests):
     backend = CountingBackend()
     policy = vLLMWrapper(
         backend,
@@ -45,7 +47,7 @@ def test_10_000_requests_from_64_threads_return_to_their_own_callers():
         max_batch_size=32,
         generate_kwargs={"max_new_tokens": 8},
     )
-    todo, wrong, done = iter(range(NUM_REQUESTS)), [], []
+    todo, wrong, done = iter(range(num_requests)), [], []
     lock = threading.Lock()
 
     def ask():
@@ -69,9 +71,9 @@ def test_10_000_requests_from_64_threads_return_to_their_own_callers():
         assert not thread.is_alive()
     assert wrong == []
     assert len(done) == NUM_THREADS
-    assert sum(done) == NUM_REQUESTS
+    assert sum(done) == num_requests
     # They ran together, and no batch was larger than allowed.
     assert 1 < backend.largest <= 32
-    assert next(backend.calls) < NUM_REQUESTS
+    assert next(backend.calls) < num_requests
     state = policy.get_batching_state()
     assert (state["queued_items"], state["running_items"]) == (0, 0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,14 +97,6 @@ def model_body(model: nn.Module) -> nn.Module:
     return body
 
 
-class _Parts(NamedTuple):
-    """What the head computes with right now; adapters may be switched between calls."""
-
-    weight: Tensor
-    bias: Tensor | None
-    low_rank: tuple[Tensor, Tensor] | None
-
-
 class LMHead:
     """Scores hidden states against the head of one model.
 
@@ -181,12 +173,9 @@ class LMHead:
             in_place_head_grad: add the weight's gradient in place; skipped where the weight takes
                 none, and with a support, whose gradient is not made of tiles.
         """
-        weight, bias, low_rank = self._parts(hidden_ND)
+        weight, form = self._parts(hidden_ND)
         settings = {
-            "bias": bias,
-            "low_rank": low_rank,
-            "scale": self.scale,
-            "softcap": self.softcap,
+            **form,
             "temperature": temperature,
             "entropy": entropy,
             "chunk_size": chunk_size,
@@ -205,15 +194,11 @@ class LMHead:
         Args:
             hidden_ND: ``[N, D]``.
         """
-        weight, bias, low_rank = self._parts(hidden_ND)
-        return HeadStates(
-            hidden_ND.detach(),
-            weight.detach(),
-            None if bias is None else bias.detach(),
-            self.scale,
-            self.softcap,
-            None if low_rank is None else (low_rank[0].detach(), low_rank[1].detach()),
-        )
+        weight, form = self._parts(hidden_ND)
+        bias, low_rank = form["bias"], form["low_rank"]
+        form["bias"] = None if bias is None else bias.detach()
+        form["low_rank"] = None if low_rank is None else tuple(x.detach() for x in low_rank)
+        return HeadStates(hidden_ND.detach(), weight.detach(), **form)
 
     def divergence(
         self,
@@ -242,7 +227,7 @@ class LMHead:
         Raises:
             ConfigError: when the teacher knows fewer ids than the model.
         """
-        weight, bias, low_rank = self._parts(hidden_ND)
+        weight, form = self._parts(hidden_ND)
         size, device = weight.shape[0], hidden_ND.device
         if teacher.weight.shape[0] < size:
             raise ConfigError(
@@ -259,16 +244,13 @@ class LMHead:
             teacher.hidden.to(device),
             teacher.weight[:size].to(device),
             direction=direction,
-            bias=bias,
-            low_rank=low_rank,
-            scale=self.scale,
-            softcap=self.softcap,
             teacher_bias=None if teacher.bias is None else teacher.bias[:size].to(device),
             teacher_low_rank=adapter,
             teacher_scale=teacher.scale,
             teacher_softcap=teacher.softcap,
             temperature=temperature,
             chunk_size=chunk_size,
+            **form,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -296,7 +278,8 @@ class LMHead:
             )
         return linear, lora
 
-    def _parts(self, hidden_ND: Tensor) -> _Parts:
+    def _parts(self, hidden_ND: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The weight now, and what else makes logits; adapters may be switched between calls."""
         linear, lora = self._linear()
         if isinstance(linear.weight, DTensor):
             raise ConfigError(
@@ -309,7 +292,8 @@ class LMHead:
                 lora.unmerge()
             if not lora.disable_adapters and not lora.merged:
                 low_rank = _adapters(lora, hidden_ND)
-        return _Parts(linear.weight, linear.bias, low_rank)
+        form = {"scale": self.scale, "softcap": self.softcap, "low_rank": low_rank}
+        return linear.weight, {"bias": linear.bias, **form}
 
 
 def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""How ragged rows are laid out for the body of a model: four layouts, and which is cheapest.
+"""Layouts of ragged rows for the body of a model: there are four, and the cheapest is taken.
 
 - ``padded``: one rectangle.
 - ``bucketed``: rows of like length in rectangles of their own, one call of the model each.
@@ -144,13 +144,13 @@ def lay_out(rows: Rows, allowed: Sequence[str], costs: RowCosts) -> RowStream:
         ([5, 6, 5, 0], [1, 2], [7, 8])
     """
     plans = {name: _PLANS[name](rows, costs) for name in allowed}
-    best = min(plans, key=lambda name: _price(name, plans[name], costs))
+
+    def price(name: str) -> float:
+        blocks = plans[name].blocks
+        return blocks_cost(blocks, costs, calls=len(blocks) if name == "bucketed" else 1)
+
+    best = min(plans, key=price)
     return _stream(rows, plans[best], best)
-
-
-def _price(name: str, plan: _Plan, costs: RowCosts) -> float:
-    calls = len(plan.blocks) if name == "bucketed" else 1
-    return blocks_cost(plan.blocks, costs, calls=calls)
 
 
 class ModelSize(NamedTuple):
@@ -196,22 +196,16 @@ class ModelSize(NamedTuple):
         )
 
 
-def _padded(rows: Rows, costs: RowCosts) -> _Plan:
-    return _rectangles(rows, [_running(rows)])
-
-
-def _bucketed(rows: Rows, costs: RowCosts) -> _Plan:
-    return _rectangles(rows, _buckets(rows, _running(rows), costs, cut=costs.call))
-
-
-def _packed(rows: Rows, costs: RowCosts) -> _Plan:
-    return _rectangles(rows, _buckets(rows, _running(rows), costs, cut=costs.block))
+def _in_rectangles(rows: Rows, cut: float | None, costs: RowCosts) -> _Plan:
+    """All rows in one rectangle, or in several where each further one costs ``cut``."""
+    running = _running(rows)
+    return _rectangles(rows, [running] if cut is None else _buckets(rows, running, costs, cut=cut))
 
 
 def _shared(rows: Rows, costs: RowCosts) -> _Plan:
     families = [members for members in rows.families.values() if len(members) > 1]
     if not families:
-        return _packed(rows, costs)
+        return _in_rectangles(rows, costs.block, costs)
     shared = {row for members in families for row in members}
     alone = [row for row in _running(rows) if row not in shared]
     plan = _rectangles(rows, _buckets(rows, alone, costs, cut=costs.block) if alone else [])
@@ -240,7 +234,12 @@ def _shared(rows: Rows, costs: RowCosts) -> _Plan:
     return plan
 
 
-_PLANS = {"padded": _padded, "bucketed": _bucketed, "packed": _packed, "shared": _shared}
+_PLANS = {
+    "padded": lambda rows, costs: _in_rectangles(rows, None, costs),
+    "bucketed": lambda rows, costs: _in_rectangles(rows, costs.call, costs),
+    "packed": lambda rows, costs: _in_rectangles(rows, costs.block, costs),
+    "shared": _shared,
+}
 
 
 def _running(rows: Rows) -> list[int]:

@@ -1,7 +1,7 @@
-"""A server that speaks OpenAI's protocol, given by URL, as a backend.
+"""Backend over a server that speaks OpenAI's protocol, given by its URL.
 
 Token ids go out and token ids come back: prompts are sent as ids, and a server that encodes them
-anew or returns text alone is refused. Made for vLLM's own server; how to start one is in
+again or returns text alone is refused. Made for vLLM's own server; how to start one is in
 :doc:`/howto/use_a_server`.
 
 Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for what is said,
@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,9 +24,9 @@ from torchrl_llm._http import Cancellation, HTTPClient
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError, WorkerError
-from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends import openai_protocol as protocol
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.sampling import only_support, score_logits
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
@@ -38,13 +37,13 @@ _COOLEST = 0.01
 class OpenAIBackend(Backend):
     """Samples and scores at a server, one request for each response.
 
-    Each response has a seed of its own, drawn here, so that torch's generator repeats a run. The
-    same request may therefore be sent twice when a connection breaks: nothing is drawn again.
+    The seed of each response is drawn here, so that torch's generator repeats a run, and a request
+    that is sent again after a broken connection gives the same response.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.
         model: name of the model at the server; its only one by default.
-        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` where they are not said.
+        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` where they are left out.
         vocab_size: number of ids that the model has.
         eos_token_ids: ids that end a response.
         max_length: context in tokens; that of the server by default.
@@ -67,13 +66,17 @@ class OpenAIBackend(Backend):
         version: of the last weights that were brought through this backend; ``None`` before.
 
     Raises:
-        ConfigError: for a wrong address, an unknown model, or ids that nobody knows.
+        ConfigError: for a wrong address or model, or where ``vocab_size`` and ``eos_token_ids``
+            are not known.
         WorkerError: the server is not there.
     """
 
     native_arguments = protocol.NATIVE_ARGUMENTS
     records_support = True
     begins_to_count = True
+    vocab_size: int = 0
+    max_length: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -109,9 +112,10 @@ class OpenAIBackend(Backend):
             )
         self.tokenizer = tokenizer
         self.version: int | None = None
-        self._vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        self._eos = tuple([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
-        if None in self._eos:
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        ends = [tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = tuple(ends)
+        if None in self.eos_token_ids:
             raise ConfigError("the tokenizer has no eos token; pass eos_token_ids=")
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._on_failure, self._on_other_prompt = on_failure, on_other_prompt
@@ -123,7 +127,7 @@ class OpenAIBackend(Backend):
         card = _model_card(self._http, model, start_timeout_s)
         self.model_name = card["id"]
         limits = [n for n in (card.get("max_model_len"), max_length) if n is not None]
-        self._max_length = min(limits, default=None)
+        self.max_length = min(limits, default=None)
         # Log-probs of the distribution that was sampled; asked of the server when they matter.
         self._processed: bool | None = None
         self._lock = threading.Lock()
@@ -142,21 +146,6 @@ class OpenAIBackend(Backend):
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
-
-    @property
-    def vocab_size(self) -> int:
-        """As constructed, else the tokenizer's."""
-        return self._vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """As constructed, and no more than the server says; ``None`` where neither knows."""
-        return self._max_length
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """As constructed, else the tokenizer's."""
-        return self._eos
 
     @property
     def num_retries(self) -> int:
@@ -189,8 +178,8 @@ class OpenAIBackend(Backend):
         if params.seed is not None:
             generator = torch.Generator().manual_seed(params.seed)
         seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator).tolist()
-        ends = () if params.ignore_eos else self._eos
-        ends = sorted({*ends, *params.stop_token_ids})
+        ends = set(() if params.ignore_eos else self.eos_token_ids)
+        ends = sorted(ends.union(params.stop_token_ids))
         jobs = [
             partial(self._complete, prompt, params, seed, ends)
             for prompt, seed in zip(rows, seeds, strict=True)
@@ -208,8 +197,8 @@ class OpenAIBackend(Backend):
         cancellation: Cancellation,
     ) -> Completion:
         room = params.max_new_tokens
-        if self._max_length is not None:
-            room = min(room, self._max_length - len(prompt))
+        if self.max_length is not None:
+            room = min(room, self.max_length - len(prompt))
         body = protocol.completion_body(
             self.model_name, prompt, params, max_tokens=room, seed=seed, end_ids=ends
         )
@@ -224,35 +213,27 @@ class OpenAIBackend(Backend):
             support = Support.whole(0) if params.record_support else None
             return Completion(none, torch.zeros(0), FinishReason.ABORT, support)
         found = protocol.read_completion(choice, params, max_tokens=room, end_ids=ends)
-        self._check_sampled(found.token_ids)
-        if params.greedy and (params.repetition_penalty != 1 or params.native):
-            found = found._replace(log_probs=self._plain_scores(prompt, found, cancellation))
+        largest = max(found.token_ids.tolist(), default=0)
+        if largest >= self.vocab_size:
+            raise BackendError(
+                f"the server sampled the id {largest}, and vocab_size is {self.vocab_size}; give "
+                "the number of rows of the model's embedding"
+            )
+        penalized = params.repetition_penalty != 1 or params.native
+        if params.greedy and penalized and found.token_ids.numel():
+            # Penalties chose the response; its log-probs are those of the model itself.
+            whole = self._score_plain(torch.cat([prompt, found.token_ids]), cancellation)
+            found = found._replace(log_probs=whole[len(prompt) :])
         if version is not None:
             versions = torch.full(found.token_ids.shape, version, dtype=torch.int32)
             found = found._replace(versions=versions)
         return found
 
-    def _check_sampled(self, ids: Tensor) -> None:
-        if ids.numel() and int(ids.max()) >= self._vocab_size:
-            raise BackendError(
-                f"the server sampled the id {int(ids.max())}, and vocab_size is "
-                f"{self._vocab_size}; give the number of rows of the model's embedding"
-            )
-
-    def _plain_scores(self, prompt: Tensor, found: Completion, stop: Cancellation) -> Tensor:
-        """Log-probs of a greedy response that penalties chose: those of the model itself."""
-        whole = torch.cat([prompt, found.token_ids])
-        if not found.token_ids.numel():
-            return found.log_probs
-        return self._score_plain(whole, stop)[len(prompt) :]
-
     def _check_processed(self) -> None:
         """Refuse a server that returns log-probs of another distribution than it samples from."""
         if self._processed is None:
             params = SamplingParams(max_new_tokens=1, native={"allowed_token_ids": [0]})
-            body = protocol.completion_body(
-                self.model_name, torch.tensor([0]), params, max_tokens=1, seed=0, end_ids=()
-            )
+            body = self._one_token(torch.tensor([0]), params)
             [choice] = self._run([partial(self._choice, body)])
             found = protocol.read_completion(choice, params, max_tokens=1, end_ids=())
             # One id was allowed, so its probability was 1.
@@ -280,21 +261,17 @@ class OpenAIBackend(Backend):
         Another temperature than 1, entropy and support need the log-probs of the whole vocabulary,
         which a server only returns with ``--max-logprobs -1``, and slowly.
         """
-        extras = ScoreExtras() if extras is None else extras
-        if replace(extras, support=None) != ScoreExtras():
-            raise ConfigError(f"a server returns log-probs alone, so it cannot give {extras}")
+        extras = only_support(extras, "a server returns log-probs alone")
         self.check_scoring(sequences, select)
         self._check_lengths(sequences)
-        counts = [int(mask.sum()) for mask in select]
         if not isinstance(temperature, Tensor):
             temperature = torch.full((len(sequences),), float(temperature))
         jobs, start = [], 0
-        for ids, mask, count, heat in zip(
-            sequences, select, counts, temperature.tolist(), strict=True
-        ):
-            own = None
+        for ids, mask, heat in zip(sequences, select, temperature.tolist(), strict=True):
+            count = int(mask.sum())
+            own = ScoreExtras()
             if extras.support is not None:
-                own = extras.support.span(start, start + count)
+                own = ScoreExtras(support=extras.support.span(start, start + count))
             start += count
             if count:
                 jobs.append(partial(self._score, ids, mask, heat, entropy, own))
@@ -306,10 +283,10 @@ class OpenAIBackend(Backend):
 
     def _check_lengths(self, sequences: Sequence[Tensor]) -> None:
         for row, ids in enumerate(sequences):
-            if self._max_length is not None and len(ids) > self._max_length:
+            if self.max_length is not None and len(ids) > self.max_length:
                 raise OverlongError(
                     f"row {row} has {len(ids)} tokens and the model's context holds "
-                    f"{self._max_length}"
+                    f"{self.max_length}"
                 )
 
     def _score(
@@ -318,26 +295,21 @@ class OpenAIBackend(Backend):
         mask: Tensor,
         temperature: float,
         entropy: bool,
-        support: Support | None,
+        extras: ScoreExtras,
         cancellation: Cancellation,
     ) -> TokenScores:
         at = mask.nonzero().squeeze(-1)
         ids = ids[: int(at[-1]) + 1]
-        if temperature == 1 and not entropy and support is None:
+        if temperature == 1 and not entropy and extras.support is None:
             return TokenScores(self._score_plain(ids, cancellation)[at])
-        logits_NV = self._distributions(ids, cancellation)[at - 1] / temperature
-        if support is not None:
-            logits_NV = restrict_logits(logits_NV, *support)
-        found = selective_log_softmax(logits_NV, ids[at])
-        return TokenScores(found, entropy_from_logits(logits_NV) if entropy else None)
+        logits_NV = self._distributions(ids, cancellation)[at - 1]
+        return score_logits(
+            logits_NV, ids[at], temperature=temperature, entropy=entropy, extras=extras
+        )
 
     def _score_plain(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
         """Log-probs of all tokens of a row, ``[T]``, index 0 is 0.0."""
-        full = len(ids) == self._max_length
-        body = protocol.scoring_body(
-            self.model_name, ids, whole_vocabulary=False, fills_context=full
-        )
-        choice = self._choice(body, cancellation)
+        choice, full = self._scored(ids, cancellation, whole_vocabulary=False)
         if not full:
             return protocol.read_prompt_scores(choice, ids)
         last = protocol.read_last_scores(choice)[int(ids[-1])]
@@ -345,16 +317,22 @@ class OpenAIBackend(Backend):
 
     def _distributions(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
         """Log-probs of the whole vocabulary after each token but the last, ``[T - 1, V]``."""
-        full = len(ids) == self._max_length
-        body = protocol.scoring_body(
-            self.model_name, ids, whole_vocabulary=True, fills_context=full
-        )
-        choice = self._choice(body, cancellation)
-        rows = protocol.read_prompt_distributions(choice, len(body["prompt"]), self._vocab_size)
+        choice, full = self._scored(ids, cancellation, whole_vocabulary=True)
+        rows = protocol.read_prompt_distributions(choice, len(ids) - full, self.vocab_size)
         if full:
-            last = protocol.last_distribution(choice, self._vocab_size)
+            last = protocol.last_distribution(choice, self.vocab_size)
             rows = torch.cat([rows.reshape(-1, len(last)), last[None]])
         return rows
+
+    def _scored(
+        self, ids: Tensor, cancellation: Cancellation, *, whole_vocabulary: bool
+    ) -> tuple[dict[str, Any], bool]:
+        """The server's answer to a row, and whether the row fills the context."""
+        full = len(ids) == self.max_length
+        body = protocol.scoring_body(
+            self.model_name, ids, whole_vocabulary=whole_vocabulary, fills_context=full
+        )
+        return self._choice(body, cancellation), full
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`: log-probs, which are logits up to a constant of each token.
@@ -368,15 +346,17 @@ class OpenAIBackend(Backend):
 
     def _logits(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
         rows = self._distributions(ids, cancellation)
-        after = torch.zeros(self._vocab_size)
-        if len(ids) != self._max_length:
-            params = SamplingParams(max_new_tokens=1, temperature=0)
-            body = protocol.completion_body(
-                self.model_name, ids, params, max_tokens=1, seed=0, end_ids=()
-            )
+        after = torch.zeros(self.vocab_size)
+        if len(ids) != self.max_length:
+            body = self._one_token(ids, SamplingParams(max_new_tokens=1, temperature=0))
             body |= {"logprobs": -1, "return_tokens_as_token_ids": True}
-            after = protocol.last_distribution(self._choice(body, cancellation), self._vocab_size)
+            after = protocol.last_distribution(self._choice(body, cancellation), self.vocab_size)
         return torch.cat([rows.reshape(-1, len(after)), after[None]])
+
+    def _one_token(self, ids: Tensor, params: SamplingParams) -> dict[str, Any]:
+        return protocol.completion_body(
+            self.model_name, ids, params, max_tokens=1, seed=0, end_ids=()
+        )
 
     # -- weights ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The control plane of vLLM's own server: pause, weights, caches, versions, sleep.
+"""Control plane of vLLM's own server: pause, weights, caches, versions, sleep.
 
 It exists where the server was started with ``VLLM_SERVER_DEV_MODE=1``. Weights are taken by
 :class:`~torchrl_llm.modules.backends.vllm.receiver.WeightReceiver`, which the server has to be
@@ -29,11 +29,7 @@ from torchrl_llm.errors import (
     WeightUpdateError,
     WorkerError,
 )
-from torchrl_llm.weights.weight_source import (
-    WeightReceipt,
-    WeightSource,
-    open_source,
-)
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
 EXTENSION = "torchrl_llm.modules.backends.vllm.receiver.WeightReceiver"
 """What ``--worker-extension-cls`` must be for weights to be taken."""

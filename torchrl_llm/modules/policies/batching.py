@@ -1,8 +1,8 @@
-"""Run the requests of several threads together.
+"""Queue that runs the requests of several threads together.
 
-There is no thread of its own: whichever caller finds enough work, or a request that has waited long
-enough, runs the batch for all. A failing batch is repeated request by request, so that an error
-reaches its own caller and nobody else.
+It has no thread: whichever caller finds enough work, or a request that has waited long enough, runs
+the batch for all. A failing batch is repeated request by request, so that an error reaches only the
+caller whose request it is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torchrl_llm.errors import BackendError, ConfigError
 
+_SETTINGS = ("min_batch_size", "max_batch_size", "timeout_s")
 Run = Callable[[list[Any], Any], list[Any]]
 
 
@@ -24,9 +27,7 @@ class _Request:
     key: Any
     run: Run
     arrived: float = field(default_factory=time.monotonic)
-    results: list[Any] | None = None
-    error: BaseException | None = None
-    finished: bool = False
+    answer: Future[list[Any]] = field(default_factory=Future)
 
 
 class RequestBatcher:
@@ -70,11 +71,7 @@ class RequestBatcher:
         self._running = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "min_batch_size": self.min_batch_size,
-            "max_batch_size": self.max_batch_size,
-            "timeout_s": self.timeout_s,
-        }
+        return {name: getattr(self, name) for name in _SETTINGS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Requests belong to the threads of the process that made them.
@@ -99,18 +96,16 @@ class RequestBatcher:
         with self._changed:
             self._queue.append(request)
             self._changed.notify_all()
-        while not request.finished:
+        while not request.answer.done():
             batch = self._next_batch(request)
             if batch:
                 self._execute(batch)
-        if request.error is not None:
-            raise request.error
-        return request.results
+        return request.answer.result()
 
     def _next_batch(self, own: _Request) -> list[_Request]:
         """A batch that is due; empty once the own request has been run by another thread."""
         with self._changed:
-            while not own.finished:
+            while not own.answer.done():
                 batch = [] if self._running else self._due()
                 if batch:
                     self._queue = [request for request in self._queue if request not in batch]
@@ -148,37 +143,31 @@ class RequestBatcher:
     def _execute(self, batch: list[_Request]) -> None:
         try:
             self._run_together(batch)
-        except BaseException as error:  # an interrupt: nobody may wait for ever
+        except BaseException as error:  # an interrupt: no caller may wait for ever
+            stopped = BackendError(f"the thread that ran the batch stopped: {error!r}")
             for request in batch:
-                if request.results is None and request.error is None:
-                    request.error = BackendError(
-                        f"the thread that ran the batch stopped: {error!r}"
-                    )
+                if not request.answer.done():
+                    request.answer.set_exception(stopped)
             raise
         finally:
             with self._changed:
                 self._running = 0
-                for request in batch:
-                    request.finished = True
                 self._changed.notify_all()
 
     @staticmethod
     def _run_together(batch: list[_Request]) -> None:
-        items = [item for request in batch for item in request.items]
         try:
-            results = batch[0].run(items, batch[0].key)
+            items = [item for request in batch for item in request.items]
+            results = iter(batch[0].run(items, batch[0].key))
         except Exception as error:
             if len(batch) == 1:
-                batch[0].error = error
+                batch[0].answer.set_exception(error)
                 return
             for request in batch:
                 RequestBatcher._run_together([request])
             return
-        start = 0
         for request in batch:
-            end = start + len(request.items)
-            request.results = results[start:end]
-            start = end
+            request.answer.set_result(list(islice(results, len(request.items))))
 
     def cleanup(self, *, flush: bool = False) -> None:
         """Empty the queue; a batch that is running is left alone.
@@ -190,9 +179,9 @@ class RequestBatcher:
         with self._changed:
             queued, self._queue = self._queue, []
             if not flush:
+                taken = BackendError("the request was taken back by cleanup_batching()")
                 for request in queued:
-                    request.error = BackendError("the request was taken back by cleanup_batching()")
-                    request.finished = True
+                    request.answer.set_exception(taken)
                 self._changed.notify_all()
                 return
         while queued:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -47,12 +48,12 @@ def fit_context(
     Raises:
         OverlongError: for the first such prompt under ``"error"``.
     """
-    limits = [] if max_length is None else [max_length - 1]
-    limits += [] if max_prompt_length is None else [max_prompt_length]
-    limit = min(limits, default=None)
+    room = None if max_length is None else max_length - 1
+    limit = min((n for n in (room, max_prompt_length) if n is not None), default=None)
     asked = [True] * len(records) if asked is None else list(asked)
+    longest = math.inf if limit is None else limit
     overlong = [
-        wanted and limit is not None and record.token_ids.shape[0] > limit
+        wanted and record.token_ids.shape[0] > longest
         for record, wanted in zip(records, asked, strict=True)
     ]
     if not any(overlong):

@@ -30,15 +30,9 @@ from torchrl_llm.data.token_facts import added_facts, node_dtypes
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import restrict_logits
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.policies import outputs, row_blocks, row_readers, scored_rows
 from torchrl_llm.modules.policies.batching import make_batcher
 from torchrl_llm.modules.policies.context_limit import fit_context
-from torchrl_llm.modules.policies.outputs import (
-    answered_columns,
-    pad_columns,
-    respond,
-    scored_columns,
-    with_tool_calls,
-)
 from torchrl_llm.modules.policies.policy_arguments import (
     InputMode,
     PolicyOptions,
@@ -46,26 +40,11 @@ from torchrl_llm.modules.policies.policy_arguments import (
     settle_generation,
     take_options,
 )
-from torchrl_llm.modules.policies.row_blocks import deliver, flat_blocks, nest, tensor_rows
-from torchrl_llm.modules.policies.row_readers import (
-    HistoryRows,
-    KeyNames,
-    RowReader,
-    TextCodec,
-    TextRows,
-    TokensRows,
-)
-from torchrl_llm.modules.policies.scored_rows import (
-    TokenDistribution,
-    select_tokens,
-    support_extras,
-    temperatures,
-)
 
-_READERS: dict[InputMode, type[RowReader]] = {
-    "history": HistoryRows,
-    "text": TextRows,
-    "tokens": TokensRows,
+_READERS: dict[InputMode, type[row_readers.RowReader]] = {
+    "history": row_readers.HistoryRows,
+    "text": row_readers.TextRows,
+    "tokens": row_readers.TokensRows,
 }
 
 
@@ -113,7 +92,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         self.policy_version = chosen.policy_version
         self.on_overlong, self.max_prompt_length = chosen.on_overlong, chosen.max_prompt_length
         self.overlong_counts = {"dropped": 0, "truncated": 0}
-        self.names = KeyNames.of(chosen)
+        self.names = row_readers.KeyNames.of(chosen)
         self._generate_kwargs = dict(chosen.generate_kwargs or {})
         self._arguments = settle_generation(
             self._generate_kwargs,
@@ -135,7 +114,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         )
         codec = formatter = None
         if tokenizer is not None:
-            codec = TextCodec(
+            codec = row_readers.TextCodec(
                 tokenizer,
                 tokenizer_kwargs=chosen.tokenizer_kwargs,
                 skip_special_tokens=self._arguments.skip_special_tokens,
@@ -232,7 +211,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             DataError: for a missing column or an empty prompt.
             OverlongError: for a prompt that does not fit, unless ``on_overlong`` says otherwise.
         """
-        blocks = flat_blocks(tensordict)
+        blocks = row_blocks.flat_blocks(tensordict)
         if not self.generate:
             if generate_kwargs:
                 raise ConfigError(f"{sorted(generate_kwargs)} have no effect with generate=False")
@@ -254,7 +233,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         params = self._with_closers(replace(params, num_samples=samples or 1))
         prompts = self.reader.read_prompts(blocks)
         limits = (self.backend.max_length, self.max_prompt_length)
-        steps = tensor_rows(blocks, "_step")
+        steps = row_blocks.tensor_rows(blocks, "_step")
         fitted = fit_context(
             prompts.records,
             *limits,
@@ -269,9 +248,9 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         prompts = prompts._replace(records=fitted.records).repeat(params.num_samples)
         messages = self.reader.parse(prompts, completions)
         if messages is not None:
-            completions = with_tool_calls(completions, messages)
-        records = respond(prompts.records, completions, self.policy_version)
-        flat = answered_columns(
+            completions = outputs.with_tool_calls(completions, messages)
+        records = outputs.respond(prompts.records, completions, self.policy_version)
+        flat = outputs.answered_columns(
             prompts.records,
             completions,
             records,
@@ -283,7 +262,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         )
         for name, node in self.reader.view(prompts, records, messages).items():
             flat.set(name, node)
-        group = None if samples is None else tensor_rows(blocks, "group_id")
+        group = None if samples is None else row_blocks.tensor_rows(blocks, "group_id")
         if group is not None:
             flat.set("group_id", torch.stack(group).repeat_interleave(samples, 0))
         return flat
@@ -315,15 +294,15 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         self, given: TensorDictBase, flat: TensorDict, out: TensorDictBase | None
     ) -> TensorDictBase:
         if self.pad_output:
-            flat = pad_columns(flat, self.pad_token_id, self.names)
+            flat = outputs.pad_columns(flat, self.pad_token_id, self.names)
         if self.num_samples is not None:
             if out is not None:
                 raise ConfigError("num_samples adds a dimension: tensordict_out cannot hold it")
-            return nest(flat, torch.Size([*given.batch_size, self.num_samples]))
+            return row_blocks.nest(flat, torch.Size([*given.batch_size, self.num_samples]))
         if out is None and self.inplace is False:
-            return nest(flat, given.batch_size)
+            return row_blocks.nest(flat, given.batch_size)
         target = out if out is not None else given.empty() if self.inplace == "empty" else given
-        deliver(target, flat, merge=not self.generate)
+        row_blocks.deliver(target, flat, merge=not self.generate)
         return target
 
     @property
@@ -367,23 +346,16 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             float32 ``[B, T]`` in nats, padded on the right; 0.0 at padding, at index 0 and outside
             the mask.
         """
-        reader = self._whole_reader()
-        blocks = flat_blocks(tensordict)
-        ids = reader.read_sequences(blocks).token_ids
-        select = select_tokens(blocks, ids, mask_key)
-        scores = self.token_scores(
-            ids,
-            select,
-            temperature=temperatures(blocks, self.names),
-            extras=support_extras(reader.read_support(blocks, ids), select),
-        )
+        ids, select, temperature, supports = self._whole_rows(tensordict, mask_key)
+        extras = scored_rows.support_extras(supports, select)
+        scores = self.token_scores(ids, select, temperature=temperature, extras=extras)
         mask = pad_rows(select, False).to(scores.log_probs.device)
         empty = torch.zeros(mask.shape, device=mask.device)
         return empty.masked_scatter(mask, scores.log_probs)
 
     def get_dist(
         self, tensordict: TensorDictBase, mask_key: NestedKey | None = None
-    ) -> TokenDistribution:
+    ) -> scored_rows.TokenDistribution:
         """The distribution that each token of whole rows was drawn from.
 
         It holds logits over the whole vocabulary, ``[B, T, V]``, and is for looking at; losses use
@@ -393,22 +365,31 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             tensordict: see :meth:`log_prob`.
             mask_key: see :meth:`log_prob`.
         """
-        reader = self._whole_reader()
-        blocks = flat_blocks(tensordict)
-        ids = reader.read_sequences(blocks).token_ids
-        mask = pad_rows(select_tokens(blocks, ids, mask_key), False)
+        ids, select, temperature, supports = self._whole_rows(tensordict, mask_key)
         logits = self.backend.logits(ids).float()
-        temperature = temperatures(blocks, self.names)
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None, None].to(logits.device)
         # The logits after token t are of token t + 1; nothing predicts the first.
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1] / temperature], dim=1)
-        supports = reader.read_support(blocks, ids)
         for row, support in enumerate(supports or ()):
             length = ids[row].shape[0]
             kept = support.to(logits.device)
             shifted[row, :length] = restrict_logits(shifted[row, :length], *kept)
-        return TokenDistribution(shifted, mask.to(logits.device))
+        return scored_rows.TokenDistribution(shifted, pad_rows(select, False).to(logits.device))
+
+    def _whole_rows(
+        self, tensordict: TensorDictBase, mask_key: NestedKey | None
+    ) -> tuple[list[Tensor], list[Tensor], float | Tensor, list[Support] | None]:
+        """Ids, tokens to score, temperature and kept ids of whole rows."""
+        reader = self.reader
+        if self.generate:
+            reader = copy.copy(reader)
+            reader.key = (getattr(self.names, self.input_mode), "full")
+        blocks = row_blocks.flat_blocks(tensordict)
+        ids = reader.read_sequences(blocks).token_ids
+        select = scored_rows.select_tokens(blocks, ids, mask_key)
+        temperature = scored_rows.temperatures(blocks, self.names)
+        return ids, select, temperature, reader.read_support(blocks, ids)
 
     def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
         """What the policy writes for rows with ``generate=False``: a dense root with ragged nodes.
@@ -417,21 +398,18 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         are wanted.
         """
         sequences = self.reader.read_sequences(blocks)
-        supports = self.reader.read_support(blocks, sequences.token_ids)
-        temperature = temperatures(blocks, self.names)
+        ids = sequences.token_ids
+        supports = self.reader.read_support(blocks, ids)
+        temperature = scored_rows.temperatures(blocks, self.names)
         if self.batcher is None or torch.is_grad_enabled():
-            log_probs = self._all_scores(sequences.token_ids, temperature, supports)
+            log_probs = self._all_scores(ids, temperature, supports)
         else:
-            self.backend.check_ids(sequences.token_ids)
-            count = len(sequences.token_ids)
+            self.backend.check_ids(ids)
             if not isinstance(temperature, Tensor):
-                temperature = torch.full((count,), temperature)
-            items = zip(
-                sequences.token_ids, temperature.unbind(0), supports or [None] * count, strict=True
-            )
-            scored = self.batcher.submit(list(items), key="score", run=self._score_items)
-            log_probs = torch.cat(scored)
-        flat = scored_columns(sequences.token_ids, sequences.assistant, log_probs, self.names)
+                temperature = torch.full((len(ids),), temperature)
+            items = list(zip(ids, temperature, supports or [None] * len(ids), strict=True))
+            log_probs = torch.cat(self.batcher.submit(items, key="score", run=self._score_items))
+        flat = outputs.scored_columns(ids, sequences.assistant, log_probs, self.names)
         for name, node in self.reader.scored_view(sequences).items():
             flat.set(name, node)
         return flat
@@ -444,12 +422,8 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     ) -> Tensor:
         """Log-probs of all tokens but the first of each row, on the CPU."""
         select = [torch.arange(ids.shape[0]) > 0 for ids in token_ids]
-        scores = self.token_scores(
-            token_ids,
-            select,
-            temperature=temperature,
-            extras=support_extras(supports, select),
-        )
+        extras = scored_rows.support_extras(supports, select)
+        scores = self.token_scores(token_ids, select, temperature=temperature, extras=extras)
         return scores.log_probs.cpu()
 
     @torch.no_grad()
@@ -465,13 +439,6 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             ]
         scores = self._all_scores(token_ids, torch.stack(temperature), supports)
         return list(scores.split([max(ids.shape[0] - 1, 0) for ids in token_ids]))
-
-    def _whole_reader(self) -> RowReader:
-        if not self.generate:
-            return self.reader
-        reader = copy.copy(self.reader)
-        reader.key = (getattr(self.names, self.input_mode), "full")
-        return reader
 
     # -- batching ---------------------------------------------------------------------------------
 

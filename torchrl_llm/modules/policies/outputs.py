@@ -83,10 +83,10 @@ def respond(
     for fact in _given_facts(prompts, completions, sizes):
         before = [p.facts.get(fact.name) for p in prompts]
         new = [None if c.facts is None else c.facts.get(fact.name) for c in completions]
-        columns[fact.name] = _join(
-            [fact.filled(len(p.token_ids)) if x is None else x for p, x in _pair(prompts, before)],
-            [fact.filled(size) if x is None else x for size, x in _pair(sizes, new)],
-        ).split(lengths)
+        starts = [len(prompt.token_ids) for prompt in prompts]
+        columns[fact.name] = _join(_filled(fact, before, starts), _filled(fact, new, sizes)).split(
+            lengths
+        )
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return [
         TokenRecord.of(
@@ -120,6 +120,12 @@ def _given_facts(
     return added_facts()
 
 
+def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
+    """Rows of a fact, with its default where a row has none."""
+    pairs = zip(rows, sizes, strict=True)
+    return [fact.filled(size) if row is None else row for row, size in pairs]
+
+
 def _turn(prompt: TokenRecord) -> int:
     # A response that was cut goes on in the same turn; one that was only forced begins a turn.
     begun = continues(prompt) and bool((prompt.turn[prompt.response_start :] >= 0).any())
@@ -128,10 +134,6 @@ def _turn(prompt: TokenRecord) -> int:
 
 def _response_start(prompt: TokenRecord) -> int:
     return prompt.response_start if continues(prompt) else prompt.token_ids.shape[0]
-
-
-def _pair(before: Sequence[Any], after: Sequence[Any]) -> zip:
-    return zip(before, after, strict=True)
 
 
 def _join(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
@@ -171,58 +173,45 @@ def answered_columns(
     size = len(records)
     starts = [prompt.token_ids.shape[0] for prompt in prompts]
     reasons = [completion.finish_reason for completion in completions]
+    full = [record.token_ids for record in records]
+    tokens = {
+        "prompt": [prompt.token_ids for prompt in prompts],
+        "response": _responses(full, starts),
+        "full": full,
+        "finish_reason": torch.tensor(reasons, dtype=torch.int8).unbind(0),
+        "temperature": torch.full((size,), params.scoring_temperature).unbind(0),
+        "truncated_support": torch.full((size,), params.truncates_support).unbind(0),
+    }
+    trace = {
+        fact.key[1]: [getattr(record, fact.name) for record in records]
+        for fact in map(find_fact, RECORD_COLUMNS)
+        if fact.key[0] == "trace"
+    }
+    not_kept = [params.keeps_ids and prompt.support is None for prompt in prompts]
+    earlier = {
+        MaskReason.OFF_SUPPORT: not_kept,
+        MaskReason.INVALID: unscored,
+        MaskReason.OVERLONG: overlong,
+    }
+    trace["mask_reason"] = _mask_reasons(prompts, completions, sampled, lengths, earlier)
     nodes: dict[str, Any] = {
-        names.tokens: Tokens._from_tensordict(
-            ragged_rows(
-                {
-                    "prompt": [prompt.token_ids for prompt in prompts],
-                    "response": _responses([record.token_ids for record in records], starts),
-                    "full": [record.token_ids for record in records],
-                    "finish_reason": torch.tensor(reasons, dtype=torch.int8).unbind(0),
-                    "temperature": torch.full((size,), params.scoring_temperature).unbind(0),
-                    "truncated_support": torch.full((size,), params.truncates_support).unbind(0),
-                }
-            )
-        ),
+        names.tokens: _node(Tokens, tokens),
         names.masks: _masks(lengths, sampled),
-        names.trace: TokenTrace._from_tensordict(
-            ragged_rows(
-                {
-                    **{
-                        fact.key[1]: [getattr(record, fact.name) for record in records]
-                        for fact in map(find_fact, RECORD_COLUMNS)
-                        if fact.key[0] == "trace"
-                    },
-                    "mask_reason": _mask_reasons(
-                        prompts,
-                        completions,
-                        sampled,
-                        lengths,
-                        {
-                            MaskReason.OFF_SUPPORT: [
-                                params.keeps_ids and prompt.support is None for prompt in prompts
-                            ],
-                            MaskReason.INVALID: unscored,
-                            MaskReason.OVERLONG: overlong,
-                        },
-                    ),
-                }
-            )
-        ),
+        names.trace: _node(TokenTrace, trace),
     }
     if log_probs:
-        nodes[names.log_probs] = LogProbs._from_tensordict(
-            ragged_rows(
-                {
-                    "response": _responses([record.log_probs for record in records], starts),
-                    "full": [record.log_probs for record in records],
-                }
-            )
+        scores = [record.log_probs for record in records]
+        nodes[names.log_probs] = _node(
+            LogProbs, {"response": _responses(scores, starts), "full": scores}
         )
     if params.record_support or any(record.support is not None for record in records):
         nodes[names.support] = _support(records)
     nodes |= _added_nodes(records, starts)
     return TensorDict._new_unsafe(nodes, batch_size=torch.Size([size]))
+
+
+def _node(cls: Any, columns: Mapping[str, Sequence[Tensor]]) -> Any:
+    return cls._from_tensordict(ragged_rows(columns))
 
 
 def _responses(rows: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
@@ -247,17 +236,13 @@ def _support(records: Sequence[TokenRecord]) -> TokenSupport:
         for record in records
     ]
     columns = {name: [getattr(one, name) for one in known] for name in Support._fields}
-    return TokenSupport._from_tensordict(ragged_rows(columns))
+    return _node(TokenSupport, columns)
 
 
 def _masks(lengths: Sequence[int], assistant: Tensor) -> Masks:
-    return Masks._from_tensordict(
-        ragged_rows(
-            {
-                "all_attention_mask": torch.ones_like(assistant).split(lengths),
-                "all_assistant_mask": assistant.split(lengths),
-            }
-        )
+    attended = torch.ones_like(assistant).split(lengths)
+    return _node(
+        Masks, {"all_attention_mask": attended, "all_assistant_mask": assistant.split(lengths)}
     )
 
 
@@ -268,7 +253,7 @@ def _mask_reasons(
     lengths: Sequence[int],
     earlier: Mapping[MaskReason, Sequence[bool]],
 ) -> list[Tensor]:
-    """A reason a token; ``earlier`` flags rows whose prompt's sampled tokens get another one."""
+    """A reason per token; ``earlier`` flags rows whose prompt's sampled tokens get another one."""
     flat = torch.where(sampled, int(MaskReason.TRAINED), int(MaskReason.NOT_SAMPLED)).to(torch.int8)
     rows = list(flat.split(lengths))
     masks = sampled.split(lengths)
@@ -302,19 +287,14 @@ def scored_columns(
     lengths = [ids.shape[0] for ids in token_ids]
     scores = log_probs.split([max(length - 1, 0) for length in lengths])
     zero = log_probs.new_zeros(1)
+    full = [
+        torch.cat([zero, row]) if length else row
+        for row, length in zip(scores, lengths, strict=True)
+    ]
     nodes = {
-        names.tokens: Tokens._from_tensordict(ragged_rows({"full": token_ids})),
+        names.tokens: _node(Tokens, {"full": token_ids}),
         names.masks: _masks(lengths, torch.cat(list(assistant))),
-        names.log_probs: LogProbs._from_tensordict(
-            ragged_rows(
-                {
-                    "full": [
-                        torch.cat([zero, row]) if length else row
-                        for row, length in zip(scores, lengths, strict=True)
-                    ]
-                }
-            )
-        ),
+        names.log_probs: _node(LogProbs, {"full": full}),
     }
     return TensorDict._new_unsafe(nodes, batch_size=torch.Size([len(lengths)]))
 
@@ -328,14 +308,8 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
         names: names of the nodes.
     """
     out = flat.copy()
-    written = {
-        names.tokens: "tokens",
-        names.masks: "masks",
-        names.log_probs: "log_probs",
-        names.trace: "trace",
-        names.support: "support",
-    }
-    for name, node in written.items():
+    for node in ("tokens", "masks", "log_probs", "trace", "support"):
+        name = getattr(names, node)
         view = flat.get(name, None)
         if view is not None:
             dense = _dense(view._tensordict, node, pad_token_id)

@@ -39,25 +39,18 @@ def flat_blocks(td: TensorDictBase) -> list[TensorDictBase]:
 
 
 def tensor_rows(blocks: Sequence[TensorDictBase], key: NestedKey) -> list[Tensor] | None:
-    """The tensors of a column, one a row; ``None`` when a block lacks it."""
-    rows: list[Tensor] = []
-    for block in blocks:
-        values = read_rows(block, key, None)
-        if values is None:
-            return None
-        rows += values
-    return rows
+    """The tensors of a column, one per row; ``None`` when a block lacks it."""
+    return _joined([read_rows(block, key, None) for block in blocks])
 
 
 def object_rows(blocks: Sequence[TensorDictBase], key: tuple[str, ...]) -> list[Any] | None:
-    """The Python objects of a column, one a row; ``None`` when a block lacks it."""
-    rows: list[Any] = []
-    for block in blocks:
-        values = _objects(block, key)
-        if values is None:
-            return None
-        rows += values
-    return rows
+    """The Python objects of a column, one per row; ``None`` when a block lacks it."""
+    return _joined([_objects(block, key) for block in blocks])
+
+
+def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
+    """The rows of all parts, ``None`` where a part has none."""
+    return None if any(p is None for p in parts) else [row for part in parts for row in part]
 
 
 def _objects(node: Any, key: tuple[str, ...]) -> list[Any] | None:
@@ -65,8 +58,7 @@ def _objects(node: Any, key: tuple[str, ...]) -> list[Any] | None:
     if not key:
         return _leaf_values(node)
     if isinstance(node, LazyStackedTensorDict) and not is_non_tensor(node):
-        parts = [_objects(row, key) for row in node.tensordicts]
-        return None if any(p is None for p in parts) else [x for p in parts for x in p]
+        return _joined([_objects(row, key) for row in node.tensordicts])
     if not isinstance(node, TensorDictBase):
         return None
     child = node._get_str(key[0], None)
@@ -85,7 +77,7 @@ def _leaf_values(leaf: Any) -> list[Any]:
 
 
 def chat_rows(blocks: Sequence[TensorDictBase], key: tuple[str, ...]) -> list[Any] | None:
-    """The conversations of a ``History`` column, one a row; ``None`` when a block lacks it."""
+    """The conversations of a ``History`` column, one per row; ``None`` when a block lacks it."""
     return object_rows(blocks, (*key, "messages"))
 
 
@@ -122,13 +114,13 @@ def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None
 
 
 def _merge(node: TensorDictBase, values: TensorDictBase) -> None:
-    """Set columns of a node beside those that it has."""
+    """Add columns to those of a node."""
     if isinstance(node, LazyStackedTensorDict) and isinstance(values, LazyStackedTensorDict):
         for row, new in zip(node.tensordicts, values.tensordicts, strict=True):
             row.update(new)
         return
-    for name in values.keys():
-        node.set(name, values.get(name))
+    for name, column in values.items():
+        node.set(name, column)
 
 
 def nest(flat: TensorDict, shape: torch.Size) -> TensorDictBase:

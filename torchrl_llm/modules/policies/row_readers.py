@@ -1,7 +1,7 @@
-"""The three input modes as three readers: rows of a tensordict in, token ids with their record out.
+"""Readers of the three input modes: rows of a tensordict in, token ids with their record out.
 
 A reader also writes the view of its mode (conversations, text); nothing else in the wrappers knows
-which mode it is in. Ids that are known are never encoded again.
+the mode. Known ids are never encoded again.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -105,14 +105,10 @@ class TextCodec:
 
     def decode(self, rows: Sequence[Tensor]) -> list[str]:
         """The text of each row; equal rows are decoded once."""
-        known: dict[bytes, str] = {}
-        texts = []
-        for ids in rows:
-            key = ids.numpy().tobytes()
-            if key not in known:
-                known[key] = self._decode(ids.tolist())
-            texts.append(known[key])
-        return texts
+        keys = [ids.numpy().tobytes() for ids in rows]
+        different = dict(zip(keys, rows, strict=True))
+        texts = {key: self._decode(ids.tolist()) for key, ids in different.items()}
+        return [texts[key] for key in keys]
 
     def _decode(self, ids: list[int]) -> str:
         if self._skip:
@@ -166,6 +162,12 @@ class RowReader(ABC):
         prefer_tokens: use ids that are known instead of encoding text again.
     """
 
+    views: ClassVar[tuple[str, ...]] = ()
+    """Nodes that :meth:`view` writes, by their names in :class:`KeyNames`."""
+
+    scored_views: ClassVar[tuple[str, ...]] = ()
+    """Nodes that :meth:`scored_view` writes."""
+
     def __init__(
         self,
         key: tuple[str, ...],
@@ -212,12 +214,13 @@ class RowReader(ABC):
     @property
     def view_keys(self) -> list[tuple[str, str]]:
         """Keys that :meth:`view` writes."""
-        return []
+        nodes = [getattr(self.names, name) for name in self.views]
+        return [(node, part) for node in nodes for part in ("prompt", "response", "full")]
 
     @property
     def scored_view_keys(self) -> list[tuple[str, str]]:
         """Keys that :meth:`scored_view` writes."""
-        return []
+        return [(getattr(self.names, name), "full") for name in self.scored_views]
 
     @staticmethod
     def _turns(blocks: Blocks, count: int) -> list[int]:
@@ -230,8 +233,10 @@ class RowReader(ABC):
             return [0] * count
         return [int(row) for row in rows]
 
-    def _missing(self) -> DataError:
-        return DataError(f"the input has no column {self.key!r}, which this policy reads")
+    def _known(self, rows: list[Any] | None) -> list[Any]:
+        if rows is None:
+            raise DataError(f"the input has no column {self.key!r}, which this policy reads")
+        return rows
 
     def read_support(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Support] | None:
         """What sampling kept for each token of whole rows; ``None`` where it was not recorded.
@@ -256,7 +261,7 @@ class RowReader(ABC):
         return [Support(i[: int(c.sum())], c) for i, c in zip(ids, counts, strict=True)]
 
     def _stored_assistant(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Assistant masks from what stands beside the ids: trace, mask, or the prompt's length."""
+        """Assistant masks from what stands next to the ids: trace, mask, or the prompt's length."""
         names = self.names
         sources = self._unpadded(blocks, (names.trace, "source"))
         if sources is not None and _aligned(sources, sequences):
@@ -292,11 +297,12 @@ def _aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
 class HistoryRows(RowReader):
     """Conversations; their token records ride inside them."""
 
+    views = ("history", "text")
+    scored_views = ("text",)
+
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the prompts: reused, extended, or encoded where there is none."""
-        chats = chat_rows(blocks, self.key)
-        if chats is None:
-            raise self._missing()
+        chats = self._known(chat_rows(blocks, self.key))
         records: list[TokenRecord | None] = [
             self.formatter.continue_record(chat.record, chat)
             if chat.record is not None and self.prefer_tokens
@@ -324,15 +330,12 @@ class HistoryRows(RowReader):
             for encoded, chat in zip(self.formatter.encode_batch(new), new, strict=True)
         ]
         for row, index in place.items():
-            records[row] = made[index]
-            if turns[row]:
-                records[row] = replace(made[index], earlier_turns=turns[row])
+            turn = turns[row]
+            records[row] = replace(made[index], earlier_turns=turn) if turn else made[index]
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """Ids of whole conversations, from their records or the row's ids where these are whole."""
-        chats = chat_rows(blocks, self.key)
-        if chats is None:
-            raise self._missing()
+        chats = self._known(chat_rows(blocks, self.key))
         ids: list[Tensor | None] = [None] * len(chats)
         assistant: list[Tensor | None] = [None] * len(chats)
         stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
@@ -393,17 +396,6 @@ class HistoryRows(RowReader):
         texts = self.codec.decode(sequences.token_ids)
         return {self.names.text: _text({"full": texts})}
 
-    @property
-    def view_keys(self) -> list[tuple[str, str]]:
-        """History and text."""
-        names = (self.names.history, self.names.text)
-        return [(name, part) for name in names for part in ("prompt", "response", "full")]
-
-    @property
-    def scored_view_keys(self) -> list[tuple[str, str]]:
-        """The text of the whole."""
-        return [(self.names.text, "full")]
-
 
 def continues(record: TokenRecord) -> bool:
     """Whether an answer to this prompt goes on with the response that the prompt ends with.
@@ -420,9 +412,7 @@ class TokensRows(RowReader):
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records from the ids and from what is stored beside them."""
-        rows = tensor_rows(blocks, self.key)
-        if rows is None:
-            raise self._missing()
+        rows = self._known(tensor_rows(blocks, self.key))
         masks = tensor_rows(blocks, self.names.attention_mask)
         if masks is not None and _aligned(masks, rows):
             rows = [ids[mask.bool()] for ids, mask in zip(rows, masks, strict=True)]
@@ -455,21 +445,19 @@ class TokensRows(RowReader):
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """The ids as they are."""
-        rows = self._unpadded(blocks, self.key)
-        if rows is None:
-            raise self._missing()
+        rows = self._known(self._unpadded(blocks, self.key))
         rows = [ids.to("cpu", torch.int64) for ids in rows]
         return Sequences(rows, self._stored_assistant(blocks, rows))
 
 
 class TextRows(RowReader):
-    """Strings; the ids that were sampled stand beside them."""
+    """Strings; the ids that were sampled stand next to them."""
+
+    views = ("text",)
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the texts: stored ids where they spell the text, or its beginning."""
-        texts = object_rows(blocks, self.key)
-        if texts is None:
-            raise self._missing()
+        texts = self._known(object_rows(blocks, self.key))
         stored = tensor_rows(blocks, (self.names.tokens, "prompt")) if self.prefer_tokens else None
         if stored is None:
             encoded = zip(self.codec.encode(texts), self._turns(blocks, len(texts)), strict=True)
@@ -498,9 +486,7 @@ class TextRows(RowReader):
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """Ids of the texts; those stored beside them where they spell the text."""
-        texts = object_rows(blocks, self.key)
-        if texts is None:
-            raise self._missing()
+        texts = self._known(object_rows(blocks, self.key))
         stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         spelled = None if stored is None else self.codec.decode(stored)
         rows = [
@@ -516,11 +502,6 @@ class TextRows(RowReader):
     ) -> dict[str, Any]:
         """``text``."""
         return {self.names.text: text_node(self.codec, prompts.records, records)}
-
-    @property
-    def view_keys(self) -> list[tuple[str, str]]:
-        """The text of prompt, response and both."""
-        return [(self.names.text, part) for part in ("prompt", "response", "full")]
 
 
 def _of_text(ids: Tensor, cause: str | None = None, turns: int = 0) -> TokenRecord:
