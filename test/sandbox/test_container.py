@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,23 +34,30 @@ def real(tmp_path_factory):
     assert left.stdout == b""
 
 
-@pytest.fixture
-def stand_in(tmp_path, bubblewrap):
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory, bubblewrap):
     """A program that takes an engine's words."""
     if not bubblewrap:
         pytest.skip("bubblewrap does not work here")
-    shutil.copy(Path(__file__).with_name("fake_engine.py"), tmp_path)
-    path = tmp_path / "engine"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/fake_engine.py "$@"\n')
+    folder = tmp_path_factory.mktemp("stand_in")
+    shutil.copy(Path(__file__).with_name("fake_engine.py"), folder)
+    path = folder / "engine"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/fake_engine.py "$@"\n')
     path.chmod(0o755)
     return str(path)
 
 
-@pytest.fixture(params=["stand_in", "real"])
+@pytest.fixture(scope="module")
+def contained(real):
+    return ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
+
+
+@pytest.fixture(scope="module", params=["stand_in", "real"])
 def sandbox(request):
-    engine = request.getfixturevalue(request.param)
-    image, python = ("here", "python3") if request.param == "stand_in" else (IMAGE, PYTHON)
-    return ContainerSandbox(Limits(wall_s=60.0), image=image, engine=engine, python=python)
+    if request.param == "real":
+        return request.getfixturevalue("contained")
+    engine = request.getfixturevalue("stand_in")
+    return ContainerSandbox(Limits(wall_s=60.0), image="here", engine=engine, python="python3")
 
 
 @pytest.mark.sandbox
@@ -62,12 +70,14 @@ def test_a_run_in_a_container_gives_what_came_of_it(sandbox):
     assert (result.status, result.stdout) == ("ok", "in A\n")
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_that_judges_is_in_reach_in_a_container(real, name):
-    sandbox = ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
-    result = sandbox.run_python(JUDGE, stdin=hostile_job(name))
-    said = verdict(result.stdout)
-    assert (said["compile"], said["run"], said["passed"]) == ("success", "wrong", 0), said
+def test_nothing_that_judges_is_in_reach_in_a_container(contained):
+    def judged(name):
+        said = verdict(contained.run_python(JUDGE, stdin=hostile_job(name)).stdout)
+        return said["compile"], said["run"], said["passed"]
+
+    with ThreadPoolExecutor(3) as pool:
+        verdicts = dict(zip(ATTACKS, pool.map(judged, ATTACKS), strict=True))
+    assert verdicts == dict.fromkeys(ATTACKS, ("success", "wrong", 0))
 
 
 @pytest.mark.sandbox
@@ -98,22 +108,20 @@ def test_a_session_in_a_container_keeps_names_and_has_no_input(sandbox):
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("exit_code", [125, 126, 127])
-def test_a_program_that_exits_as_an_engine_does_is_no_failure_of_the_engine(sandbox, exit_code):
-    result = sandbox.run_python(f"import os\nos._exit({exit_code})")
-    assert (result.status, result.exit_code) == ("error", exit_code)
+def test_a_program_that_exits_as_an_engine_does_is_no_failure_of_the_engine(sandbox):
+    for exit_code in (125, 126, 127):
+        result = sandbox.run_python(f"import os\nos._exit({exit_code})")
+        assert (result.status, result.exit_code) == ("error", exit_code)
 
 
-def test_an_engine_that_starts_nothing_is_a_failure_of_the_sandbox(real):
-    sandbox = ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
-    result = sandbox.run_python("pass", limits=Limits(wall_s=60.0, memory_bytes=1))
+def test_an_engine_that_starts_nothing_is_a_failure_of_the_sandbox(contained):
+    result = contained.run_python("pass", limits=Limits(wall_s=60.0, memory_bytes=1))
     assert (result.status, result.exit_code) == ("sandbox_error", None)
     assert result.stderr
 
 
-def test_a_container_is_apart_from_the_machine(real, monkeypatch):
+def test_a_container_is_apart_from_the_machine(contained, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@example.org")
-    sandbox = ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
     code = """
 import os, socket
 status = open("/proc/self/status").read()
@@ -127,16 +135,14 @@ with open("big", "wb") as file:
     try: file.write(bytes(64 << 20))
     except OSError: print("full")
 """
-    result = sandbox.run_python(code, files={"a": "b"})
+    result = contained.run_python(code, files={"a": "b"})
     assert result.stderr == ""
     first = f"65534 /sandbox {'0' * 16} 1"
     assert result.stdout.splitlines() == [first, "[] ['lo']", "full"]
 
 
-def test_processes_of_a_container_are_counted_and_end_with_it(real, survivors):
-    limits = Limits(wall_s=60.0, num_processes=8)
-    sandbox = ContainerSandbox(limits, image=IMAGE, engine=real, python=PYTHON)
-    if "the number of processes" in sandbox.missing:
+def test_processes_of_a_container_are_counted_and_end_with_it(contained, survivors):
+    if "the number of processes" in contained.missing:
         pytest.skip("the engine may not limit that here")
     token = uuid.uuid4().hex
     code = """
@@ -148,7 +154,8 @@ try:
         started += 1
 except OSError: print(started)
 """
-    result = sandbox.run([PYTHON, "-c", code, token])
+    limits = Limits(wall_s=60.0, num_processes=8)
+    result = contained.run([PYTHON, "-c", code, token], limits=limits)
     assert (result.status, result.stdout) == ("ok", "7\n")
     assert survivors(token) == []
 

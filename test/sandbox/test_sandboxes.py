@@ -72,16 +72,16 @@ open("helper.py", "w").close()
     assert result.ok
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", ".", "a\0b"])
-def test_files_outside_its_folder_are_refused(sandbox, name):
-    with pytest.raises(ConfigError, match="inside the run's folder"):
-        sandbox.run_python("pass", files={name: "x"})
+def test_files_outside_its_folder_are_refused(sandbox):
+    for name in ("/etc/x", "../x", "a/../../x", "", ".", "a\0b"):
+        with pytest.raises(ConfigError, match="inside the run's folder"):
+            sandbox.run_python("pass", files={name: "x"})
 
 
-@pytest.mark.parametrize("argv", [[], "ls", ["echo", 3]])
-def test_what_is_no_command_is_refused(sandbox, argv):
-    with pytest.raises(ConfigError, match="argv must be a program and its arguments"):
-        sandbox.run(argv)
+def test_what_is_no_command_is_refused(sandbox):
+    for argv in ([], "ls", ["echo", 3]):
+        with pytest.raises(ConfigError, match="argv must be a program and its arguments"):
+            sandbox.run(argv)
 
 
 def test_a_program_is_not_taken_for_a_word_of_the_sandbox(sandbox):
@@ -94,17 +94,17 @@ def test_a_file_in_another_file_is_refused(sandbox):
         sandbox.run_python("pass", files={"a/b/c": "1", "a": "2"})
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"wall_s": 0}, {"wall_s": -1}, {"wall_s": float("nan")}, {"wall_s": float("inf")},
-        {"cpu_s": 0.0}, {"cpu_s": "1"}, {"memory_bytes": -1}, {"memory_bytes": 5e8},
-        {"num_processes": 0}, {"output_bytes": True}, {"file_bytes": 0}, {"num_files": None},
-    ],
+WRONG = (
+    {"wall_s": 0}, {"wall_s": -1}, {"wall_s": float("nan")}, {"wall_s": float("inf")},
+    {"cpu_s": 0.0}, {"cpu_s": "1"}, {"memory_bytes": -1}, {"memory_bytes": 5e8},
+    {"num_processes": 0}, {"output_bytes": True}, {"file_bytes": 0}, {"num_files": None},
 )  # fmt: skip
-def test_limits_that_a_kernel_would_misread_are_refused(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        Limits(**values)
+
+
+def test_limits_that_a_kernel_would_misread_are_refused():
+    for values in WRONG:
+        with pytest.raises(ConfigError, match=next(iter(values))):
+            Limits(**values)
 
 
 def test_a_sandbox_that_cannot_set_its_limits_says_so():

@@ -49,7 +49,7 @@ def browser(site):
 @pytest.fixture(scope="module")
 def hasty(site):
     """A browser with little patience."""
-    tool = BrowserTool([site.host], timeout=10.0, start_timeout=120.0)
+    tool = BrowserTool([site.host], timeout=5.0, start_timeout=120.0)
     yield tool
     tool.close()
 
@@ -158,14 +158,17 @@ def test_other_sites_are_out_of_reach_by_address_redirect_link_and_everything_in
     assert site.asked == []
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["file:///etc/passwd", "chrome://version", "view-source:http://x", "javascript:1", "/two"],
-)
-def test_only_web_addresses_are_opened(url, act):
-    answer = act("navigate", url=url)
-    assert answer.error == "BrowserError"
-    assert answer.content.startswith("only http and https addresses can be opened")
+def test_only_web_addresses_are_opened(act):
+    for url in (
+        "file:///etc/passwd",
+        "chrome://version",
+        "view-source:http://x",
+        "javascript:1",
+        "/two",
+    ):
+        answer = act("navigate", url=url)
+        assert answer.error == "BrowserError", url
+        assert answer.content.startswith("only http and https addresses can be opened"), url
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_arguments_are_checked_before_the_browser_sees_them(browser):
 def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, act):
     answer = act("navigate", tool=hasty, url=f"{site.url}/hang")
     assert answer.error == "TimeoutError"
-    assert "did not answer within 10 s" in answer.content
+    assert "did not answer within 5 s" in answer.content
     assert hasty.num_pages == 1
     assert act("navigate", tool=hasty, url=f"{site.url}/plain").content.endswith("plain words")
     act("navigate", tool=hasty, url=site.url)
@@ -207,8 +210,10 @@ def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, 
 
 def test_a_page_in_an_endless_loop_is_closed_and_its_neighbours_answer(site, hasty, act):
     act("navigate", tool=hasty, url=f"{site.url}/loop")
-    time.sleep(0.5)
-    assert act("read", tool=hasty).error == "TimeoutError"
+    deadline = time.monotonic() + 60
+    while (error := act("read", tool=hasty).error) == "" and time.monotonic() < deadline:
+        time.sleep(0.1)  # its loop begins a moment after it was loaded
+    assert error == "TimeoutError"
     assert act("navigate", tool=hasty, session=1, url=f"{site.url}/plain").error == ""
     assert act("navigate", tool=hasty, url=f"{site.url}/plain").error == ""
 
@@ -297,13 +302,10 @@ def test_a_browser_that_dies_is_started_again_and_close_leaves_none(site):
     tool.close()
 
 
-def test_without_a_list_loopback_is_out_of_reach(site):
+def test_without_a_list_loopback_is_out_of_reach(site, anywhere):
     site.asked.clear()
-    tool = BrowserTool(timeout=PAGE_S)
     for url in (site.url, site.elsewhere, f"http://2130706433:{site.port}/", "http://10.0.0.1/"):
-        call = ToolCall("browser", {"action": "navigate", "url": url})
-        assert tool.run(call).error == "BrowserError"
-    tool.close()
+        assert anywhere(url).error == "BrowserError"
     assert site.asked == []
 
 
@@ -315,8 +317,9 @@ def machine():
     site.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anywhere():
+    """Opens an address in one browser without a list."""
     tool = BrowserTool(timeout=PAGE_S, start_timeout=120.0)
     yield lambda url, **args: tool.run(
         ToolCall("browser", {"action": "navigate", "url": url, **args}, session=0)

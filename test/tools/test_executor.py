@@ -192,23 +192,24 @@ class Unprintable(Exception):
         raise RuntimeError("not even this")
 
 
-@pytest.mark.parametrize(
-    ("error", "name", "content"),
-    [
-        (ValueError("no such file"), "ValueError", "ValueError: no such file"),
-        (KeyError(), "KeyError", "KeyError"),
-        (SystemExit(3), "SystemExit", "SystemExit: 3"),
-        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
-        (MemoryError(), "MemoryError", "MemoryError"),
-        (Unprintable(), "Unprintable", "Unprintable"),
-    ],
-)
-def test_what_a_tool_raises_is_its_result(error, name, content):
-    def fail(call):
-        raise error
+RAISED = [
+    (ValueError("no such file"), "ValueError", "ValueError: no such file"),
+    (KeyError(), "KeyError", "KeyError"),
+    (SystemExit(3), "SystemExit", "SystemExit: 3"),
+    (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
+    (MemoryError(), "MemoryError", "MemoryError"),
+    (Unprintable(), "Unprintable", "Unprintable"),
+]
 
-    result = one(fail)
-    assert (result.error, result.content, result.ok) == (name, content, False)
+
+def test_what_a_tool_raises_is_its_result():
+    for error, name, content in RAISED:
+
+        def fail(call, error=error):
+            raise error
+
+        result = one(fail)
+        assert (result.error, result.content, result.ok) == (name, content, False)
 
 
 def test_a_recursion_without_end_is_a_result():
@@ -218,23 +219,23 @@ def test_a_recursion_without_end_is_a_result():
     assert one(deep).error == "RecursionError"
 
 
-@pytest.mark.parametrize(
-    ("value", "content"),
-    [
-        (None, "null"),
-        (7, "7"),
-        (2.5, "2.5"),
-        (True, "true"),
-        ([1, "a"], '[1, "a"]'),
-        ({"ä": 1}, '{"ä": 1}'),
-        ({1: {2}}, '{"1": "{2}"}'),
-        (b"\xffab", "\ufffdab"),
-        ("lone \ud800 surrogate", "lone ? surrogate"),
-        (ToolOutput({"n": 1}), '{"n": 1}'),
-    ],
-)
-def test_a_result_of_any_type_is_text(value, content):
-    assert one(lambda call: value).content == content
+RESULTS = [
+    (None, "null"),
+    (7, "7"),
+    (2.5, "2.5"),
+    (True, "true"),
+    ([1, "a"], '[1, "a"]'),
+    ({"ä": 1}, '{"ä": 1}'),
+    ({1: {2}}, '{"1": "{2}"}'),
+    (b"\xffab", "\ufffdab"),
+    ("lone \ud800 surrogate", "lone ? surrogate"),
+    (ToolOutput({"n": 1}), '{"n": 1}'),
+]
+
+
+def test_a_result_of_any_type_is_text():
+    found = [one(lambda call, value=value: value).content for value, _ in RESULTS]
+    assert found == [content for _, content in RESULTS]
 
 
 def test_a_value_that_cannot_be_written_is_an_error():
@@ -261,12 +262,12 @@ def test_a_result_of_ten_megabytes_is_cut_and_says_so():
     assert left + kept == 10_000_000
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 100, 1000])
-def test_a_text_is_never_longer_than_allowed_and_whole_where_it_fits(length):
-    text, cut = shorten("x" * length, 64)
-    assert len(text) <= 64
-    assert cut == (length > 64)
-    assert cut or text == "x" * length
+def test_a_text_is_never_longer_than_allowed_and_whole_where_it_fits():
+    for length in (0, 1, 63, 64, 65, 100, 1000):
+        text, cut = shorten("x" * length, 64)
+        assert len(text) <= 64
+        assert cut == (length > 64)
+        assert cut or text == "x" * length
 
 
 def test_seconds_are_those_of_the_call():
@@ -293,14 +294,12 @@ def answer(call):
     return result
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "__import__", "../../etc/passwd", "add; rm -rf /", "add\x00", "<|im_end|>", "a" * 10_000],
-)
-def test_a_hostile_name_is_an_unknown_tool(name):
-    result = answer(ToolCall(name))
-    assert result.error == "UnknownTool"
-    assert len(result.content) < 300
+def test_a_hostile_name_is_an_unknown_tool():
+    marks = ("", "add; rm -rf /", "add\x00", "<|im_end|>", "a" * 10_000)
+    for name in ("__import__", "../../etc/passwd", *marks):
+        result = answer(ToolCall(name))
+        assert result.error == "UnknownTool"
+        assert len(result.content) < 300
 
 
 def test_an_unknown_tool_names_the_nearest():
@@ -308,22 +307,22 @@ def test_an_unknown_tool_names_the_nearest():
     assert answer(ToolCall("zzz")).content == "There is no tool 'zzz'. There are ['add']."
 
 
-@pytest.mark.parametrize(
-    ("args", "problem"),
-    [
-        ({}, "'a' is a required property"),
-        ({"a": "two"}, "'two' is not of type 'integer' (at a)"),
-        ({"a": 1.5}, "1.5 is not of type 'integer' (at a)"),
-        ({"a": [1]}, "[1] is not of type 'integer' (at a)"),
-        ({"a": True}, "True is not of type 'integer' (at a)"),
-        ({"a": 1, "c": 2}, "Additional properties are not allowed ('c' was unexpected)"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_answered_with_what_was_expected(args, problem):
-    result = answer(ToolCall("add", args))
-    assert result.error == "InvalidArguments"
-    assert problem in result.content
-    assert result.content.endswith('Expected {"a": integer, "b": integer (optional)}.')
+MISFITS = [
+    ({}, "'a' is a required property"),
+    ({"a": "two"}, "'two' is not of type 'integer' (at a)"),
+    ({"a": 1.5}, "1.5 is not of type 'integer' (at a)"),
+    ({"a": [1]}, "[1] is not of type 'integer' (at a)"),
+    ({"a": True}, "True is not of type 'integer' (at a)"),
+    ({"a": 1, "c": 2}, "Additional properties are not allowed ('c' was unexpected)"),
+]
+
+
+def test_arguments_that_do_not_fit_are_answered_with_what_was_expected():
+    for args, problem in MISFITS:
+        result = answer(ToolCall("add", args))
+        assert result.error == "InvalidArguments"
+        assert problem in result.content
+        assert result.content.endswith('Expected {"a": integer, "b": integer (optional)}.')
 
 
 def test_a_malformed_call_is_answered_with_what_was_expected():
@@ -438,12 +437,10 @@ def test_two_callers_share_an_executor():
     executor.close()
 
 
-@pytest.mark.parametrize(
-    "options", [{"timeout": 0}, {"max_concurrency": 0}, {"max_result_chars": 10}]
-)
-def test_impossible_limits_are_refused(options):
-    with pytest.raises(ConfigError, match="must be positive"):
-        ToolExecutor([], **options)
+def test_impossible_limits_are_refused():
+    for options in ({"timeout": 0}, {"max_concurrency": 0}, {"max_result_chars": 10}):
+        with pytest.raises(ConfigError, match="must be positive"):
+            ToolExecutor([], **options)
 
 
 def test_two_tools_of_one_name_are_refused():

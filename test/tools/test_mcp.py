@@ -87,6 +87,13 @@ def http_server(port):
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def url():
+    """Address of a server that all tests share."""
+    with http_server(free_port()) as url:
+        yield url
+
+
 @pytest.fixture
 def children(tools):
     """Tells the processes of servers that run, but for the one that all tests share."""
@@ -122,13 +129,12 @@ def test_a_conversation_calls_a_server_over_pipes(make_tools, queries, children)
     assert not children()
 
 
-def test_a_server_over_http_is_called_and_outlives_the_environment(make_tools, queries):
-    with http_server(free_port()) as url:
-        for server in (url, {"url": url, "headers": {"X-Token": "secret"}}):
-            env = ChatEnv(batch_size=(1,)).append_transform(make_tools({"http": server}))
-            td = say(env, env.reset(queries("a")), ("add", {"a": 20, "b": 22}))
-            assert td["history"].prompt[0, -1].content == "42"
-            env.close()
+def test_a_server_over_http_is_called_and_outlives_the_environment(make_tools, queries, url):
+    for server in (url, {"url": url, "headers": {"X-Token": "secret"}}):
+        env = ChatEnv(batch_size=(1,)).append_transform(make_tools({"http": server}))
+        td = say(env, env.reset(queries("a")), ("add", {"a": 20, "b": 22}))
+        assert td["history"].prompt[0, -1].content == "42"
+        env.close()
 
 
 def test_the_schemas_say_what_the_server_says(tools):
@@ -183,7 +189,7 @@ def test_a_server_that_died_between_two_calls_is_started_again_unnoticed(make_to
 
 def test_calls_of_others_fail_with_the_server_and_nothing_hangs(make_tools):
     tools = make_tools()
-    calls = [[ToolCall("sleep", {"seconds": 3.0})], [ToolCall("die")]]
+    calls = [[ToolCall("sleep", {"seconds": 60.0})], [ToolCall("die")]]
     slow, dead = (row[0] for row in tools.executor.run(calls))
     assert (slow.error, dead.error) == ("WorkerError", "WorkerError")
 
@@ -197,11 +203,11 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_server_stays(make_tools)
     assert tools.servers.num_starts("ours") == 1
 
 
-@pytest.mark.parametrize("http", [False, True])
-def test_a_result_of_ten_megabytes_is_cut(http, make_tools):
-    with http_server(free_port()) as url:
-        tools = make_tools({"big": url if http else OURS}, timeout=60.0, max_result_chars=1000)
-        result = run(tools, "big", characters=10_000_000)
+@pytest.mark.parametrize("http", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_result_of_ten_megabytes_is_cut(http, make_tools, request):
+    server = request.getfixturevalue("url") if http else OURS
+    tools = make_tools({"big": server}, timeout=60.0, max_result_chars=1000)
+    result = run(tools, "big", characters=10_000_000)
     assert (result.error, result.truncated) == ("", True)
     assert 900 < len(result.content) <= 1000
 
@@ -252,9 +258,10 @@ def test_tools_can_be_chosen_prefixed_and_made_actions(make_tools, queries):
 
 
 @pytest.mark.parametrize("argument", ["tools", "actions"])
-def test_a_tool_that_no_server_has_is_refused_and_the_servers_end(argument, children):
+def test_a_tool_that_no_server_has_is_refused_and_the_servers_end(argument, url, children):
+    servers = {"ours": OURS if argument == "tools" else url}
     with pytest.raises(ConfigError, match=r"no MCP server has a tool 'nothing'.*ours\.add"):
-        MCPToolTransform({"ours": OURS}, start_timeout=START_S, **{argument: ["nothing"]})
+        MCPToolTransform(servers, start_timeout=START_S, **{argument: ["nothing"]})
     assert not children()
 
 
@@ -300,7 +307,7 @@ def test_a_configuration_object_is_taken_as_it_is():
     assert MCPServers({"s": config}).configs["s"] is config
 
 
-def test_a_copy_starts_servers_of_its_own(make_tools, children):
+def test_a_copy_and_a_closed_transform_start_servers_of_their_own(make_tools, children):
     tools = make_tools()
     again = pickle.loads(pickle.dumps(tools))
     assert run(again, "add", a=1, b=2).content == "3"
@@ -308,10 +315,6 @@ def test_a_copy_starts_servers_of_its_own(make_tools, children):
     again.close()
     assert len(children()) == 1
     assert run(tools, "add", a=1, b=2).content == "3"
-
-
-def test_a_closed_transform_starts_its_servers_again_when_it_is_used(make_tools, children):
-    tools = make_tools()
     tools.close()
     tools.close()
     assert not children()

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torchrl_llm.tools.tool_call import ToolCall
 
 @pytest.fixture(scope="module")
 def executor():
-    made = ToolExecutor([ProcessTool(Worker(), num_processes=2, limit_s=2.0)])
+    made = ToolExecutor([ProcessTool(Worker(), num_processes=2, limit_s=1.0)])
     made.run([[ToolCall("work", {"do": "pid"})]] * 2)
     yield made
     made.close()
@@ -55,7 +53,7 @@ def test_a_call_that_never_ends_is_killed_in_time_and_replaced(executor):
     calls = [ToolCall("work", {"do": "spin"}), ToolCall("work", {"do": "say", "value": "hi"})]
     [[spun, said]] = executor.run([calls])
     assert spun.error == "ToolTimeout"
-    assert time.monotonic() - begun < 2 + 2
+    assert time.monotonic() - begun < 1 + 2
     assert said.content == "hi"
     assert executor.num_hanging == 0
     assert ask(executor, "say", "again").content == "again"
@@ -98,37 +96,18 @@ def test_a_result_of_ten_megabytes_comes_back_cut(executor):
     assert len(result.content) <= executor.max_result_chars
 
 
-def test_processes_end_when_the_tool_is_closed_and_start_again_when_it_is_called():
-    executor = ToolExecutor([ProcessTool(Worker(), num_processes=1)])
+def test_processes_end_when_the_tool_is_closed_and_start_again_when_it_is_called(executor):
     first = int(ask(executor, "pid").content)
     executor.close()
     assert wait_until_gone(first)
     second = int(ask(executor, "pid").content)
     assert second != first
-    executor.close()
 
 
 def test_a_pool_that_has_run_can_be_pickled():
     tool = ProcessTool(Worker(), num_processes=1, limit_s=3)
     again = pickle.loads(pickle.dumps(tool))
     assert (again.name, again.limit_s, again.num_processes) == ("work", 3, 1)
-
-
-def test_processes_die_with_the_trainer():
-    code = (
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from process_worker import Worker\n"
-        "from torchrl_llm.tools import ToolCall, ToolExecutor\n"
-        "from torchrl_llm.tools.process_tool import ProcessTool\n"
-        "if __name__ == '__main__':\n"
-        "    executor = ToolExecutor([ProcessTool(Worker(), num_processes=1)])\n"
-        "    print(executor.run([[ToolCall('work', {'do': 'pid'})]])[0][0].content, flush=True)\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == -9, done.stderr
-    assert wait_until_gone(int(done.stdout))
 
 
 def test_what_cannot_work_in_processes_is_refused():

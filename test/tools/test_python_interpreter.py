@@ -171,51 +171,53 @@ def test_what_goes_to_standard_error_is_shown_and_no_failure(ask):
     assert ask(block(code))[0] == ["Code block 1 executed successfully:\nout\nwarned\n"]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(
-    ("code", "printed"),
-    [
-        ("for i in range(500): print(i)", "".join(f"{i}\n" for i in range(500))),
-        ("x = '''\n---END---\n'''\nprint(x)", "\n---END---\n\n"),
-        ("print('no newline', end='')", "no newline\n"),
-        ("print('\\x1b[31mred\\x1b[0m')", "\x1b[31mred\x1b[0m\n"),
-        ("if True:\n    print('é 中 🙂')", "é 中 🙂\n"),
-        ("import sys; sys.exit(0)", ""),
-    ],
-)
-def test_code_that_broke_others_runs(code, printed, persistent, ask):
-    answers = ask(block(code), persistent=persistent)[0]
-    assert answers == [f"Code block 1 executed successfully:\n{printed}"]
+BROKE_OTHERS = [
+    ("for i in range(500): print(i)", "".join(f"{i}\n" for i in range(500))),
+    ("x = '''\n---END---\n'''\nprint(x)", "\n---END---\n\n"),
+    ("print('no newline', end='')", "no newline\n"),
+    ("print('\\x1b[31mred\\x1b[0m')", "\x1b[31mred\x1b[0m\n"),
+    ("if True:\n    print('é 中 🙂')", "é 中 🙂\n"),
+    ("import sys; sys.exit(0)", ""),
+]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(
-    ("code", "error", "said"),
-    [
-        ("while True: pass", "TimeoutError", "did not end within 2 s"),
-        ("import os; os._exit(3)", "CodeError", ""),
-        ("x = bytearray(10**10)", "CodeError MemoryLimit", "Memory"),
-        ("def f(): f()\nf()", "CodeError", "RecursionError"),
-        ("1 +", "CodeError", "SyntaxError"),
-        ("print(\ud800)", "CodeError", ""),
-        ("import sys; sys.exit('no')", "CodeError", "no"),
-        ("while True: print('x' * 10**6)", "OutputLimit TimeoutError", "stopped"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "Killed CodeError", ""),
-    ],
-)
+def test_code_that_broke_others_runs(persistent, ask):
+    answers = ask(*(block(code) for code, _ in BROKE_OTHERS), persistent=persistent)
+    expected = [[f"Code block 1 executed successfully:\n{printed}"] for _, printed in BROKE_OTHERS]
+    assert answers == expected
+
+
+FAILS = [
+    ("while True: pass", "TimeoutError", "did not end within 2 s"),
+    ("import os; os._exit(3)", "CodeError", ""),
+    ("x = bytearray(10**10)", "CodeError MemoryLimit", "Memory"),
+    ("def f(): f()\nf()", "CodeError", "RecursionError"),
+    ("1 +", "CodeError", "SyntaxError"),
+    ("print(\ud800)", "CodeError", ""),
+    ("import sys; sys.exit('no')", "CodeError", "no"),
+    ("while True: print('x' * 10**6)", "OutputLimit TimeoutError", "stopped"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "Killed CodeError", ""),
+]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("three", [FAILS[:3], FAILS[3:6], FAILS[6:]], ids=["first", "next", "last"])
 def test_code_that_fails_is_a_result_and_its_neighbours_run(
-    code, error, said, persistent, make_env, queries, answer
+    three, persistent, make_env, queries, answer
 ):
-    env = make_env(2, persistent=persistent, timeout=2.0)
-    td = env.step(answer(env.reset(queries("a", "b")), block(code), block("print(1)")))["next"]
-    bad, good = (chat[-1]["content"] for chat in td["history"].prompt.chats)
-    assert bad.startswith("Code block 1 failed:\n")
-    assert said in bad
-    assert good == "Code block 1 executed successfully:\n1\n"
+    env = make_env(4, persistent=persistent, timeout=2.0)
+    codes = [*(block(code) for code, _, _ in three), block("print(1)")]
+    td = env.step(answer(env.reset(queries(*"abcd")), *codes))["next"]
+    *bad, good = (chat[-1]["content"] for chat in td["history"].prompt.chats)
     records = td["tools", "calls"]
-    assert records[0][0]["error"] in error.split()
-    assert records[1][0]["error"] == ""
-    assert td["tools", "num_failed"].tolist() == [1, 0]
+    for row, (content, (code, error, said)) in enumerate(zip(bad, three, strict=True)):
+        assert content.startswith("Code block 1 failed:\n"), code
+        assert said in content, code
+        assert records[row][0]["error"] in error.split(), code
+    assert good == "Code block 1 executed successfully:\n1\n"
+    assert records[3][0]["error"] == ""
+    assert td["tools", "num_failed"].tolist() == [1, 1, 1, 0]
     assert not td["done"].any()
 
 

@@ -263,7 +263,7 @@ def _first_process(spare: int) -> list[str]:
     init: bubblewrap does not wait for it, but it waits for this one.
 
     Args:
-        spare: a descriptor that nobody uses; the shell itself shall not say how the program ended.
+        spare: an unused descriptor; the shell itself must not say how the program ended.
     """
     script = f'exec {spare}>&2 2> /dev/null; "$@" 2>&{spare} {spare}>&-; exit $?'
     return ["--as-pid-1", "--", "/bin/sh", "-c", script, "sh"]

@@ -1,8 +1,8 @@
 """Control groups of Linux: the kernel counts what all processes of a run use together.
 
 Memory of the kernel itself counts too (pipes, sockets, files in memory), and no process of a run is
-fast enough to be missed, as it may be by :mod:`.watch`, which looks ten times a second. A group can
-be made by root, or where a part of the tree was delegated to the trainer's user.
+fast enough to be missed, as it may be by :mod:`.process_watch`, which looks ten times a second. A
+group can be made by root, or where a part of the tree was delegated to the trainer's user.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _working_place() -> _Place | None:
 
 
 def _places() -> Iterator[_Place]:
-    """Where this process might make groups: beside or below it."""
+    """Where this process might make groups: next to it or below it."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         own = Path("/proc/self/cgroup").read_text().splitlines()

@@ -27,14 +27,7 @@ from typing import TypeVar
 
 from torchrl_llm.sandbox.cgroups import control_group
 from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession, check_seconds
-from torchrl_llm.sandbox.process_watch import (
-    Capture,
-    Feed,
-    Tree,
-    classify,
-    cpu_seconds,
-    pump,
-)
+from torchrl_llm.sandbox.process_watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 
 GRACE_S = 1.5
 """How long a killed process may take to be gone."""
@@ -93,7 +86,7 @@ class Contained:
         env: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> None:
-        limits = program.limits
+        self.program, limits = program, program.limits
         group = control_group(limits.memory_bytes, limits.file_bytes) if self.grouped else None
         self.group = group
         out_r, out_w = os.pipe()
@@ -340,7 +333,7 @@ def _let_go(contained: Contained | None, answers: Capture, code_w: int, owner: i
 
 
 class _Keeper:
-    """A thread that lives as long as the process.
+    """Thread that lives as long as the process.
 
     The kernel ends a sandbox when the thread that started it ends, so one that is to outlive a
     worker of some pool has to be started here. Between starts it looks after the idle sessions.

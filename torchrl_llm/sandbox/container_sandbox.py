@@ -20,15 +20,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from torchrl_llm.errors import ConfigError, ResourceError
-from torchrl_llm.sandbox.contained_process import (
-    Contained,
-    PipeSession,
-    Program,
-    interpreter_argv,
-)
+from torchrl_llm.sandbox import local_process
+from torchrl_llm.sandbox.contained_process import Contained, PipeSession, Program, interpreter_argv
 from torchrl_llm.sandbox.interface import Limits, SandboxSession
-from torchrl_llm.sandbox.local_process import ENVIRONMENT, ProcessSandbox
-from torchrl_llm.sandbox.process_watch import Capture, Tree, cpu_seconds
+from torchrl_llm.sandbox.process_watch import Capture, Tree
 
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
@@ -44,7 +39,7 @@ _PIPES = ("answers", "stdout", "stderr")
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
-class ContainerSandbox(ProcessSandbox):
+class ContainerSandbox(local_process.ProcessSandbox):
     r"""Runs programs in containers without network, capabilities or a writable file system.
 
     ``memory_bytes`` counts for the container as a whole and for the data of each process; what else
@@ -117,7 +112,6 @@ class ContainerSandbox(ProcessSandbox):
             limits: of the run.
             share: a folder with ``files``, to be copied into the run's, and ``pipes``.
         """
-        cpu_s = cpu_seconds(limits)
         words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
         words += ["--entrypoint=", "--no-healthcheck", "--stop-signal=KILL"]
         words += ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={_NOBODY}"]
@@ -127,21 +121,21 @@ class ContainerSandbox(ProcessSandbox):
             words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
         if _PROCESSES not in self.missing:
             words += [f"--pids-limit={limits.num_processes + 1}"]
-        words += [f"--ulimit=cpu={cpu_s}:{cpu_s + 1}", "--ulimit=core=0:0"]
-        words += [f"--ulimit=fsize={limits.file_bytes}:{limits.file_bytes}"]
-        words += [f"--ulimit=nofile={limits.num_files}:{limits.num_files}"]
+        held = local_process.kernel_limits(limits)
+        del held["RLIMIT_STACK"]
         # One process that takes too much is told so, before all of them together are killed.
-        words += [f"--ulimit=data={limits.memory_bytes}:{limits.memory_bytes}"]
+        held["RLIMIT_DATA"] = held.pop("RLIMIT_AS")
         # It counts what the user runs in all containers; an engine's own default may be more than
         # it may grant.
-        num_processes = _granted(_RUNS * (limits.num_processes + 1))
-        words += [f"--ulimit=nproc={num_processes}:{num_processes}"]
+        held["RLIMIT_NPROC"] = (_granted(_RUNS * (limits.num_processes + 1)),) * 2
+        words += local_process.limit_words("--ulimit=", held)
         words += [f"--shm-size={limits.file_bytes}"]
         for folder in (FOLDER, "/tmp"):
             options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.file_bytes}"
             words += [f"--tmpfs={folder}:{options}"]
         words += [f"--workdir={FOLDER}"]
-        words += [f"--env={key}={value}" for key, value in (*ENVIRONMENT.items(), ("HOME", FOLDER))]
+        variables = {**local_process.ENVIRONMENT, "HOME": FOLDER}
+        words += [f"--env={key}={value}" for key, value in variables.items()]
         if share is None:
             return [*words, self.image, *argv]
         # Pipes are written to; a folder that holds nothing else is all of the machine it can touch.
@@ -217,23 +211,15 @@ class _InContainer(Contained):
     grouped = False
 
     def __init__(
-        self,
-        program: Program,
-        *args: Any,
-        engine: str,
-        name: str,
-        share: Path | None,
-        **kwargs: Any,
+        self, *args: Any, engine: str, name: str, share: Path | None, **kwargs: Any
     ) -> None:
-        self.engine = engine
-        self.name = name
-        self.share = share
+        self.engine, self.name, self.share = engine, name, share
         self._state: _State | None = None
         self._removed = False
         self._client: tuple[Capture, ...] = ()
-        super().__init__(program, *args, **kwargs)
+        super().__init__(*args, **kwargs)
         # The engine counts, and the client's own use does not belong to the run.
-        self.tree = Tree(-1, program.limits)
+        self.tree = Tree(-1, self.program.limits)
 
     def listen(self, out_r: int, err_r: int, keep: int) -> None:
         """Take output and errors from pipes of their own, and not from the client any more."""
@@ -270,8 +256,8 @@ class _InContainer(Contained):
         exit_code = self.process.poll()
         if exit_code in (*_PERHAPS_THE_ENGINE, _KILLED):
             self._state = self.look()
-        # The client first: nobody reads what it still writes, and engines wait for it; and it shall
-        # not start a container that it was about to, after that was removed.
+        # The client first: nobody reads what it still writes, and engines wait for it. It also must
+        # not start a container after this has removed it.
         self.process.kill()
         self.wait()
         for _ in range(1 if exit_code is not None else _TRIES):

@@ -74,7 +74,7 @@ def _write(fd: int, text: str) -> None:
 def _open(place: str, mode: str):
     if place != "0":
         return open(int(place) if place.isdigit() else place, mode)
-    # The code shall not read its own successors from its standard input.
+    # The code must not read the pieces that follow it from its standard input.
     pipe = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

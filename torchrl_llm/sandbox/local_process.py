@@ -25,12 +25,7 @@ from pathlib import Path, PurePosixPath
 
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.sandbox.contained_process import GRACE_S as GRACE_S
-from torchrl_llm.sandbox.contained_process import (
-    Contained,
-    PipeSession,
-    Program,
-    interpreter_argv,
-)
+from torchrl_llm.sandbox.contained_process import Contained, PipeSession, Program, interpreter_argv
 from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult, SandboxSession
 from torchrl_llm.sandbox.process_watch import Feed, classify, cpu_seconds, pump
 
@@ -44,7 +39,7 @@ ENVIRONMENT = {
 """Variables that every sandboxed process gets, and nothing of the trainer's."""
 
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Folders of the system beside ``/usr``; links into it on most distributions."""
+"""Folders of the system next to ``/usr``; links into it on most distributions."""
 
 STACK_BYTES = 8 << 20
 _SYSTEM_PYTHON = "/usr/bin/python3"
@@ -264,8 +259,20 @@ def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> 
     named = kernel_limits(limits)
     if num_processes is not None:
         named["RLIMIT_NPROC"] = (num_processes, num_processes)
-    words = [f"--{name[len('RLIMIT_') :].lower()}={a}:{b}" for name, (a, b) in named.items()]
-    return [prlimit, *words, "--"]
+    return [prlimit, *limit_words("--", named), "--"]
+
+
+def limit_words(before: str, named: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Limits as words of a command line, such as ``--cpu=10:11``.
+
+    Args:
+        before: the beginning of each word.
+        named: as :func:`kernel_limits` names them.
+    """
+    return [
+        f"{before}{name.removeprefix('RLIMIT_').lower()}={soft}:{hard}"
+        for name, (soft, hard) in named.items()
+    ]
 
 
 def own_python() -> str:

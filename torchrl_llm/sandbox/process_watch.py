@@ -76,7 +76,7 @@ class Capture:
             pass
 
     def text(self) -> str:
-        """What was kept, as text: UTF-8, with replacements for what is none."""
+        """What was kept, as text: UTF-8, with replacements for invalid bytes."""
         return self.kept.decode("utf-8", errors="replace")
 
     def report(self, key: str) -> Any:
@@ -205,9 +205,7 @@ class ProcessTable:
         entries, children = self._table()
         pids = tuple(p for p in _below(pid, children) if p in entries)
         return Use(
-            sum(entries[p].threads for p in pids),
-            sum(entries[p].addresses for p in pids),
-            pids,
+            sum(entries[p].threads for p in pids), sum(entries[p].addresses for p in pids), pids
         )
 
     def _table(self) -> tuple[dict[int, _Entry], dict[int, list[int]]]:

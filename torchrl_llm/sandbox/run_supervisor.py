@@ -1,4 +1,4 @@
-"""The guard of a run without namespaces: a small program of its own, between trainer and code.
+"""Guard of a run without namespaces: a small program between the trainer and the code.
 
 It starts the code in a session, with limits and under another user where it can, forbids it what an
 unprivileged process can be forbidden (system calls by a filter, files and signals by Landlock), and
@@ -88,9 +88,7 @@ def _landlock(read: list[str], write: list[str], folder: str) -> None:
         attributes += struct.pack("=Q", _TCP)
     if version >= 6:
         attributes += struct.pack("=Q", _SCOPES)
-    rules = _syscall(
-        _LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
-    )
+    rules = _ruleset(attributes)
     files = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
     allowed = [(path, _EXECUTE | _READ | _LIST) for path in read]
     allowed += [(path, _READ | _WRITE | _TRUNCATE) for path in write]
@@ -104,8 +102,23 @@ def _landlock(read: list[str], write: list[str], folder: str) -> None:
         rule = struct.pack("=Qi", right & rights, place)
         _syscall(_LANDLOCK_ADD, ctypes.c_int(rules), _LANDLOCK_BENEATH, rule, ctypes.c_uint(0))
         os.close(place)
+    _restrict(rules)
+
+
+def _ruleset(attributes: bytes) -> int:
+    size, flags = ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)
+    return _syscall(_LANDLOCK_CREATE, attributes, size, flags)
+
+
+def _restrict(rules: int) -> None:
     _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(rules), ctypes.c_uint(0))
     os.close(rules)
+
+
+def _stat(pid: str) -> list[bytes]:
+    """What the kernel says of a process, from its state on: the name may itself hold anything."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def _threads_of(uid: int) -> int:
@@ -114,8 +127,7 @@ def _threads_of(uid: int) -> int:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    count += int(file.read().rpartition(b")")[2].split()[17])
+                count += int(_stat(name)[17])
     return count
 
 
@@ -225,8 +237,7 @@ def _below(pid: int) -> dict[int, int]:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if name.isdigit():
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
+                fields = _stat(name)
                 children.setdefault(int(fields[1]), []).append((int(name), int(fields[3])))
     found: dict[int, int] = {}
     waiting = children.get(pid, [])
@@ -259,14 +270,7 @@ def _enter_domain(outside: int) -> bool:
         return False
     with contextlib.suppress(OSError):
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        rules = _syscall(
-            _LANDLOCK_CREATE,
-            struct.pack("=QQQ", 0, 0, _SCOPES),
-            ctypes.c_size_t(24),
-            ctypes.c_uint(0),
-        )
-        _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(rules), ctypes.c_uint(0))
-        os.close(rules)
+        _restrict(_ruleset(struct.pack("=QQQ", 0, 0, _SCOPES)))
         try:
             os.kill(outside, 0)
         except PermissionError:

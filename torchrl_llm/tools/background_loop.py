@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for tools whose libraries are asynchronous.
+"""Thread with an asyncio loop, for tools whose libraries are asynchronous.
 
 Tools are called from ordinary threads; the connections of
 :mod:`torchrl_llm.tools.mcp_client` and the pages of
@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -63,7 +62,7 @@ class BackgroundLoop:
         future = self.submit(work)
         try:
             return future.result(timeout_s)
-        except FutureTimeout:
+        except TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # the coroutine's own
             raise TimeoutError(f"not done within {timeout_s:g} s") from None
@@ -87,12 +86,20 @@ class BackgroundLoop:
                 self._finalizer = weakref.finalize(self, _end, self._loop, end, thread)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self) -> None:
-        """Cancel what runs, wait for its cleaning up, and end the thread; may be called twice."""
-        with self._lock:
-            finalizer, self._finalizer, self._loop = self._finalizer, None, None
-        if finalizer is not None:
-            finalizer()
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what runs, wait for its cleaning up, and end the thread; may be called twice.
+
+        Args:
+            last: what runs before that, where the thread runs; at most 30 seconds.
+        """
+        try:
+            if last is not None and self.running:
+                self.run(last(), timeout_s=30.0)
+        finally:
+            with self._lock:
+                finalizer, self._finalizer, self._loop = self._finalizer, None, None
+            if finalizer is not None:
+                finalizer()
 
 
 async def _until_ended(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:

@@ -52,7 +52,7 @@ _GRACE_S = 5.0
 
 @register("tools", "browser")
 class BrowserTool(Restarted, Tool):
-    """Opens web pages and acts on them; one page a conversation, one browser for all.
+    """Opens web pages and acts on them; one page per conversation, one browser for all.
 
     What the model reads is a page's title, address and text. A page that never loads, an element
     that is not there and an address that is not allowed are results with an error. The page of a
@@ -163,9 +163,7 @@ class BrowserTool(Restarted, Tool):
         """Close the browser."""
         driver, loop = self._driver, self._loop
         self._begin()
-        if loop.running:
-            loop.run(driver.close(), timeout_s=3 * _GRACE_S)
-        loop.close()
+        loop.close(driver.close)
 
 
 class BrowserTransform(ToolTransform):

@@ -226,7 +226,7 @@ class BrowserDriver:
 
         Args:
             session: which conversation.
-            action: name of one of the actions.
+            action: one that :class:`~torchrl_llm.tools.browser.BrowserTool` knows.
             args: its arguments.
 
         Returns:
@@ -238,15 +238,7 @@ class BrowserDriver:
             WorkerError: the browser did not start, or died.
         """
         await self.start()
-        work = {
-            "navigate": self._navigate,
-            "read": self._read,
-            "click": self._click,
-            "type": self._type,
-            "scroll": self._scroll,
-            "extract": self._extract,
-            "back": self._back,
-        }[action]
+        work = getattr(self, f"_{action}")
         error_type = _errors().Error
         try:
             seat = await asyncio.wait_for(self._seat(session), self.timeout_s)

@@ -1,4 +1,4 @@
-"""Runs the calls of a batch at once, a time limit each, and makes a record of whatever happens.
+"""Executor that runs the calls of a batch at once, with a time limit each, and records the results.
 
 Nothing that a tool does reaches the caller as an exception, and no call keeps the batch waiting
 longer than its limit. The executor knows nothing of conversations or tensordicts.
@@ -23,11 +23,7 @@ from torchrl._utils import logger
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import DaemonThreads
-from torchrl_llm.tools.call_arguments import (
-    ArgumentError,
-    argument_checker,
-    describe_parameters,
-)
+from torchrl_llm.tools.call_arguments import ArgumentError, argument_checker, describe_parameters
 from torchrl_llm.tools.tool import Restarted, Tool, as_output, failure
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolResult
 

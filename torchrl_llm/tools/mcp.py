@@ -151,10 +151,9 @@ class MCPServers(Restarted):
 
     def close(self) -> None:
         """End all servers; may be called twice, and a later call starts them again."""
-        connections, self._connections = self._connections, {}
-        if connections and self._loop.running:
-            self._loop.run(_close_all(connections), timeout_s=30.0)
-        self._loop.close()
+        connections, loop = self._connections, self._loop
+        self._begin()
+        loop.close(lambda: _close_all(connections))
 
 
 class MCPTool(Tool):

@@ -1,7 +1,7 @@
 """One server of the Model Context Protocol: started, asked, watched, and started again.
 
 It speaks through the official ``mcp`` package, over the pipes of a process or streamable HTTP, and
-runs inside an asyncio loop. What a server's tools look like to a model is the business of
+runs inside an asyncio loop. How a server's tools look to a model is decided in
 :mod:`torchrl_llm.tools.mcp`.
 """
 
@@ -36,7 +36,7 @@ class MCPServerConfig:
     Args:
         command: program that speaks the protocol over its standard input and output.
         args: its arguments.
-        env: its environment variables, beside ``PATH``, ``HOME`` and the like; the trainer's own
+        env: its environment variables, next to ``PATH``, ``HOME`` and the like; the trainer's own
             are not handed on.
         cwd: its working directory.
         url: address of a server that speaks streamable HTTP.

@@ -1,4 +1,4 @@
-"""Tools in processes of their own: for work that keeps the interpreter busy, or may never end.
+"""Tool that runs in other processes: for work that keeps the interpreter busy, or may never end.
 
 It is no sandbox: the processes have the trainer's rights
 (:mod:`torchrl_llm.sandbox` is where code of a model runs).
@@ -37,7 +37,7 @@ class ProcessTool(Tool):
     Args:
         tool: the tool, or a function as for
             :class:`~torchrl_llm.tools.tool.FunctionTool`.
-        num_processes: how many; one a core by default.
+        num_processes: how many; one per core by default.
         limit_s: seconds that a call may take, waiting for a free process not counted.
 
     Raises:

@@ -269,8 +269,8 @@ class PythonTool(Restarted, Tool):
     r"""Runs Python code in a sandbox and says what it printed.
 
     Args:
-        persistent: keep one interpreter a conversation, so that names live from call to call; else
-            each call gets a fresh one.
+        persistent: keep one interpreter per conversation, so that names live from call to call;
+            else each call gets a fresh one.
         timeout: seconds that the code may take.
         executor: who runs it; a :class:`PythonExecutorService` of its own by default.
         sandbox: where the code runs, see :class:`PythonExecutorService`.
@@ -384,9 +384,9 @@ class PythonInterpreter(ToolTransform):
         tokenizer: with one, it is checked at once that its chat template writes messages of role
             ``tool_name``.
         tool_name: role of the appended messages.
-        persistent: keep one interpreter a conversation, so that names live from block to block and
-            from turn to turn; it ends when the conversation does. Else each block gets a fresh one,
-            and those of one turn run at the same time.
+        persistent: keep one interpreter per conversation, so that names live from block to block
+            and from turn to turn; it ends when the conversation does. Else each block gets a fresh
+            one, and those of one turn run at the same time.
         timeout: seconds that a block may take.
         services: ``"ray"`` runs the code in one service for the whole cluster; ``None`` here.
         service_name: name of that service.

@@ -1,8 +1,8 @@
 """The base of the tools: a name, a schema of arguments, and :meth:`Tool.run`.
 
-A tool knows nothing of conversations, batches, time limits or threads: the executor gives it one
-:class:`~torchrl_llm.tools.tool_call.ToolCall` after another, several at once from
-different threads, and makes data of whatever comes of it.
+A tool knows nothing of conversations, batches, time limits or threads. The executor gives it one
+:class:`~torchrl_llm.tools.tool_call.ToolCall` after another, several at once from different
+threads, and turns whatever happens into data.
 
 Next: :mod:`torchrl_llm.tools.executor` runs them,
 :mod:`torchrl_llm.tools.tool_transform` brings them into an environment.

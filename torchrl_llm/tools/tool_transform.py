@@ -1,8 +1,8 @@
-"""Brings tools into an environment: calls out of the model's turn, results behind it.
+"""Transform that brings tools into an environment.
 
-:class:`ToolTransform` reads the calls (a parser), has them answered (an executor) and appends what
-came of them to the conversation. What the tools are, how calls are written and how they are run are
-three parts that can be exchanged.
+:class:`ToolTransform` reads the calls in the model's turn (a parser), has them answered (an
+executor) and appends the results to the conversation. Tools, parser and executor are three parts
+that can be exchanged.
 
 Next: :mod:`~torchrl_llm.tools.tool` for a tool of your own,
 :mod:`~torchrl_llm.tools.call_parsers` and
@@ -28,11 +28,7 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.text.codec import whole_characters
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.tools.call_parsers import (
-    MessageCallParser,
-    ToolParser,
-    as_parser,
-)
+from torchrl_llm.tools.call_parsers import MessageCallParser, ToolParser, as_parser
 from torchrl_llm.tools.executor import ToolExecutor
 from torchrl_llm.tools.tool import FunctionTool, Tool
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolResult
@@ -40,6 +36,7 @@ from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolResult
 Calls = list[ToolCall | BrokenCall]
 # Names of tools that there are not may be as long as a turn.
 _MOST_NAME_CHARS = 200
+_COUNTS = ("num_calls", "num_failed", "auxiliary_turns")
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 _CUT_ANSWER = "No tool was called: your answer was cut before its end."
 
@@ -55,8 +52,8 @@ class ToolTransform(Transform):
 
     It writes under ``("next", "tools")``, and zeros at reset:
 
-    - ``"calls"``: a column of tuples, of each call of this turn its
-      :meth:`~torchrl_llm.tools.tool_call.ToolResult.record`;
+    - ``"calls"``: a column of tuples, the
+      :meth:`~torchrl_llm.tools.tool_call.ToolResult.record` of each call of this turn;
     - ``"num_calls"``, ``"num_failed"``: int64 ``[B]``;
     - ``"auxiliary"``: bool ``[B, 1]``, this turn was a part of thinking: it called tools, and none
       of kind ``"action"``. Such a turn is no step of the environment: a reward does not score it
@@ -66,7 +63,7 @@ class ToolTransform(Transform):
     A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
     names, arguments that do not fit, calls that cannot be read. Nothing of it raises. Calls in a
     response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
-    carried out, for nobody knows what it would have gone on to say; the answer tells so.
+    carried out, because the rest of the turn is missing; the answer says so.
 
     Append it in front of rewards and step counters. Tools are started at the first call and closed
     with the environment (``env.close()``). Several of these transforms can stand in one
@@ -77,7 +74,7 @@ class ToolTransform(Transform):
         tools: tools, or functions with type hints and a Google-style docstring.
         parser: how calls are written; by default as the chat template writes them, see
             :class:`~torchrl_llm.tools.call_parsers.MessageCallParser`. A function from a
-            text to ``{"calls": [...]}`` will do, too.
+            text to ``{"calls": [...]}`` works as well.
         tool_name: role of the appended messages.
         timeout: seconds that a call may take, where the tool has no limit of its own.
         max_concurrency: calls that run at a time.
@@ -169,7 +166,7 @@ class ToolTransform(Transform):
         super().close()
 
     def set_container(self, container: Any) -> None:
-        """Refuses a place beside a tool of the same name."""
+        """Refuse a place next to a transform with a tool of the same name."""
         others = container if _is_stack(container) else ()
         for other in others:
             if isinstance(other, ToolTransform) and other is not self:
@@ -206,8 +203,8 @@ class ToolTransform(Transform):
         earlier, later = self._beside()
         if not earlier and not later:
             return found
-        # Others that find the same calls may know a tool that this one does not; what nobody
-        # knows is answered by the first that finds it.
+        # Other transforms that find the same calls may know a tool that this one does not. A call
+        # that none of them knows is answered by the first that finds it.
         theirs = [(other, other._found(message)) for other in (*earlier, *later)]
         known = {_sign(c) for other, calls in theirs for c in calls if _sign(c) in other.tools}
         first = {_sign(call) for _, calls in theirs[: len(earlier)] for call in calls}
@@ -220,7 +217,7 @@ class ToolTransform(Transform):
         schemas = {name: tool.parameters for name, tool in self.tools.items()}
         try:
             return [_whole(call) for call in self.parser.parse(message, schemas)]
-        except Exception as error:  # of what a model wrote nothing may end the batch
+        except Exception as error:  # nothing that a model wrote may end the batch
             return [BrokenCall(f"{type(error).__name__}: {error}")]
 
     def _beside(self) -> tuple[list[ToolTransform], list[ToolTransform]]:
@@ -312,9 +309,6 @@ class ToolTransform(Transform):
             auxiliary.append(thinks)
             kept = turns.thought[row] if not turns.active[row] else 0
             thought.append(turns.thought[row] + 1 if thinks else kept)
-        node = TensorDict(batch_size=next_td.batch_size, device=next_td.device)
-        rows = zip(records, results, strict=True)
-        node.set("calls", Column.of((*old, *(r.record() for r in new)) for old, new in rows))
         counts = {
             "num_calls": [a + len(b) for a, b in zip(num_before, results, strict=True)],
             "num_failed": [
@@ -322,16 +316,15 @@ class ToolTransform(Transform):
             ],
             "auxiliary_turns": thought,
         }
-        for name, values in counts.items():
-            node.set(name, torch.tensor(values, dtype=torch.int64, device=next_td.device))
-        node.set("auxiliary", torch.tensor(auxiliary, device=next_td.device).unsqueeze(-1))
-        next_td.set("tools", node)
+        rows = zip(records, results, strict=True)
+        calls = [(*old, *(result.record() for result in new)) for old, new in rows]
+        next_td.set("tools", _node(next_td, calls, counts, auxiliary))
 
     def _acts(self, call: ToolCall) -> bool:
         tool = self.tools.get(call.tool)
         if tool is not None:
             return tool.kind == "action"
-        # What was meant by it nobody knows; where there are actions only, it was one of them.
+        # An unknown tool may mean anything; where all tools are actions, it counts as one.
         return bool(self.tools) and all(tool.kind == "action" for tool in self.tools.values())
 
     def _reset(
@@ -348,12 +341,10 @@ class ToolTransform(Transform):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the ``"tools"`` node."""
         size, device = observation_spec.shape, observation_spec.device
-        count = Unbounded(shape=size, dtype=torch.int64, device=device)
+        counts = {name: Unbounded(shape=size, dtype=torch.int64, device=device) for name in _COUNTS}
         observation_spec["tools"] = Composite(
+            counts,
             calls=ColumnSpec((*size, -1), example_data=()),
-            num_calls=count,
-            num_failed=count.clone(),
-            auxiliary_turns=count.clone(),
             auxiliary=Unbounded(shape=(*size, 1), dtype=torch.bool, device=device),
             shape=size,
             device=device,
@@ -445,9 +436,19 @@ def _is_stack(stack: Any) -> bool:
 
 def _no_calls(td: TensorDictBase) -> TensorDict:
     size = td.batch_size.numel()
+    return _node(td, [()] * size, dict.fromkeys(_COUNTS, [0] * size), [False] * size)
+
+
+def _node(
+    td: TensorDictBase,
+    calls: Sequence[tuple],
+    counts: Mapping[str, Sequence[int]],
+    auxiliary: Sequence[bool],
+) -> TensorDict:
+    """What :class:`ToolTransform` writes for the rows of a tensordict."""
     node = TensorDict(batch_size=td.batch_size, device=td.device)
-    node.set("calls", Column.of([()] * size))
-    for name in ("num_calls", "num_failed", "auxiliary_turns"):
-        node.set(name, torch.zeros(size, dtype=torch.int64, device=td.device))
-    node.set("auxiliary", torch.zeros((size, 1), dtype=torch.bool, device=td.device))
+    node.set("calls", Column.of(calls))
+    for name, values in counts.items():
+        node.set(name, torch.tensor(values, dtype=torch.int64, device=td.device))
+    node.set("auxiliary", torch.tensor(auxiliary, device=td.device).unsqueeze(-1))
     return node
