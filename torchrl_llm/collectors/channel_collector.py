@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torch import nn
+from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl._utils import logger
-from torchrl.collectors import BaseCollector
 
+from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights
 from torchrl_llm.collectors.staleness import Pacer, sampled_versions
 from torchrl_llm.collectors.transport.channel import (
     Delivery,
@@ -38,8 +37,6 @@ _POLL_S = 1.0
 _STARVED_S = 5.0
 # A worker that has not asked for so long does not wait for a claim.
 _ASKED_S = 3.0
-
-Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
 class _Held(NamedTuple):
@@ -61,7 +58,7 @@ def _oldest(row: TensorDict) -> int:
     return int(versions.min()) if versions.numel() else 0
 
 
-class ChannelCollector(BaseCollector):
+class ChannelCollector(VersionedCollector):
     """Iterates over batches of rows that workers elsewhere collect.
 
     A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, those of the
@@ -366,31 +363,8 @@ class ChannelCollector(BaseCollector):
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Weights | None = None,
-        *,
-        weights: TensorDictBase | Mapping[str, Any] | None = None,
-        policy: nn.Module | None = None,
-        state_dict: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Publish weights, count a new version, and grant the rows of the next step.
-
-        Args:
-            policy_or_weights: the trained module, its state dict, or a tensordict of its weights;
-                ``None`` where the publisher knows them.
-            weights: the same by another name of TorchRL's.
-            policy: the same.
-            state_dict: the same.
-
-        Raises:
-            ConfigError: more than one source.
-            WeightUpdateError: they did not arrive; the version is the old one then.
-        """
-        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
-        if len(given) > 1:
-            raise ConfigError("pass the weights once")
-        self.publish(given[0] if given else None, version=self._version + 1)
+    def _update(self, weights: Weights | None) -> None:
+        self.publish(weights, version=self._version + 1)
         if self.pacer is not None:
             self.pacer.used(self._unused)
             self.pacer.next_version(self._version, self.channel.workers())
@@ -426,10 +400,6 @@ class ChannelCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         """Updates that were published."""
-        return self._version
-
-    def get_policy_version(self) -> int:
-        """The same as :attr:`policy_version`, for callers that can only call methods."""
         return self._version
 
     # -- state ------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ class BackgroundLoop:
 
 
 class BesideTraining:
-    """The part of :class:`~torchrl_llm.collectors.LLMCollector` that runs in a thread.
+    """Part of :class:`~torchrl_llm.collectors.LLMCollector` that runs in a thread.
 
     Attributes:
         replay_buffer: what is filled, or ``None``.
@@ -191,7 +191,7 @@ class BesideTraining:
     _closed: bool
 
     def start(self) -> None:
-        """Collect into the buffer or queue in a thread of its own, until :meth:`shutdown`.
+        """Collect into the buffer or queue in its own thread, until :meth:`shutdown`.
 
         An error of policy or environment ends the thread; it is logged at once, and raised by the
         next call of :meth:`wait_for_rows`, :meth:`update_policy_weights_`, :meth:`state_dict` or
@@ -300,10 +300,3 @@ class BesideTraining:
         self._closed = True
         if raise_on_error:
             self._raise_failure()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # An error of the block is not hidden behind one of the thread.
-        self.shutdown(raise_on_error=error is None)

@@ -10,15 +10,15 @@ import queue as queues
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.collectors import BaseCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from torchrl_llm.collectors.collecting_thread import BackgroundLoop, BesideTraining, PauseGate
-from torchrl_llm.collectors.policy_versions import VersionedPolicy
+from torchrl_llm.collectors.policy_versions import VersionedCollector, VersionedPolicy, Weights
 from torchrl_llm.collectors.rollout import (
     AsyncTrajectoryRollout,
     Rollout,
@@ -57,7 +57,7 @@ def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | Non
             continue
 
 
-class LLMCollector(BesideTraining, BaseCollector):
+class LLMCollector(BesideTraining, VersionedCollector):
     """Rolls out a policy in an environment of conversations.
 
     Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
@@ -145,17 +145,23 @@ class LLMCollector(BesideTraining, BaseCollector):
         if queue is not None and replay_buffer is not None:
             raise ConfigError("pass a replay_buffer or a queue, not both")
         last_only = bool(yield_only_last_steps)
-        completed = (
-            last_only if yield_completed_trajectories is None else (yield_completed_trajectories)
-        )
-        self._check_options(
-            completed,
-            last_only,
-            yield_completed_trajectories,
-            flatten_data,
-            reset_at_each_iter,
-            dialog_turns_per_batch,
-        )
+        completed = yield_completed_trajectories
+        if completed is None:
+            completed = last_only
+        if last_only and not completed:
+            raise ConfigError(
+                "yield_only_last_steps=True needs yield_completed_trajectories=True (or None)"
+            )
+        if completed and reset_at_each_iter and dialog_turns_per_batch is not None:
+            raise ConfigError(
+                "dialog_turns_per_batch has no effect where each batch of completed trajectories "
+                "begins anew (reset_at_each_iter=True): it is one of each row of the environment"
+            )
+        if completed and flatten_data is False:
+            raise ConfigError(
+                "completed trajectories differ in length and are yielded as rows; "
+                "flatten_data=False has no effect with them"
+            )
         if dialog_turns_per_batch is None:
             if not completed:
                 raise ConfigError(
@@ -172,9 +178,9 @@ class LLMCollector(BesideTraining, BaseCollector):
         self.replay_buffer, self.queue = replay_buffer, queue
         self.postproc = postproc
         self.reset_at_each_iter = reset_at_each_iter
-        self.flatten_data = (
-            replay_buffer is not None or queue is not None if flatten_data is None else flatten_data
-        )
+        if flatten_data is None:
+            flatten_data = replay_buffer is not None or queue is not None
+        self.flatten_data = flatten_data
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, last_only
         self.total_frames = total_dialog_turns
         self.requested_frames_per_batch = dialog_turns_per_batch
@@ -193,69 +199,37 @@ class LLMCollector(BesideTraining, BaseCollector):
         self._rollout = self._make_rollout()
         self.weight_updater = InProcessWeights() if weight_updater is None else weight_updater
 
-    @staticmethod
-    def _check_options(
-        completed: bool,
-        last_only: bool,
-        asked: bool | None,
-        flatten: bool | None,
-        reset_at_each_iter: bool,
-        turns_per_batch: int | None,
-    ) -> None:
-        if last_only and asked is False:
-            raise ConfigError(
-                "yield_only_last_steps=True needs yield_completed_trajectories=True (or None)"
-            )
-        if completed and reset_at_each_iter and turns_per_batch is not None:
-            raise ConfigError(
-                "dialog_turns_per_batch has no effect where each batch of completed trajectories "
-                "begins anew (reset_at_each_iter=True): it is one of each row of the environment"
-            )
-        if completed and flatten is False:
-            raise ConfigError(
-                "completed trajectories differ in length and are yielded as rows; "
-                "flatten_data=False has no effect with them"
-            )
-
     def _make_rollout(self) -> Rollout:
-        common: dict[str, Any] = {
-            "turns_per_batch": self.requested_frames_per_batch,
-            "calls": self._calls,
-            "verbose": self.verbose,
-        }
-        positional = (self.env, self.policy, self._policy.stamp)
-        if self.async_envs:
-            if self.reset_at_each_iter:
-                raise ConfigError(
-                    "the environments of an AsyncEnvPool never begin together: leave "
-                    "reset_at_each_iter out"
-                )
-            if not self.yield_completed_trajectories:
-                raise ConfigError(
-                    "the environments of an AsyncEnvPool are never at the same step: pass "
-                    "yield_completed_trajectories=True"
-                )
-            return AsyncTrajectoryRollout(
-                *positional, last_only=self.yield_only_last_steps, **common
+        if self.async_envs and self.reset_at_each_iter:
+            raise ConfigError(
+                "the environments of an AsyncEnvPool never begin together: leave "
+                "reset_at_each_iter out"
+            )
+        if self.async_envs and not self.yield_completed_trajectories:
+            raise ConfigError(
+                "the environments of an AsyncEnvPool are never at the same step: pass "
+                "yield_completed_trajectories=True"
             )
         if self.yield_completed_trajectories:
-            whole = WaveRollout if self.reset_at_each_iter else TrajectoryRollout
-            return whole(*positional, last_only=self.yield_only_last_steps, **common)
-        return StepRollout(
-            *positional, reset_first=self.reset_at_each_iter, flatten=self.flatten_data, **common
+            kind = WaveRollout if self.reset_at_each_iter else TrajectoryRollout
+            make = partial(
+                AsyncTrajectoryRollout if self.async_envs else kind,
+                last_only=self.yield_only_last_steps,
+            )
+        else:
+            make = partial(
+                StepRollout, reset_first=self.reset_at_each_iter, flatten=self.flatten_data
+            )
+        return make(
+            self.env,
+            self.policy,
+            self._policy.stamp,
+            turns_per_batch=self.requested_frames_per_batch,
+            calls=self._calls,
+            verbose=self.verbose,
         )
 
     # -- batches ----------------------------------------------------------------------------------
-
-    @property
-    def total_dialog_turns(self) -> int:
-        """Turns after which the collector ends; -1 for no end."""
-        return self.total_frames
-
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Turns of a batch."""
-        return self.requested_frames_per_batch
 
     @property
     def dialog_turns(self) -> int:
@@ -329,32 +303,10 @@ class LLMCollector(BesideTraining, BaseCollector):
 
     # -- weights and versions ---------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
-        *,
-        weights: TensorDictBase | Mapping[str, Any] | None = None,
-        policy: nn.Module | None = None,
-        state_dict: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Bring weights to the policy and count a new version; waits for the policy call under way.
-
-        Args:
-            policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
-                Without any, the weights are taken to be shared and only the version counts up.
-            weights: the same by another name of TorchRL's.
-            policy: the same.
-            state_dict: the same.
-
-        Raises:
-            ConfigError: more than one source, or weights that are not the policy's.
-        """
+    def _update(self, weights: Weights | None) -> None:
         self._raise_failure()
-        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
-        if len(given) > 1:
-            raise ConfigError("pass the weights once")
-        with self._calls.pause():
-            self.weight_updater.push_weights(given[0] if given else None)
+        with self._calls.pause():  # after the policy call under way
+            self.weight_updater.push_weights(weights)
             self.increment_version()
 
     def load_weights(
@@ -427,10 +379,6 @@ class LLMCollector(BesideTraining, BaseCollector):
     @property
     def policy_version(self) -> int | str | None:
         """The version: the tracker's, else the policy's own, ``None`` where neither has one."""
-        return self._policy.version
-
-    def get_policy_version(self) -> int | str | None:
-        """The same as :attr:`policy_version`, for callers that can only call methods."""
         return self._policy.version
 
     @property

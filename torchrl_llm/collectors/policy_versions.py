@@ -1,16 +1,93 @@
-"""The versions of a collector's policy, in the rows' stamp and in the tokens' trace."""
+"""Versions of a collector's policy, in the rows' stamp and in the tokens' trace."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl.collectors import BaseCollector
 
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, load_into
+
+Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+
+
+def given_weights(*candidates: Weights | None) -> Weights | None:
+    """The one source of weights among the names that TorchRL has for it; ``None`` without any.
+
+    Args:
+        candidates: ``policy_or_weights``, ``weights``, ``policy`` and ``state_dict``.
+
+    Raises:
+        ConfigError: more than one.
+    """
+    given = [each for each in candidates if each is not None]
+    if len(given) > 1:
+        raise ConfigError("pass the weights once")
+    return given[0] if given else None
+
+
+class VersionedCollector(BaseCollector):
+    """Base of the collectors: TorchRL's names for versions, weights and the size of a batch."""
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int | str | None:
+        """The version of the weights; ``None`` where nothing counts it."""
+
+    def get_policy_version(self) -> int | str | None:
+        """The same as :attr:`policy_version`, for callers that can only call methods."""
+        return self.policy_version
+
+    @property
+    def total_dialog_turns(self) -> int:
+        """Turns after which the collector ends; -1 for no end."""
+        return self.total_frames
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns of a batch."""
+        return self.requested_frames_per_batch
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        policy: nn.Module | None = None,
+        state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Bring weights to whatever samples, and count a new version.
+
+        Args:
+            policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
+                Without any, the weights are taken to be in their place and the version counts up.
+            weights: the same by another name of TorchRL's.
+            policy: the same.
+            state_dict: the same.
+
+        Raises:
+            ConfigError: more than one source, or weights that are not the policy's.
+            WeightUpdateError: they did not arrive; the version is the old one then.
+        """
+        self._update(given_weights(policy_or_weights, weights, policy, state_dict))
+
+    @abstractmethod
+    def _update(self, weights: Weights | None) -> None:
+        """Bring weights and count a new version."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # An error of the block is not hidden behind one of the collector.
+        self.shutdown(raise_on_error=error is None)
 
 
 class VersionedPolicy:

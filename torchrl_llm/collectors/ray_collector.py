@@ -6,6 +6,7 @@ in :mod:`torchrl_llm.collectors.ray_actor`.
 
 from __future__ import annotations
 
+import inspect
 import queue as queues
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,24 +14,22 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.collectors import BaseCollector
 from torchrl.data import RayReplayBuffer as CoreRayReplayBuffer
 from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_llm._ray import require_ray
+from torchrl_llm.collectors.llm_collector import LLMCollector
+from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights, given_weights
 from torchrl_llm.collectors.ray_actor import CollectorActor, InFlight, PackedBatch, actor_options
 from torchrl_llm.collectors.transport.channel import RowChannel
-from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.weights import WeightUpdater, engine_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
-
-class RayLLMCollector(BaseCollector):
+class RayLLMCollector(VersionedCollector):
     """An :class:`~torchrl_llm.collectors.LLMCollector` in a Ray actor of its own.
 
     Three ways to get what it collects:
@@ -51,23 +50,14 @@ class RayLLMCollector(BaseCollector):
 
     Args:
         env: an environment or, better, a callable that builds one: it is sent to the actor.
-        policy: sent to the actor.
-        policy_factory: builds the policy there; exactly one of the two.
-        dialog_turns_per_batch: see :class:`~torchrl_llm.collectors.LLMCollector`, as the following.
-        yield_only_last_steps: see there.
-        yield_completed_trajectories: see there.
-        postproc: see there; runs in the actor.
-        total_dialog_turns: see there; counted anew after a restart.
-        async_envs: see there.
+        total_dialog_turns: turns after which the collector ends, -1 for no end; counted anew after
+            a restart.
         replay_buffer: of this process, or one that lives in Ray: that one is written to by the
             actor itself.
-        reset_at_each_iter: see there.
-        flatten_data: see there.
+        flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
         weight_updater: brings weights to an engine that is in neither process, and runs here; by
             default weights are sent to the policy in the actor.
         queue: a channel of rows, or a queue of Ray (``ray.util.queue.Queue``).
-        track_policy_version: see there.
-        verbose: see there.
         ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
         remote_config: what the actor needs, see
             :func:`~torchrl_llm.collectors.ray_actor.actor_options`.
@@ -84,9 +74,13 @@ class RayLLMCollector(BaseCollector):
         worker_timeout_s: seconds without a sign of life (a policy call, a claim, a delivery) after
             which it is taken for hung; of a channel only.
         timeout_s: most seconds that a call of it may take, :meth:`next` included.
+        **options: the other arguments of :class:`~torchrl_llm.collectors.LLMCollector`, which is
+            built in the actor: ``policy`` (sent there) or ``policy_factory`` (called there),
+            ``dialog_turns_per_batch``, ``yield_completed_trajectories``, ``postproc``, ...
 
     Raises:
         ConfigError: for arguments that contradict each other.
+        TypeError: an argument that neither collector has.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running, or has less than what is needed.
         WorkerError: it did not start in time.
@@ -97,21 +91,11 @@ class RayLLMCollector(BaseCollector):
         self,
         env: EnvBase | Callable[[], EnvBase],
         *,
-        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
-        dialog_turns_per_batch: int | None = None,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
         replay_buffer: Any = None,
-        reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
         weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
         queue: Any = None,
-        track_policy_version: bool | PolicyVersion = False,
-        verbose: bool = False,
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
         sync_iter: bool = True,
@@ -124,10 +108,13 @@ class RayLLMCollector(BaseCollector):
         max_restarts: int = 0,
         worker_timeout_s: float = 300.0,
         timeout_s: float | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         ray = require_ray("RayLLMCollector", running=ray_init_config is None)
-        if (policy is None) == (policy_factory is None):
+        for unknown in set(options) - set(inspect.signature(LLMCollector).parameters):
+            raise TypeError(f"RayLLMCollector has no argument {unknown!r}")
+        if (options.get("policy") is None) == (options.get("policy_factory") is None):
             raise ConfigError("pass exactly one of policy and policy_factory")
         if queue is not None and replay_buffer is not None:
             raise ConfigError("pass a replay_buffer or a queue, not both")
@@ -154,22 +141,13 @@ class RayLLMCollector(BaseCollector):
         )
         beside = replay_buffer is not None or queue is not None
         collector_options = {
-            "policy": policy,
-            "policy_factory": policy_factory,
-            "dialog_turns_per_batch": dialog_turns_per_batch,
-            "yield_only_last_steps": yield_only_last_steps,
-            "yield_completed_trajectories": yield_completed_trajectories,
-            "postproc": postproc,
+            **options,
             "total_dialog_turns": total_dialog_turns,
-            "async_envs": async_envs,
             "replay_buffer": None if self._local_buffer else replay_buffer,
-            "reset_at_each_iter": reset_at_each_iter,
             "flatten_data": beside if flatten_data is None else flatten_data,
             "queue": None if channel is not None else queue,
-            "track_policy_version": track_policy_version,
-            "verbose": verbose,
         }
-        options, placement = actor_options(
+        needs, placement = actor_options(
             remote_config, num_cpus=num_cpus, num_gpus=num_gpus, timeout_s=timeout_s
         )
         self._ahead: Any = None
@@ -178,7 +156,7 @@ class RayLLMCollector(BaseCollector):
         self._actor = CollectorActor(
             env,
             collector_options,
-            options=options,
+            options=needs,
             placement=placement,
             name=name,
             channel=channel,
@@ -325,16 +303,17 @@ class RayLLMCollector(BaseCollector):
             WeightUpdateError: they did not arrive, or not as they were sent.
             WorkerError: the collector is dead and may not be built anew.
         """
-        given = [x for x in (policy_or_weights, weights, policy, state_dict) if x is not None]
-        if len(given) > 1:
-            raise ConfigError("pass the weights once")
+        given = given_weights(policy_or_weights, weights, policy, state_dict)
+        self._update(given, version)
+
+    def _update(self, weights: Weights | None, version: int | None = None) -> None:
         self.check()
         version = self.policy_version + 1 if version is None else version
         source = None
         if self.weight_updater is not None:
-            self.weight_updater.push_weights(given[0] if given else None)
-        elif given:
-            source = ObjectStoreSource.put(engine_weights(given[0]))
+            self.weight_updater.push_weights(weights)
+        elif weights is not None:
+            source = ObjectStoreSource.put(engine_weights(weights))
         self.load_weights(source, version=version)
 
     def load_weights(self, source: WeightSource | None, *, version: int) -> list[WeightReceipt]:
@@ -368,21 +347,7 @@ class RayLLMCollector(BaseCollector):
         """Number of the last weights that were sent."""
         return self._actor.weights.version
 
-    def get_policy_version(self) -> int:
-        """The same as :attr:`policy_version`, for callers that can only call methods."""
-        return self._actor.weights.version
-
     # -- state and end ----------------------------------------------------------------------------
-
-    @property
-    def total_dialog_turns(self) -> int:
-        """Turns after which the collector ends; -1 for no end."""
-        return self.total_frames
-
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Turns of a batch."""
-        return self.requested_frames_per_batch
 
     @property
     def dialog_turns(self) -> int:
@@ -434,12 +399,6 @@ class RayLLMCollector(BaseCollector):
         self._actor.stop(10.0 if timeout is None else timeout, close_env=close_env)
         if raise_on_error:
             self._actor.check()
-
-    def __enter__(self) -> RayLLMCollector:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.shutdown(raise_on_error=error is None)
 
     def __repr__(self) -> str:
         return (

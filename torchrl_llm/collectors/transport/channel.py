@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchrl_llm.data.wire import PackedRows
@@ -194,7 +195,7 @@ class ChannelState:
             raise ConfigError(f"max_size must be at least 1, got {max_size}")
         self.max_size = max_size
         self.waiting: deque[Delivery] = deque()
-        self.version = 0
+        self._version = 0
         self.closed = False
         self._granted = 0
         self._workers: dict[str, WorkerCounts] = {}
@@ -226,6 +227,10 @@ class ChannelState:
         counts.generated = max(counts.generated, delivery.generated)
         return True
 
+    def try_get(self) -> Delivery | None:
+        """The next delivery, ``None`` where none waits; see :meth:`RowChannel.get`."""
+        return self.waiting.popleft() if self.waiting else None
+
     def try_claim(self, worker: str, num_rows: int) -> bool:
         """Whether they were granted; see :meth:`RowChannel.claim`."""
         counts = self._counts(worker)
@@ -244,6 +249,21 @@ class ChannelState:
         """See :meth:`RowChannel.grant`."""
         self._granted = max(self._granted + num_rows, 0)
 
+    def set_version(self, version: int) -> None:
+        """See :meth:`RowChannel.set_version`."""
+        self._version = version
+
+    def version(self) -> int:
+        """See :meth:`RowChannel.version`."""
+        return self._version
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def close(self) -> None:
+        """See :meth:`RowChannel.close`."""
+        self.closed = True
+
     def workers(self) -> dict[str, WorkerCounts]:
         """See :meth:`RowChannel.workers`."""
         return {name: replace(counts) for name, counts in self._workers.items()}
@@ -260,7 +280,74 @@ class ChannelState:
         return {name: replace(counts) for name, counts in self._forgotten.items()}
 
 
-class LocalChannel(RowChannel):
+WAKING = frozenset({"try_put", "try_get", "grant", "forget", "close"})
+"""Calls of a :class:`ChannelState` that may end a wait of others."""
+
+
+class StateChannel(RowChannel):
+    """A channel whose :class:`ChannelState` lives in one place; a subclass says how to call it."""
+
+    @abstractmethod
+    def _do(self, method: str, *args: Any) -> Any:
+        """What a method of the state returns."""
+
+    @abstractmethod
+    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """What a method of the state returns, tried again until that is true or time is over."""
+
+    def put(self, delivery: Delivery, *, timeout_s: float) -> None:
+        """See :meth:`RowChannel.put`."""
+        if not self._wait("try_put", delivery, timeout_s=timeout_s):
+            raise queue.Full
+
+    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
+        """See :meth:`RowChannel.claim`."""
+        return self._wait("try_claim", worker, num_rows, timeout_s=timeout_s)
+
+    def report(self, worker: str, *, generated: int) -> None:
+        """See :meth:`RowChannel.report`."""
+        self._do("report", worker, generated)
+
+    def version(self) -> int:
+        """See :meth:`RowChannel.version`."""
+        return self._do("version")
+
+    def get(self, *, timeout_s: float) -> Delivery:
+        """See :meth:`RowChannel.get`."""
+        delivery = self._wait("try_get", timeout_s=timeout_s)
+        if delivery is None:
+            raise queue.Empty
+        return delivery
+
+    def grant(self, num_rows: int) -> None:
+        """See :meth:`RowChannel.grant`."""
+        self._do("grant", num_rows)
+
+    def set_version(self, version: int) -> None:
+        """See :meth:`RowChannel.set_version`."""
+        self._do("set_version", version)
+
+    def workers(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.workers`."""
+        return self._do("workers")
+
+    def forget(self, worker: str) -> WorkerCounts:
+        """See :meth:`RowChannel.forget`."""
+        return self._do("forget", worker)
+
+    def forgotten(self) -> dict[str, WorkerCounts]:
+        """See :meth:`RowChannel.forgotten`."""
+        return self._do("forgotten")
+
+    def __len__(self) -> int:
+        return self._do("__len__")
+
+    def close(self) -> None:
+        """See :meth:`RowChannel.close`."""
+        self._do("close")
+
+
+class LocalChannel(StateChannel):
     """A channel between threads of one process.
 
     Args:
@@ -280,73 +367,19 @@ class LocalChannel(RowChannel):
         self._state = ChannelState(max_size)
         self._changed = threading.Condition()
 
-    def put(self, delivery: Delivery, *, timeout_s: float) -> None:
-        """See :meth:`RowChannel.put`."""
+    def _do(self, method: str, *args: Any) -> Any:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state.try_put(delivery), timeout_s):
-                raise queue.Full
-            self._changed.notify_all()
+            found = getattr(self._state, method)(*args)
+            if method in WAKING:
+                self._changed.notify_all()
+            return found
 
-    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
-        """See :meth:`RowChannel.claim`."""
+    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._state.try_claim(worker, num_rows), timeout_s
-            )
-
-    def report(self, worker: str, *, generated: int) -> None:
-        """See :meth:`RowChannel.report`."""
-        with self._changed:
-            self._state.report(worker, generated)
-
-    def version(self) -> int:
-        """See :meth:`RowChannel.version`."""
-        return self._state.version
-
-    def get(self, *, timeout_s: float) -> Delivery:
-        """See :meth:`RowChannel.get`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._state.waiting, timeout_s):
-                raise queue.Empty
-            delivery = self._state.waiting.popleft()
-            self._changed.notify_all()
-            return delivery
-
-    def grant(self, num_rows: int) -> None:
-        """See :meth:`RowChannel.grant`."""
-        with self._changed:
-            self._state.grant(num_rows)
-            self._changed.notify_all()
-
-    def set_version(self, version: int) -> None:
-        """See :meth:`RowChannel.set_version`."""
-        self._state.version = version
-
-    def workers(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.workers`."""
-        with self._changed:
-            return self._state.workers()
-
-    def forget(self, worker: str) -> WorkerCounts:
-        """See :meth:`RowChannel.forget`."""
-        with self._changed:
-            counts = self._state.forget(worker)
-            self._changed.notify_all()
-            return counts
-
-    def forgotten(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.forgotten`."""
-        with self._changed:
-            return self._state.forgotten()
-
-    def __len__(self) -> int:
-        return len(self._state.waiting)
-
-    def close(self) -> None:
-        """See :meth:`RowChannel.close`."""
-        with self._changed:
-            self._state.closed = True
-            self._changed.notify_all()
+            found = self._changed.wait_for(partial(getattr(self._state, method), *args), timeout_s)
+            if found and method in WAKING:
+                self._changed.notify_all()
+            return found
 
 
 @dataclass

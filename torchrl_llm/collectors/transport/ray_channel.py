@@ -1,4 +1,4 @@
-"""Rows between processes of a Ray cluster: one actor keeps the queue and the books.
+"""Channel between processes of a Ray cluster: one actor keeps the queue and the counts.
 
 The actor moves bytes: it never unpacks rows. It needs no CPU of its own, and waits of a thousand
 workers cost it no thread each, for it is asynchronous.
@@ -12,14 +12,15 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torchrl_llm._ray import START_TIMEOUT_S, get, require_ray
 from torchrl_llm.collectors.transport.channel import (
+    WAKING,
     ChannelState,
     Delivery,
-    RowChannel,
-    WorkerCounts,
+    StateChannel,
 )
 from torchrl_llm.errors import ConfigError
 
@@ -48,57 +49,30 @@ class _Server:
                 continue
         return value
 
-    async def put(self, delivery: Delivery, timeout_s: float) -> bool:
-        taken = await self._until(lambda: self._state.try_put(delivery), timeout_s)
-        self._notify()
-        return taken
+    async def do(self, method: str, *args: Any) -> Any:
+        found = getattr(self._state, method)(*args)
+        if method in WAKING:
+            self._notify()
+        return found
 
-    async def claim(self, worker: str, num_rows: int, timeout_s: float) -> bool:
-        return await self._until(lambda: self._state.try_claim(worker, num_rows), timeout_s)
-
-    async def report(self, worker: str, generated: int) -> None:
-        self._state.report(worker, generated)
+    async def wait(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        found = await self._until(partial(getattr(self._state, method), *args), timeout_s)
+        if found and method in WAKING:
+            self._notify()
+        return found
 
     async def get(self, taken: int, timeout_s: float) -> tuple[int, Delivery] | None:
         # What was handed out is kept until the reader asks for the next one: an answer that was
         # lost on its way is given again.
-        if self._handed[1] is not None and taken < self._handed[0]:
-            return self._handed
-        if not await self._until(lambda: self._state.waiting, timeout_s):
-            return None
-        self._handed = (self._handed[0] + 1, self._state.waiting.popleft())
-        self._notify()
+        if self._handed[1] is None or taken >= self._handed[0]:
+            found = await self.wait("try_get", (), timeout_s)
+            if found is None:
+                return None
+            self._handed = (self._handed[0] + 1, found)
         return self._handed
 
-    async def grant(self, num_rows: int) -> None:
-        self._state.grant(num_rows)
-        self._notify()
 
-    async def forget(self, worker: str) -> WorkerCounts:
-        counts = self._state.forget(worker)
-        self._notify()
-        return counts
-
-    async def set_version(self, version: int) -> None:
-        self._state.version = version
-
-    async def close(self) -> None:
-        self._state.closed = True
-        self._notify()
-
-    async def read(self, what: str) -> Any:
-        match what:
-            case "version":
-                return self._state.version
-            case "workers":
-                return self._state.workers()
-            case "forgotten":
-                return self._state.forgotten()
-            case _:
-                return len(self._state.waiting)
-
-
-class RayChannel(RowChannel):
+class RayChannel(StateChannel):
     """A channel in a Ray actor; its handles are picklable and may be given to any actor or task.
 
     The actor ends with the process that made it, with :meth:`shutdown`, or when nobody holds a
@@ -127,7 +101,7 @@ class RayChannel(RowChannel):
         self._taken = 0
         self._reading = threading.Lock()
         get(
-            self._actor.read.remote("version"),
+            self._actor.do.remote("version"),
             timeout_s=START_TIMEOUT_S,
             what="the start of the RayChannel",
         )
@@ -141,26 +115,20 @@ class RayChannel(RowChannel):
         self.__dict__.update(state, _reading=threading.Lock())
 
     def _call(self, method: str, *args: Any, waits_s: float = 0.0) -> Any:
+        what = f"{method if method == 'get' else args[0]} of the RayChannel"
         ref = getattr(self._actor, method).remote(*args)
-        return get(ref, timeout_s=waits_s + self.timeout_s, what=f"{method} of the RayChannel")
+        return get(ref, timeout_s=waits_s + self.timeout_s, what=what)
+
+    def _do(self, method: str, *args: Any) -> Any:
+        return self._call("do", method, *args)
+
+    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._call("wait", method, args, timeout_s, waits_s=timeout_s)
 
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
         """See :meth:`RowChannel.put`."""
-        packed = replace(delivery, rows=pickle.dumps(delivery.rows, pickle.HIGHEST_PROTOCOL))
-        if not self._call("put", packed, timeout_s, waits_s=timeout_s):
-            raise queue.Full
-
-    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
-        """See :meth:`RowChannel.claim`."""
-        return self._call("claim", worker, num_rows, timeout_s, waits_s=timeout_s)
-
-    def report(self, worker: str, *, generated: int) -> None:
-        """See :meth:`RowChannel.report`."""
-        self._call("report", worker, generated)
-
-    def version(self) -> int:
-        """See :meth:`RowChannel.version`."""
-        return self._call("read", "version")
+        rows = pickle.dumps(delivery.rows, pickle.HIGHEST_PROTOCOL)
+        super().put(replace(delivery, rows=rows), timeout_s=timeout_s)
 
     def get(self, *, timeout_s: float) -> Delivery:
         """See :meth:`RowChannel.get`."""
@@ -175,33 +143,6 @@ class RayChannel(RowChannel):
         finally:
             self._reading.release()
         return replace(delivery, rows=pickle.loads(delivery.rows))
-
-    def grant(self, num_rows: int) -> None:
-        """See :meth:`RowChannel.grant`."""
-        self._call("grant", num_rows)
-
-    def set_version(self, version: int) -> None:
-        """See :meth:`RowChannel.set_version`."""
-        self._call("set_version", version)
-
-    def workers(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.workers`."""
-        return self._call("read", "workers")
-
-    def forget(self, worker: str) -> WorkerCounts:
-        """See :meth:`RowChannel.forget`."""
-        return self._call("forget", worker)
-
-    def forgotten(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.forgotten`."""
-        return self._call("read", "forgotten")
-
-    def __len__(self) -> int:
-        return self._call("read", "waiting")
-
-    def close(self) -> None:
-        """See :meth:`RowChannel.close`."""
-        self._call("close")
 
     def shutdown(self) -> None:
         """End the actor; what waits in it is gone."""
