@@ -75,34 +75,27 @@ def folders(tmp_path):
     return empty, bare
 
 
-@pytest.mark.parametrize("script", WITH_A_MODEL)
-def test_a_folder_without_model_or_tokenizer_is_refused(script, refusal, folders):
-    for folder in folders:
-        said = refusal(script, f"model.name={folder}")
-        assert said.startswith("model.name: ")
-        assert str(folder) in said
-
-
-@pytest.mark.parametrize("script", WITH_A_MODEL)
-def test_responses_longer_than_the_context_are_refused(script, refusal):
-    key = "eval.max_tokens" if "imitate" in script else "inference_model.max_tokens"
-    said = refusal(script, f"{key}=2048")
-    assert said.startswith(f"{key}=2048 leaves no room for a prompt")
-    assert "2048 tokens" in said
-
-
-@pytest.mark.parametrize("script", [*TRAINERS, "evaluate/evaluate.py"])
-def test_a_device_that_is_none_or_is_not_here_is_refused(script, refusal):
-    key = "inference_model.device" if "evaluate" in script else "train.device"
-    assert refusal(script, f"{key}=banana").startswith(f"{key} must be auto, cpu, cuda")
-    missing = f"cuda:{torch.cuda.device_count()}"
-    assert refusal(script, f"{key}={missing}").startswith(f"{key}={missing!r}: torch cannot use it")
-
-
-@pytest.mark.parametrize("script", [*TRAINERS, "sft/sft.py", "sft/imitate.py"])
-def test_a_warm_up_longer_than_the_run_is_refused(script, refusal):
-    said = refusal(script, "train.max_steps=2", "optimizer.warmup_steps=200")
-    assert said.startswith("optimizer.warmup_steps=200 is above the ")
+@pytest.mark.parametrize("script", [*WITH_A_MODEL, "sft/sft.py"])
+def test_what_no_run_can_have_is_refused_with_its_key(script, refusal, folders):
+    """A folder without model or tokenizer, long responses, a missing device, a long warm-up."""
+    if script in WITH_A_MODEL:
+        for folder in folders:
+            said = refusal(script, f"model.name={folder}")
+            assert said.startswith("model.name: ")
+            assert str(folder) in said
+        key = "eval.max_tokens" if "imitate" in script else "inference_model.max_tokens"
+        said = refusal(script, f"{key}=2048")
+        assert said.startswith(f"{key}=2048 leaves no room for a prompt")
+        assert "2048 tokens" in said
+    if script in [*TRAINERS, "evaluate/evaluate.py"]:
+        key = "inference_model.device" if "evaluate" in script else "train.device"
+        assert refusal(script, f"{key}=banana").startswith(f"{key} must be auto, cpu, cuda")
+        missing = f"cuda:{torch.cuda.device_count()}"
+        said = refusal(script, f"{key}={missing}")
+        assert said.startswith(f"{key}={missing!r}: torch cannot use it")
+    if script in [*TRAINERS, "sft/sft.py", "sft/imitate.py"]:
+        said = refusal(script, "train.max_steps=2", "optimizer.warmup_steps=200")
+        assert said.startswith("optimizer.warmup_steps=200 is above the ")
 
 
 def test_a_teacher_and_a_reference_that_are_none_name_their_keys(tmp_path, monkeypatch, folders):

@@ -7,15 +7,14 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from functools import partial
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from recipes.grpo_helper import SCRIPT, SMALL, column, rows, run_script, weights
+from recipes.grpo_helper import SCRIPT, column, rows, run_script, weights
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
@@ -64,27 +63,28 @@ def test_a_short_run_leaves_metrics_a_curve_and_a_model_that_transformers_opens(
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[0] == 1
 
 
-def test_steps_then_ctrl_c_then_the_rest_equal_a_run_that_was_left_alone(tmp_path, run):
+def test_steps_then_ctrl_c_then_the_rest_equal_a_run_that_was_left_alone(tmp_path, run, capfd):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Two updates a step, so that optimizer and sampler state matter too.
     settings = ["train.max_steps=12", "train.optim_batch_size=8", "eval.interval=3"]
     expected = run(whole, *settings)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *SMALL, f"hydra.run.dir={cut}", *settings],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
     table = cut / "metrics.csv"
-    deadline = time.monotonic() + 120
-    while not (table.exists() and len(table.read_text().splitlines()) >= 4):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=120)[1]
-    assert process.returncode == 128 + signal.SIGINT, text
+
+    def interrupt():
+        deadline = time.monotonic() + 120
+        while not (table.exists() and len(table.read_text().splitlines()) >= 4):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(cut, *settings)
+    thread.join()
+    text = capfd.readouterr().err
+    assert ended.value.code == 128 + signal.SIGINT, text
     stopped_at = int(rows(cut)[-1]["train/step"])
     assert 2 <= stopped_at < 12, "the signal must arrive in the middle of the run"
     assert f"saved {cut / 'checkpoints' / f'step_{stopped_at:06d}'}" in text

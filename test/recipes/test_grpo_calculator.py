@@ -76,6 +76,7 @@ def test_tokens_of_tools_are_never_trained(trajectories):
     assert seen > 40
 
 
+@pytest.mark.full
 def test_held_out_accuracy_rises_in_a_few_steps(tmp_path, monkeypatch):
     run = partial(run_script, monkeypatch)
     table = run(

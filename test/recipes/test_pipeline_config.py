@@ -45,71 +45,71 @@ def test_the_lag_is_the_rule_of_staleness(utils):
     assert config.train.staleness == StalenessRule(max_policy_age=3, on_stale="drop")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.max_lag=-1", "max_lag must not be negative"),
-        ("train.weight_update_frequency=0", "weight_update_frequency must be at least 1"),
-        ("redis.prompts_per_claim=5", "not a multiple of redis.prompts_per_claim=5"),
-        ("redis.prompts_per_claim=0", "prompts_per_claim must be at least 1"),
-        ("redis.timeout_s=0", "timeout_s must be above 0"),
-        ("redis.reconnect_s=-1", "reconnect_s must not be negative"),
-        ("redis.name=''", "name must not be empty"),
-        ("weight_sync.type=double_buffer", "goes with weight_sync.type=double_buffer"),
-        ("weight_sync.folder=/tmp/x", "goes with weight_sync.type=double_buffer"),
-        ("weight_sync.in_flight=keep", "needs inference_model.backend=vllm"),
-        ("train.on_stale=later", "on_stale"),
-        ("+train.max_policy_age=1", "max_policy_age"),
-    ],
-)
-def test_what_is_impossible_is_refused(utils, override, message):
-    with pytest.raises(ConfigError, match=message):
-        utils.load_config(composed(override))
+IMPOSSIBLE = [
+    ("train.max_lag=-1", "max_lag must not be negative"),
+    ("train.weight_update_frequency=0", "weight_update_frequency must be at least 1"),
+    ("redis.prompts_per_claim=5", "not a multiple of redis.prompts_per_claim=5"),
+    ("redis.prompts_per_claim=0", "prompts_per_claim must be at least 1"),
+    ("redis.timeout_s=0", "timeout_s must be above 0"),
+    ("redis.reconnect_s=-1", "reconnect_s must not be negative"),
+    ("redis.name=''", "name must not be empty"),
+    ("weight_sync.type=double_buffer", "goes with weight_sync.type=double_buffer"),
+    ("weight_sync.folder=/tmp/x", "goes with weight_sync.type=double_buffer"),
+    ("weight_sync.in_flight=keep", "needs inference_model.backend=vllm"),
+    ("train.on_stale=later", "on_stale"),
+    ("+train.max_policy_age=1", "max_policy_age"),
+]
+
+
+def test_what_is_impossible_is_refused(utils):
+    for override, message in IMPOSSIBLE:
+        with pytest.raises(ConfigError, match=message):
+            utils.load_config(composed(override))
 
 
 SECRET = "kept-to-us"
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        f"redis.url=redis://:{SECRET}@host:6379/0",
-        f"++redis.url='rediss://user:{SECRET}@host'",
-        f"redis.url=redis://:{SECRET}/{{@host",  # Hydra cannot read it, and would show it
-        f"redis.url=redis://host/0?password={SECRET}",
-        f"redis.url=redis://host:{SECRET}",
-        f"redis.url=:{SECRET}@host",
-        f"redis.url=${{oc.env:NO_SUCH_VARIABLE,redis://:{SECRET}@host}}",
-        f"redis.url=redis://:${{oc.env:NO_SUCH_VARIABLE,{SECRET}}}@host",
-        f"redis={{url:redis://:{SECRET}@host}}",
-        f"redis.ulr=redis://:{SECRET}@host",
-    ],
-)
-def test_a_password_is_refused_before_hydra_sees_it_and_not_shown(utils, argument):
-    with pytest.raises(ConfigError, match=r"redis\S* (holds a password|must begin)") as refused:
-        utils.check_arguments([argument])
-    assert SECRET not in str(refused.value)
+WITH_A_PASSWORD = [
+    f"redis.url=redis://:{SECRET}@host:6379/0",
+    f"++redis.url='rediss://user:{SECRET}@host'",
+    f"redis.url=redis://:{SECRET}/{{@host",  # Hydra cannot read it, and would show it
+    f"redis.url=redis://host/0?password={SECRET}",
+    f"redis.url=redis://host:{SECRET}",
+    f"redis.url=:{SECRET}@host",
+    f"redis.url=${{oc.env:NO_SUCH_VARIABLE,redis://:{SECRET}@host}}",
+    f"redis.url=redis://:${{oc.env:NO_SUCH_VARIABLE,{SECRET}}}@host",
+    f"redis={{url:redis://:{SECRET}@host}}",
+    f"redis.ulr=redis://:{SECRET}@host",
+]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://host:6379/0",
-        "redis://user@host",
-        "'redis://[::1]:6379/0'",
-        "unix:///tmp/redis.sock",
-        "redis://user:***@host",
-        "'${oc.env:MY_REDIS}'",
-        "'redis://:${oc.env:MY_PASSWORD}@host'",
-    ],
-)
-def test_a_url_that_says_where_its_password_is_passes(utils, url, monkeypatch):
-    monkeypatch.setenv("MY_REDIS", f"redis://:{SECRET}@host")
-    monkeypatch.setenv("MY_PASSWORD", SECRET)
-    arguments = utils.check_arguments([f"redis.url={url}"])
-    config = utils.load_config(composed(*arguments))
-    assert (SECRET in config.redis.url) == ("oc.env" in url)
-    assert SECRET not in repr(config)
+def test_a_password_is_refused_before_hydra_sees_it_and_not_shown(utils):
+    for argument in WITH_A_PASSWORD:
+        with pytest.raises(ConfigError, match=r"redis\S* (holds a password|must begin)") as refused:
+            utils.check_arguments([argument])
+        assert SECRET not in str(refused.value)
+
+
+URLS_WITHOUT_A_SECRET = [
+    "redis://host:6379/0",
+    "redis://user@host",
+    "'redis://[::1]:6379/0'",
+    "unix:///tmp/redis.sock",
+    "redis://user:***@host",
+    "'${oc.env:MY_REDIS}'",
+    "'redis://:${oc.env:MY_PASSWORD}@host'",
+]
+
+
+def test_a_url_that_says_where_its_password_is_passes(utils, monkeypatch):
+    for url in URLS_WITHOUT_A_SECRET:
+        monkeypatch.setenv("MY_REDIS", f"redis://:{SECRET}@host")
+        monkeypatch.setenv("MY_PASSWORD", SECRET)
+        arguments = utils.check_arguments([f"redis.url={url}"])
+        config = utils.load_config(composed(*arguments))
+        assert (SECRET in config.redis.url) == ("oc.env" in url)
+        assert SECRET not in repr(config)
 
 
 def test_a_password_in_a_file_is_refused_and_not_shown(utils):

@@ -60,20 +60,20 @@ def _calls(rows):
     return found
 
 
-@pytest.mark.parametrize(
-    ("pair", "careful", "forgetful", "rough"),
-    [
-        ((37, 85), 122, 12, 120),  # 7+5 writes 2, 3+8 writes 1, and both carries are lost
-        ((34, 52), 86, 86, 90),  # nothing to carry
-        ((50, 50), 100, 0, 100),
-        ((12, 13), 25, 25, 30),  # halves go up
-        ((99, 99), 198, 88, 200),
-    ],
-)
-def test_what_the_pupils_write(utils, pair, careful, forgetful, rough):
-    assert utils.careful(*pair) == careful
-    assert utils.forgetful(*pair) == forgetful
-    assert utils.rough(*pair) == rough
+WRITTEN = [
+    ((37, 85), 122, 12, 120),  # 7+5 writes 2, 3+8 writes 1, and both carries are lost
+    ((34, 52), 86, 86, 90),  # nothing to carry
+    ((50, 50), 100, 0, 100),
+    ((12, 13), 25, 25, 30),  # halves go up
+    ((99, 99), 198, 88, 200),
+]
+
+
+def test_what_the_pupils_write(utils):
+    for pair, careful, forgetful, rough in WRITTEN:
+        assert utils.careful(*pair) == careful
+        assert utils.forgetful(*pair) == forgetful
+        assert utils.rough(*pair) == rough
 
 
 def test_lessons_are_right_and_the_class_errs_as_often_as_configured(utils):
@@ -143,23 +143,23 @@ def test_demonstrations_follow_from_the_seed(utils):
     assert first(0) == first(0) != first(1)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"data": {"forgetful": 0.6, "rough": 0.6}}, "together at most 1"),
-        ({"data": {"lessons": 2}}, "between 0 and 1"),
-        ({"data": {"hasty": 0.6, "adding": 0.6}}, "together at most 1"),
-        ({"data": {"calls": -1}}, "data.calls must be at least 0"),
-        ({"data": {"ruogh": 0.1}}, "data.rough"),
-        ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
-        ({"model": {"num_heads": 0}}, "model.num_heads must be above 0"),
-        ({"train": {"batch_size": 0}}, "train.batch_size must be at least 1"),
-        ({"eval": {"batch_size": 0}}, "eval.batch_size must be at least 1"),
-    ],
-)
-def test_impossible_settings_are_refused(utils, values, message):
-    with pytest.raises(ConfigError, match=message):
-        utils.load_config(values)
+IMPOSSIBLE = [
+    ({"data": {"forgetful": 0.6, "rough": 0.6}}, "together at most 1"),
+    ({"data": {"lessons": 2}}, "between 0 and 1"),
+    ({"data": {"hasty": 0.6, "adding": 0.6}}, "together at most 1"),
+    ({"data": {"calls": -1}}, "data.calls must be at least 0"),
+    ({"data": {"ruogh": 0.1}}, "data.rough"),
+    ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
+    ({"model": {"num_heads": 0}}, "model.num_heads must be above 0"),
+    ({"train": {"batch_size": 0}}, "train.batch_size must be at least 1"),
+    ({"eval": {"batch_size": 0}}, "eval.batch_size must be at least 1"),
+]
+
+
+def test_impossible_settings_are_refused(utils):
+    for values, message in IMPOSSIBLE:
+        with pytest.raises(ConfigError, match=message):
+            utils.load_config(values)
 
 
 def test_the_shipped_tokenizer_is_the_one_that_the_recipe_makes(utils):

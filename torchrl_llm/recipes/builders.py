@@ -36,14 +36,7 @@ from torchrl_llm.modules import (
     load_model,
     load_tokenizer,
 )
-from torchrl_llm.recipes.groups import (
-    EnvConfig,
-    InferenceModelConfig,
-    ModelConfig,
-    RefModelConfig,
-    TrainConfig,
-    TrainModelConfig,
-)
+from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components
 from torchrl_llm.recipes.strict_config import ensure, naming
@@ -55,12 +48,12 @@ from torchrl_llm.trainers.run import EvalConfig
 class RecipeConfig(Protocol):
     """The groups that are read here."""
 
-    env: EnvConfig
-    model: ModelConfig
-    train: TrainConfig
-    train_model: TrainModelConfig
-    inference_model: InferenceModelConfig
-    ref_model: RefModelConfig
+    env: groups.EnvConfig
+    model: groups.ModelConfig
+    train: groups.TrainConfig
+    train_model: groups.TrainModelConfig
+    inference_model: groups.InferenceModelConfig
+    ref_model: groups.RefModelConfig
     reward: RewardComponentsConfig
     eval: EvalConfig
     seed: int

@@ -11,27 +11,8 @@ import torch
 
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
-from torchrl_llm.recipes.groups import (
-    AsyncTrainConfig,
-    AsyncTrainModelConfig,
-    AsyncWeightSyncConfig,
-    EngineConfig,
-    EnvConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RayConfig,
-    RefModelConfig,
-    TrainConfig,
-    TrainModelConfig,
-    WeightSyncConfig,
-)
-from torchrl_llm.recipes.objective_groups import (
-    AdvantageConfig,
-    CorrectionConfig,
-    FilterConfig,
-    LossConfig,
-    RewardConfig,
-)
+from torchrl_llm.recipes import groups
+from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.strict_config import (
     check_override_keys,
     dotted,
@@ -51,18 +32,18 @@ class GRPOGroups:
         seed: seeds weights of adapters, prompts and sampling.
     """
 
-    env: EnvConfig = field(default_factory=EnvConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
-    inference_model: EngineConfig = field(default_factory=EngineConfig)
-    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = field(default_factory=LossConfig.of)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig.of)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    filter: FilterConfig = field(default_factory=FilterConfig)
+    env: groups.EnvConfig = field(default_factory=groups.EnvConfig)
+    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
+    train: groups.TrainConfig = field(default_factory=groups.TrainConfig)
+    train_model: groups.TrainModelConfig = field(default_factory=groups.TrainModelConfig)
+    inference_model: groups.EngineConfig = field(default_factory=groups.EngineConfig)
+    ref_model: groups.RefModelConfig = field(default_factory=groups.RefModelConfig)
+    optimizer: groups.OptimizerConfig = field(default_factory=groups.OptimizerConfig)
+    loss: objective.LossConfig = field(default_factory=objective.LossConfig.of)
+    advantage: objective.AdvantageConfig = field(default_factory=objective.AdvantageConfig.of)
+    correction: objective.CorrectionConfig = field(default_factory=objective.CorrectionConfig)
+    reward: objective.RewardConfig = field(default_factory=objective.RewardConfig)
+    filter: objective.FilterConfig = field(default_factory=objective.FilterConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -149,7 +130,7 @@ class GRPOGroups:
                 "be cut over two optimizer steps",
             )
         ensure(
-            self.ref_model == RefModelConfig() or self.needs_reference,
+            self.ref_model == groups.RefModelConfig() or self.needs_reference,
             "ref_model has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0",
         )
         ensure(
@@ -231,13 +212,13 @@ class GRPOGroups:
 class GRPOConfig(GRPOGroups):
     """Everything that ``grpo-sync.py`` can be told."""
 
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    weight_sync: groups.WeightSyncConfig = field(default_factory=groups.WeightSyncConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sync, lora = self.weight_sync, self.train_model.lora.enabled
         ensure(
-            self.inference_model.backend != "transformers" or sync == WeightSyncConfig(),
+            self.inference_model.backend != "transformers" or sync == groups.WeightSyncConfig(),
             "weight_sync has no effect with inference_model.backend=transformers, which samples "
             "with the trained module itself",
         )
@@ -262,10 +243,10 @@ class GRPOConfig(GRPOGroups):
 class AsyncGRPOConfig(GRPOGroups):
     """Everything that ``grpo-async.py`` can be told."""
 
-    train: AsyncTrainConfig = field(default_factory=AsyncTrainConfig)
-    train_model: AsyncTrainModelConfig = field(default_factory=AsyncTrainModelConfig)
-    weight_sync: AsyncWeightSyncConfig = field(default_factory=AsyncWeightSyncConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
+    train: groups.AsyncTrainConfig = field(default_factory=groups.AsyncTrainConfig)
+    train_model: groups.AsyncTrainModelConfig = field(default_factory=groups.AsyncTrainModelConfig)
+    weight_sync: groups.AsyncWeightSyncConfig = field(default_factory=groups.AsyncWeightSyncConfig)
+    ray: groups.RayConfig = field(default_factory=groups.RayConfig)
 
     @property
     def rows_per_claim(self) -> int:

@@ -31,26 +31,7 @@ from torchrl_llm.collectors.transport import RayChannel, RowChannel
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
-from torchrl_llm.recipes.builders import (
-    device_of,
-    make_policy,
-    make_tokenizer,
-    make_train_env,
-    max_turns,
-    reference_device,
-    seed_everything,
-    set_threads,
-    wrapper_options,
-)
-from torchrl_llm.recipes.groups import (
-    EngineConfig,
-    EnvConfig,
-    LoraConfig,
-    ModelConfig,
-    RefModelConfig,
-    TrainConfig,
-    TrainModelConfig,
-)
+from torchrl_llm.recipes import builders, groups
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.sampling_engine import engine_arguments
@@ -67,12 +48,12 @@ class CollectionConfig:
         in_flight: what new weights do with responses that are being sampled.
     """
 
-    env: EnvConfig
-    model: ModelConfig
-    train: TrainConfig
-    train_model: TrainModelConfig
-    inference_model: EngineConfig
-    ref_model: RefModelConfig
+    env: groups.EnvConfig
+    model: groups.ModelConfig
+    train: groups.TrainConfig
+    train_model: groups.TrainModelConfig
+    inference_model: groups.EngineConfig
+    ref_model: groups.RefModelConfig
     reward: RewardComponentsConfig
     eval: EvalConfig
     seed: int
@@ -91,10 +72,10 @@ class CollectionConfig:
             device: of the collectors; ``auto`` for the GPU that they see, if they see one.
         """
         names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
-        groups = {name: getattr(config, name) for name in names}
-        held = replace(config.train_model, lora=LoraConfig(), gradient_checkpointing=False)
+        own = {name: getattr(config, name) for name in names}
+        held = replace(config.train_model, lora=groups.LoraConfig(), gradient_checkpointing=False)
         return cls(
-            **groups,
+            **own,
             train=replace(config.train, device=device),
             train_model=held,
             rows_per_batch=config.rows_per_claim,
@@ -114,8 +95,8 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
     Args:
         config: what to build.
     """
-    set_threads(config)
-    seed_everything(secrets.randbits(32))
+    builders.set_threads(config)
+    builders.seed_everything(secrets.randbits(32))
     policy = _policy(config)
     gc.freeze()
     return policy
@@ -123,15 +104,15 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
 
 def _policy(config: CollectionConfig) -> LLMWrapperBase:
     if config.inference_model.backend == "transformers":
-        return make_policy(config)
-    tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
+        return builders.make_policy(config)
+    tokenizer = builders.make_tokenizer(config.model.name, config.inference_model.max_tokens)
     options: dict[str, Any] = {}
     if config.inference_model.backend == "vllm":
         options = engine_arguments(config, "load")
         options["in_flight"] = "keep" if config.in_flight == "keep" else "wait"
     make = find("backends", config.inference_model.backend)
     backend = make(config.model.name, tokenizer=tokenizer, **options)
-    return vLLMWrapper(backend, tokenizer=tokenizer, **wrapper_options(config))
+    return vLLMWrapper(backend, tokenizer=tokenizer, **builders.wrapper_options(config))
 
 
 def sent_dtype(config: AsyncGRPOConfig | CollectionConfig) -> torch.dtype | None:
@@ -151,7 +132,8 @@ def make_collecting_env(config: CollectionConfig) -> TaskEnv:
     Args:
         config: what to build.
     """
-    return make_train_env(config, load_tokenizer(config.model.name), seed=secrets.randbits(31))
+    tokenizer = load_tokenizer(config.model.name)
+    return builders.make_train_env(config, tokenizer, seed=secrets.randbits(31))
 
 
 def rollout_options(config: AsyncGRPOConfig) -> dict[str, Any]:
@@ -163,7 +145,7 @@ def rollout_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     Args:
         config: the recipe's.
     """
-    if max_turns(config) == 1:
+    if builders.max_turns(config) == 1:
         return {"dialog_turns_per_batch": config.rows_per_claim}
     return {"reset_at_each_iter": True}
 
@@ -359,12 +341,12 @@ def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
 
 def _trainers_gpus(config: AsyncGRPOConfig) -> set[int]:
     """Places of the GPUs of policy and reference among those that this process sees."""
-    policy = device_of(config)
+    policy = builders.device_of(config)
     if policy.type != "cuda":
         return set()
     kept = {policy.index or 0} if config.train_model.num_devices else set()
     if config.ref_model.num_devices:
-        kept.add(reference_device(config).index)
+        kept.add(builders.reference_device(config).index)
     return kept
 
 
