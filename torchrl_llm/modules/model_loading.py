@@ -1,4 +1,4 @@
-"""Load models and tokenizers: from the hub, from a folder, or those that ship with the package."""
+"""Loaders of models and tokenizers: from the hub, a folder, or those that ship with the package."""
 
 from __future__ import annotations
 

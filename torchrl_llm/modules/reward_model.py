@@ -131,7 +131,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
 
 def _ragged(tensordict: Any, key: NestedKey) -> bool:
-    """Whether a column lives as one tensor a row, so that nothing of it is padding."""
+    """Whether a column is one tensor per row, so that nothing of it is padding."""
     node = getattr(tensordict, "_tensordict", tensordict)
     parent = node if isinstance(key, str) else node.get(key[:-1], None)
     parent = getattr(parent, "_tensordict", parent)
@@ -147,7 +147,7 @@ def _one_a_row(output: Any, size: int) -> Tensor:
         )
     if found.shape not in ((size,), (size, 1)):
         raise RewardError(
-            f"a reward model must give one number a row, [{size}] or [{size}, 1], got "
+            f"a reward model must give one number per row, [{size}] or [{size}, 1], got "
             f"{tuple(found.shape)}; load the classifier with num_labels=1"
         )
     return found.reshape(size).float()

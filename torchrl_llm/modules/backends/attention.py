@@ -25,13 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchrl_llm.functional import (
-    AttentionBlock,
-    PrefixView,
-    block_attention,
-    block_mask,
-    prefix_views,
-)
+from torchrl_llm.functional import AttentionBlock, packing
 from torchrl_llm.modules.backends.head import causal_model, evaluating, model_body, uses_flash
 
 _KERNELS = ("sdpa", "eager", "flex_attention")
@@ -58,7 +52,7 @@ class RowMask(Tensor):
     """
 
     blocks: tuple[AttentionBlock, ...]
-    _prefixes: list[PrefixView | None] | None = None
+    _prefixes: list[packing.PrefixView | None] | None = None
 
     @classmethod
     def of(cls, blocks: Sequence[AttentionBlock], device: torch.device) -> RowMask:
@@ -94,26 +88,17 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attn_mask: RowMask,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **settings: Any,
 ) -> Tensor:
     if is_causal or query.shape[0] != 1:
         raise TypeError("a mask of rows goes with one stream and without is_causal")
-    prefixes = attn_mask._prefixes
-    if prefixes is None:
+    blocks = attn_mask.blocks
+    if attn_mask._prefixes is None:
         # The same for all layers, and for the second forward of gradient checkpointing.
-        prefixes = attn_mask._prefixes = prefix_views(attn_mask.blocks, query)
-    return block_attention(
-        query,
-        key,
-        value,
-        attn_mask.blocks,
-        prefixes=prefixes,
-        dropout_p=dropout_p,
-        scale=scale,
-        enable_gqa=enable_gqa,
+        attn_mask._prefixes = packing.prefix_views(blocks, query)
+    return packing.block_attention(
+        query, key, value, blocks, prefixes=attn_mask._prefixes, **settings
     )
 
 
@@ -180,7 +165,7 @@ def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.d
     causal = causal_model(model)
     if causal.config._attn_implementation != "eager":
         return RowMask.of(blocks, device)
-    seen = block_mask(blocks, device)[None, None]
+    seen = packing.block_mask(blocks, device)[None, None]
     smallest = torch.finfo(causal.dtype).min
     return torch.zeros(seen.shape, dtype=causal.dtype, device=device).masked_fill_(~seen, smallest)
 

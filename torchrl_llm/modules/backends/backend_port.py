@@ -1,8 +1,7 @@
-"""The port between policies and models: token ids in, token ids and their log-probs out.
+"""Port between policies and models: token ids in, token ids and their log-probs out.
 
-A backend knows no text, no chat and no tensordict. Rows, masks and views are the business of
-:mod:`torchrl_llm.modules.policies`; what every backend must do is written down as tests in
-``test/conformance``.
+A backend knows no text, no chat and no tensordict: :mod:`torchrl_llm.modules.policies` knows rows,
+masks and views. ``test/conformance`` holds the tests that every backend must pass.
 
 Shape legend: ``B`` prompts, ``S`` samples a prompt, ``R`` sampled tokens, ``T`` tokens of a
 sequence, ``N`` scored positions of a batch.
@@ -38,9 +37,9 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens that already
             occur in prompt or response (arXiv:1909.05858); 1.0 is off.
         stop: strings that end a response. The sampled tokens are kept, those of the string too.
-        stop_token_ids: ids that end a response, beside the model's own.
+        stop_token_ids: further ids that end a response, next to the model's own.
         num_samples: responses a prompt.
-        seed: seed of a generator of its own; ``None`` samples from torch's global generator.
+        seed: seed of this call's own generator; ``None`` samples from torch's global generator.
         ignore_eos: only ``stop``, ``stop_token_ids`` and the length end a response.
         record_support: keep the ids that top-k, top-p and min-p left for each sampled token, so
             that a loss can score on them. They cost 4 bytes each; a wide top-p keeps many. A GPU
@@ -131,7 +130,7 @@ class Completion(NamedTuple):
             was not asked for.
         versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
             counts versions itself because its weights may change within a response; ``None`` where
-            whoever updates the weights counts.
+            the updater of the weights counts.
         facts: columns ``[R]`` of further per-token facts on the CPU, by the names that they were
             registered with (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for
             none.
@@ -146,12 +145,12 @@ class Completion(NamedTuple):
 
 
 class EngineStatus(NamedTuple):
-    """What a backend tells of the work that it does at the moment.
+    """Present work of a backend.
 
     Attributes:
         cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
         steps: counts up while it works, also within one long request; 0 where it cannot tell.
-        broken: why it will answer no more requests and must be built again; ``None`` when it will.
+        broken: why it will answer no more requests and must be restarted; ``None`` when it will.
     """
 
     cache_usage: float | None = None
@@ -288,7 +287,7 @@ class Backend(TokenScorer):
                 )
 
     def check_ids(self, sequences: Sequence[Tensor]) -> None:
-        """Raise for what are no rows of ids of the vocabulary.
+        """Raise for what is not a row of ids of the vocabulary.
 
         Raises:
             DataError: for another type or shape than int64 ``[T]``.

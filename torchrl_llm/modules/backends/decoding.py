@@ -1,4 +1,4 @@
-"""The decoding loop: draw, record the log-prob, feed back, until every row has ended.
+"""Decoding loop: draw, record the log-prob, feed back, until every row has ended.
 
 It keeps the logits of the last step only, lets finished rows leave the batch, and decides how a row
 ended by its last id and its length. What produces logits is behind :class:`Decoder`.
@@ -33,7 +33,7 @@ class Decoder(Protocol):
     """A model in the middle of decoding a batch of rows."""
 
     def advance(self, token_ids: Tensor) -> Tensor:
-        """Append one id a row, int64 ``[b]``, and return the logits after it, ``[b, V]``."""
+        """Append one id per row, int64 ``[b]``, and return the logits after it, ``[b, V]``."""
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64 indices into the present batch."""

@@ -6,9 +6,9 @@
   only attention knows of the rows (:mod:`torchrl_llm.modules.backends.attention`).
 - ``shared``: packed, and the prompt that several rows have in common is there once.
 
-All four are a stream of blocks, and differ in how it is cut and called. No layout runs what no
-scored token depends on: rows without one, and what stands behind a row's last one (that itself
-included, for the state before it predicts it).
+All four are a stream of blocks, and differ in how it is cut and called. No layout runs a token that
+no scored token depends on: rows without a scored token, and each row from its last scored token on
+(the state before that token predicts it).
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``S`` tokens of the
 stream, ``N`` selected tokens.
@@ -23,14 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.functional import (
-    AttentionBlock,
-    Prefix,
-    RowCosts,
-    blocks_cost,
-    length_buckets,
-    row_index,
-)
+from torchrl_llm.functional import AttentionBlock, Prefix, RowCosts, packing, row_index
 from torchrl_llm.modules.backends.head import causal_model, model_body
 
 LAYOUTS = ("padded", "bucketed", "packed", "shared")
@@ -104,7 +97,7 @@ class RowStream(NamedTuple):
         targets: int64 ``[N]``, the selected ids.
         blocks: how the stream is cut.
         one_call: the model sees the stream as a whole, with a mask of its rows; else each block is
-            a call of its own.
+            a separate call.
     """
 
     input_ids: Tensor
@@ -147,7 +140,7 @@ def lay_out(rows: Rows, allowed: Sequence[str], costs: RowCosts) -> RowStream:
 
     def price(name: str) -> float:
         blocks = plans[name].blocks
-        return blocks_cost(blocks, costs, calls=len(blocks) if name == "bucketed" else 1)
+        return packing.blocks_cost(blocks, costs, calls=len(blocks) if name == "bucketed" else 1)
 
     best = min(plans, key=price)
     return _stream(rows, plans[best], best)
@@ -210,7 +203,7 @@ def _shared(rows: Rows, costs: RowCosts) -> _Plan:
     alone = [row for row in _running(rows) if row not in shared]
     plan = _rectangles(rows, _buckets(rows, alone, costs, cut=costs.block) if alone else [])
     sizes = [rows.prompts[members[0]] for members in families]
-    cuts = length_buckets(sizes, token=costs.token, pair=costs.pair, cut=costs.block)
+    cuts = packing.length_buckets(sizes, token=costs.token, pair=costs.pair, cut=costs.block)
     for bucket in cuts:
         before = len(plan.blocks)
         plan.blocks.append(AttentionBlock(len(bucket), max(sizes[k] for k in bucket)))
@@ -256,7 +249,7 @@ def _buckets(
 ) -> list[list[int]]:
     lengths = rows.lengths if lengths is None else lengths
     sizes = [lengths[row] for row in chosen]
-    buckets = length_buckets(sizes, token=costs.token, pair=costs.pair, cut=cut)
+    buckets = packing.length_buckets(sizes, token=costs.token, pair=costs.pair, cut=cut)
     return [[chosen[k] for k in bucket] for bucket in buckets]
 
 

@@ -4,7 +4,7 @@ Token ids go out and token ids come back: prompts are sent as ids, and a server 
 again or returns text alone is refused. Made for vLLM's own server; how to start one is in
 :doc:`/howto/use_a_server`.
 
-Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for what is said,
+Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for requests and answers,
 :mod:`~torchrl_llm.modules.backends.server` for its weights.
 """
 

@@ -1,4 +1,4 @@
-"""What is said to an OpenAI-compatible server, ``/v1/completions`` with token ids, and its answers.
+"""Requests to an OpenAI-compatible server, ``/v1/completions`` with token ids, and its answers.
 
 Pure functions between tensors and JSON. Beyond OpenAI's own fields they use vLLM's
 (``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); a server that ignores them is
@@ -38,7 +38,7 @@ NATIVE_ARGUMENTS = frozenset(
 )
 """Fields of ``/v1/completions`` that shape sampling and that vLLM's server knows."""
 
-# Every field is said, for a server fills the others from the model's generation config.
+# Every field is sent, because a server fills the others from the model's generation config.
 _NEUTRAL = {
     "n": 1,
     "stream": False,
@@ -56,7 +56,7 @@ _NEUTRAL = {
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
     "return_token_ids": True,
-    # What ends a response is said by id, so that client and server cannot differ in it.
+    # What ends a response is sent by id, so that client and server cannot differ in it.
     "ignore_eos": True,
 }
 _ID = "token_id:"
@@ -78,7 +78,7 @@ def completion_body(
     Args:
         model: name of the model at the server.
         prompt: int64 ``[T]``.
-        params: how to sample; ``num_samples`` and ``seed`` are the caller's business.
+        params: how to sample; ``num_samples`` and ``seed`` do not count here.
         max_tokens: most tokens of the response.
         seed: of this response's own generator, in ``[0, 2**63)``.
         end_ids: ids that end it.
@@ -165,8 +165,8 @@ def read_completion(
         end_ids: as sent.
 
     Raises:
-        BackendError: ids and log-probs that do not belong together, or an end that nobody asked
-            for.
+        BackendError: ids and log-probs that do not belong together, or an end that was not
+            asked for.
         DataError: not all kept ids were named.
     """
     ids, given = choice["token_ids"], choice.get("logprobs") or {}

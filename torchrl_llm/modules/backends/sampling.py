@@ -74,9 +74,9 @@ def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
 
 
 def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Draw one token per row by inverting the cumulative distribution.
 
-    One uniform number a row instead of the ``V`` exponentials of ``torch.multinomial``, which cost
+    One uniform number per row replaces the ``V`` exponentials of ``torch.multinomial``, which cost
     7 % of a step of a 0.6M-parameter model and far more with a real vocabulary on the CPU.
 
     Args:

@@ -2,7 +2,7 @@
 
 This module's ``forward`` is the only way to a differentiable log-prob. It is the root that FSDP2,
 ``torch.compile`` and autocast wrap: a head whose weight were read outside of the sharded root's
-forward would get wrong gradients without a word.
+forward would silently get wrong gradients.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size.
 """
@@ -18,11 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import HeadScores
-from torchrl_llm.modules.backends.attention import (
-    longest_plain_row,
-    stream_arguments,
-    why_not_packed,
-)
+from torchrl_llm.modules.backends import attention
 from torchrl_llm.modules.backends.head import (
     LMHead,
     ValueHead,
@@ -96,11 +92,11 @@ class CausalScorer(nn.Module, TokenScorer):
         self.chunk_size = chunk_size
         self.in_place_head_grad = in_place_head_grad
         self.head = None if full_logits else LMHead.from_model(model)
-        self.why_not_packed = why_not_packed(model)
+        self.why_not_packed = attention.why_not_packed(model)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:
             self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
-        self._longest_plain_row = longest_plain_row(model)
+        self._longest_plain_row = attention.longest_plain_row(model)
         self._size = ModelSize.of(model)
         self.layout = layout
 
@@ -146,7 +142,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
         Args:
             stream: the rows, on the model's device.
-            temperature: a number, or float32 ``[N]``, one a selected token.
+            temperature: a number, or float32 ``[N]``, one per selected token.
             entropy: also return the entropy of the distribution that each token is scored under.
             extras: what else is wanted.
 
@@ -178,10 +174,10 @@ class CausalScorer(nn.Module, TokenScorer):
         run = self.model if self.head is None else model_body(self.model)
         ids = stream.input_ids
         if stream.one_call:
-            apart = stream_arguments(self.model, stream.blocks, ids.device)
+            apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
             return run(input_ids=ids[None], position_ids=positions, use_cache=False, **apart)[0][0]
-        # A causal model does not look ahead: what stands behind a row cannot reach its tokens.
+        # A causal model does not look ahead: the padding after a row cannot reach its tokens.
         parts = ids.split([block.rows * block.width for block in stream.blocks])
         states = [
             run(input_ids=part.view(block.rows, block.width), use_cache=False)[0].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as a backend.
+"""Backend over a Hugging Face causal language model.
 
 Sampling runs in a loop of our own (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate``
 would take unset fields from the model's generation config (its ``top_k`` of 50), and returns
@@ -82,7 +82,7 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
-"""Names that the Transformers backend takes beside the common ones, spelled as in ``generate``."""
+"""Further names that the Transformers backend takes, spelled as in ``generate``."""
 
 
 def native_processors(

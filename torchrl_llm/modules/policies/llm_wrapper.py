@@ -1,4 +1,4 @@
-"""The policy: rows of a tensordict through a backend and back, the same for every model.
+"""Policy over any backend: rows of a tensordict in, answered or scored rows out.
 
 :meth:`LLMWrapperBase.forward` reads rows (:mod:`~torchrl_llm.modules.policies.row_readers`), asks
 the backend, writes columns (:mod:`~torchrl_llm.modules.policies.outputs`) and pads once if asked.
@@ -56,7 +56,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     facts that were registered before it was built (:mod:`torchrl_llm.data.token_facts`); with
     ``generate=False`` it scores ``(input_mode, "full")``, each row at the temperature and on the
     kept ids that it records, and writes ``log_probs.full``, ``tokens.full`` and ``masks``. Columns
-    are ragged, one tensor a row, unless ``pad_output``.
+    are ragged, one tensor per row, unless ``pad_output``.
 
     Subclasses only build the backend.
 
@@ -68,7 +68,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     Attributes:
         backend: as given.
         options: as given.
-        policy_version: set by whoever updates the weights.
+        policy_version: set by what updates the weights.
         overlong_counts: prompts dropped and truncated so far.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Answers and scores as the columns of a batch: ragged rows, masks from provenance, padded once.
+"""Columns that a policy writes: ragged rows, masks from provenance, padded once.
 
 Every column is cut from one flat tensor for the whole batch, which is many times cheaper than
 building it row by row. Nothing here ever compares an id with a pad id.
@@ -15,19 +15,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm.data import token_facts
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.token_facts import (
-    RECORD_COLUMNS,
-    TokenFact,
-    added_facts,
-    by_node,
-    find_fact,
-    padding_of,
-)
+from torchrl_llm.data.token_facts import TokenFact
 from torchrl_llm.errors import DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.policies.row_readers import KeyNames, continues
@@ -41,8 +35,8 @@ def respond(
     Args:
         prompts: ``B`` records.
         completions: ``B`` sampled responses.
-        policy_version: version of the weights that sampled them, where a completion does not say it
-            itself.
+        policy_version: version of the weights that sampled them, where a completion does not tell
+            it.
 
     Returns:
         ``B`` records, whose tensors are views of one tensor a field. All registered facts are among
@@ -78,7 +72,7 @@ def respond(
     lengths = [p.token_ids.shape[0] + size for p, size in zip(prompts, sizes, strict=True)]
     columns = {
         name: _join([getattr(p, name) for p in prompts], fields[name]).split(lengths)
-        for name in RECORD_COLUMNS
+        for name in token_facts.RECORD_COLUMNS
     }
     for fact in _given_facts(prompts, completions, sizes):
         before = [p.facts.get(fact.name) for p in prompts]
@@ -108,16 +102,16 @@ def _given_facts(
     """The registered facts, after a check of those that came with completions and prompts."""
     for completion, size in zip(completions, sizes, strict=True):
         for name, values in (completion.facts or {}).items():
-            fact = find_fact(name)
-            if not fact.wired or name in RECORD_COLUMNS:
+            fact = token_facts.find_fact(name)
+            if not fact.wired or name in token_facts.RECORD_COLUMNS:
                 raise DataError(
                     f"a completion cannot carry {name!r} in its facts: only facts that were "
                     "registered with wired=True travel with it"
                 )
             fact.check(values, size)
     for name in {name for prompt in prompts for name in prompt.facts}:
-        find_fact(name)
-    return added_facts()
+        token_facts.find_fact(name)
+    return token_facts.added_facts()
 
 
 def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
@@ -184,7 +178,7 @@ def answered_columns(
     }
     trace = {
         fact.key[1]: [getattr(record, fact.name) for record in records]
-        for fact in map(find_fact, RECORD_COLUMNS)
+        for fact in map(token_facts.find_fact, token_facts.RECORD_COLUMNS)
         if fact.key[0] == "trace"
     }
     not_kept = [params.keeps_ids and prompt.support is None for prompt in prompts]
@@ -222,12 +216,12 @@ def _responses(rows: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
 def _added_nodes(records: Sequence[TokenRecord], starts: Sequence[int]) -> dict[str, Any]:
     """The nodes of registered facts."""
     columns: dict[tuple[str, str], Sequence[Tensor]] = {}
-    for fact in added_facts():
+    for fact in token_facts.added_facts():
         rows = [record.facts[fact.name] for record in records]
         columns[fact.key] = rows
         if fact.parts:
             columns[fact.key[0], "response"] = _responses(rows, starts)
-    return {node: ragged_rows(rows) for node, rows in by_node(columns).items()}
+    return {node: ragged_rows(rows) for node, rows in token_facts.by_node(columns).items()}
 
 
 def _support(records: Sequence[TokenRecord]) -> TokenSupport:
@@ -304,7 +298,7 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
 
     Args:
         flat: as the other functions here return it.
-        pad_token_id: fills token columns; what is padding is said by the masks alone.
+        pad_token_id: fills token columns; the masks alone tell what is padding.
         names: names of the nodes.
     """
     out = flat.copy()
@@ -315,7 +309,7 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
             dense = _dense(view._tensordict, node, pad_token_id)
             padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
             out.set(name, type(view)._from_tensordict(padded))
-    for name in dict.fromkeys(fact.key[0] for fact in added_facts()):
+    for name in dict.fromkeys(fact.key[0] for fact in token_facts.added_facts()):
         view = flat.get(name, None)
         if view is not None:
             # Still a lazy stack, now of rows of one length: an environment's next prompts, which
@@ -332,7 +326,7 @@ def _dense(node: TensorDictBase, name: str, pad_token_id: int) -> dict[str, Tens
         if rows[0].ndim == 0:
             dense[column] = torch.stack(rows)
             continue
-        value, side = padding_of(name, column)
+        value, side = token_facts.padding_of(name, column)
         dense[column] = pad_rows(rows, pad_token_id if name == "tokens" else value, side=side)
     return dense
 
@@ -340,7 +334,7 @@ def _dense(node: TensorDictBase, name: str, pad_token_id: int) -> dict[str, Tens
 def with_tool_calls(
     completions: Sequence[Completion], messages: Sequence[Mapping[str, Any]]
 ) -> list[Completion]:
-    """Say so where a finished response asks for tools.
+    """Mark finished responses that ask for tools.
 
     Args:
         completions: ``B`` responses.

@@ -220,12 +220,12 @@ def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[s
 
 @dataclass(frozen=True)
 class GenerationArguments:
-    """What ``generate_kwargs`` said.
+    """Generation arguments, checked.
 
     Args:
         params: how to sample; ``num_samples`` is 1 unless it was given.
         skip_special_tokens: leave special tokens out of the text columns.
-        log_probs: whether the log-probs are written; ``None`` where nothing was said.
+        log_probs: whether the log-probs are written; ``None`` where they do not tell.
         num_samples: as given, ``None`` where it was not.
     """
 

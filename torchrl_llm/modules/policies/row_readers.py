@@ -54,7 +54,7 @@ class KeyNames:
         return cls(**{f.name: getattr(options, f"{f.name}_key") for f in fields(cls)})
 
     def prompt_key(self, fact: TokenFact) -> tuple[str, str]:
-        """Where the prompt's values of a fact are; a registered fact has a node of its own."""
+        """Where the prompt's values of a fact are; a registered fact has its own node."""
         node, column = fact.prompt_key
         return getattr(self, node) if fact.name in RECORD_COLUMNS else node, column
 
@@ -315,7 +315,7 @@ class HistoryRows(RowReader):
     def _encode_new(
         self, chats: list[Chat], records: list[TokenRecord | None], turns: Sequence[int]
     ) -> None:
-        # The repeats of a group stand side by side and are one conversation: encode it once.
+        # The repeats of a group follow each other and are one conversation: encode it once.
         new: list[Chat] = []
         place: dict[int, int] = {}
         for row, record in enumerate(records):
@@ -357,7 +357,7 @@ class HistoryRows(RowReader):
         return Sequences(ids, assistant)
 
     def parse(self, prompts: Prompts, completions: Sequence[Completion]) -> list[dict]:
-        """One message a row, from its ids."""
+        """One message per row, from its ids."""
         messages = []
         for record, completion in zip(prompts.records, completions, strict=True):
             asked, said = record.token_ids, completion.token_ids
@@ -411,7 +411,7 @@ class TokensRows(RowReader):
     """Token ids, ragged or padded with a mask."""
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records from the ids and from what is stored beside them."""
+        """Records from the ids and from what is stored next to them."""
         rows = self._known(tensor_rows(blocks, self.key))
         masks = tensor_rows(blocks, self.names.attention_mask)
         if masks is not None and _aligned(masks, rows):
@@ -423,7 +423,7 @@ class TokensRows(RowReader):
         names = self.names
         facts = [find_fact(name) for name in RECORD_COLUMNS] + added_facts()
         stored = {fact.name: tensor_rows(blocks, names.prompt_key(fact)) for fact in facts}
-        # What is not of these tokens is not known, as what is missing.
+        # Values of other tokens count as missing.
         columns = {
             name: column
             for name, column in stored.items()
@@ -478,14 +478,14 @@ class TextRows(RowReader):
                 source = torch.full_like(more, Source.PROMPT)
                 records[row] = records[row].extend(more, source, 0)
                 continue
-            # Another text than these ids: somebody rewrote it, and the ids are history.
+            # The text was rewritten, so that these ids no longer spell it.
             cause = "history_changed" if ids.shape[0] else None
             records[row] = _of_text(self.codec.encode([text])[0], cause, records[row].num_turns)
             unscored[row] = False
         return Prompts(records, None, unscored)
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """Ids of the texts; those stored beside them where they spell the text."""
+        """Ids of the texts; those stored next to them where they spell the text."""
         texts = self._known(object_rows(blocks, self.key))
         stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         spelled = None if stored is None else self.codec.decode(stored)

@@ -74,7 +74,7 @@ class TokenDistribution(Categorical):
 
     Args:
         logits: float ``[B, T, V]``.
-        mask: bool ``[B, T]``; log-probs and entropies elsewhere are 0.0.
+        mask: bool ``[B, T]``; 0.0 outside of it.
 
     Example:
         >>> dist = TokenDistribution(torch.zeros(1, 2, 4), torch.tensor([[False, True]]))
@@ -100,7 +100,7 @@ class LogProbDistribution(Distribution):
 
     Args:
         log_probs: float ``[B, T]`` in nats.
-        mask: bool ``[B, T]``; log-probs elsewhere are 0.0. All by default.
+        mask: bool ``[B, T]``; log-probs outside of it are 0.0. All by default.
 
     Example:
         >>> LogProbDistribution(torch.tensor([[0.0, -1.5]])).log_prob()
