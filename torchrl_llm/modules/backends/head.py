@@ -68,7 +68,12 @@ def check_kernel(model: nn.Module) -> None:
     if uses_flash(model):
         if place == "cpu":
             problem = "runs on a GPU; move the model there first, or load it with 'sdpa'"
-        elif weight.dtype == torch.float32 and not torch.is_autocast_enabled(place):
+        elif (
+            weight.dtype == torch.float32
+            # FSDP casts the weights that it gathers.
+            and not isinstance(weight, DTensor)
+            and not torch.is_autocast_enabled(place)
+        ):
             problem = (
                 "takes bfloat16 or float16; load the model with dtype='bfloat16', or run it under "
                 "torch.autocast"
@@ -340,6 +345,33 @@ def _logit_fields(config: Any) -> tuple[float, float | None]:
 
 
 @contextmanager
+def sampling_mode(module: nn.Module) -> Iterator[None]:
+    """Dropout off, and with it gradient checkpointing, which transformers ties to training mode.
+
+    The training flag of every submodule is put back on exit, also after an exception.
+
+    Args:
+        module: the model, shared with the trainer or not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)).train()
+        >>> with sampling_mode(model):
+        ...     print(model[0].training)
+        False
+        >>> model[0].training
+        True
+    """
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[float]:
     """Try a model out: dropout off, no gradients, and every flag put back.
 
@@ -348,18 +380,13 @@ def evaluating(model: nn.Module) -> Iterator[float]:
     Yields:
         The relative error that rounding may make.
     """
-    modes = [(module, module.training) for module in model.modules()]
     weight = next(model.parameters())
     low = weight.dtype not in (torch.float32, torch.float64)
     cast = uses_flash(model) and not low
-    model.eval()
-    try:
-        with torch.no_grad(), torch.autocast(weight.device.type, torch.bfloat16, enabled=cast):
-            check_kernel(model)
-            yield 5e-2 if low or cast else 1e-4
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    autocast = torch.autocast(weight.device.type, torch.bfloat16, enabled=cast)
+    with sampling_mode(model), torch.no_grad(), autocast:
+        check_kernel(model)
+        yield 5e-2 if low or cast else 1e-4
 
 
 def _verify(head: LMHead, model: nn.Module, body: nn.Module) -> None:

@@ -12,8 +12,7 @@ Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,39 +27,12 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.head import ValueHead, causal_model
+from torchrl_llm.modules.backends.head import ValueHead, causal_model, sampling_mode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 # Tokens that a cache has room for beyond those that it holds.
 _MOST_ROOM = 64
-
-
-@contextmanager
-def sampling_mode(module: nn.Module) -> Iterator[None]:
-    """Dropout off, and with it gradient checkpointing, which transformers ties to training mode.
-
-    The training flag of every submodule is put back on exit, also after an exception.
-
-    Args:
-        module: the model, shared with the trainer or not.
-
-    Example:
-        >>> model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)).train()
-        >>> with sampling_mode(model):
-        ...     print(model[0].training)
-        False
-        >>> model[0].training
-        True
-    """
-    training = [child for child in module.modules() if child.training]
-    for child in training:
-        child.training = False
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 _Builder = Callable[[Any, int, tuple[int, ...]], Any]
