@@ -131,35 +131,35 @@ def test_a_batch_without_rows():
         refused(name, small_rows()[:0], "the batch has no rows")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_mask_without_a_token(name):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        row["masks", "all_assistant_mask"][:] = False
-        row["trace", "mask_reason"][:] = 5
-    refused(name, rows, r"no token of (these 4 rows counts|the assistant)")
-    with pytest.raises(DataError, match="no token of"):
-        make_loss(name, Watched()).normalizer(rows)
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_group_id_that_is_missing_where_prompts_are_averaged(name):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        del row["group_id"]
-    refused(name, rows, "no group_id.*prompt_mean.*sequence_mean", aggregation="prompt_mean")
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_log_probs_of_the_proximal_policy_or_the_reference_that_are_missing(name):
-    for key, settings in (
-        ("prox_log_probs", {"correction": Correction(type="tis")}),
-        (("next", "ref_log_probs"), {"kl_to_ref_coeff": 0.1}),
-    ):
+def test_a_mask_without_a_token():
+    for name in LOSSES:
         rows = small_rows()
         for row in rows.tensordicts:
-            del row[key]
-        refused(name, rows, "RetrieveLogProb", **settings)
+            row["masks", "all_assistant_mask"][:] = False
+            row["trace", "mask_reason"][:] = 5
+        refused(name, rows, r"no token of (these 4 rows counts|the assistant)")
+        with pytest.raises(DataError, match="no token of"):
+            make_loss(name, Watched()).normalizer(rows)
+
+
+def test_a_group_id_that_is_missing_where_prompts_are_averaged():
+    for name in POLICY_LOSSES:
+        rows = small_rows()
+        for row in rows.tensordicts:
+            del row["group_id"]
+        refused(name, rows, "no group_id.*prompt_mean.*sequence_mean", aggregation="prompt_mean")
+
+
+def test_log_probs_of_the_proximal_policy_or_the_reference_that_are_missing():
+    for name in POLICY_LOSSES:
+        for key, settings in (
+            ("prox_log_probs", {"correction": Correction(type="tis")}),
+            (("next", "ref_log_probs"), {"kl_to_ref_coeff": 0.1}),
+        ):
+            rows = small_rows()
+            for row in rows.tensordicts:
+                del row[key]
+            refused(name, rows, "RetrieveLogProb", **settings)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -184,12 +184,12 @@ def test_an_actor_that_scores_another_number_of_tokens():
             make_loss(name, Short())(small_rows())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_rows_of_a_truncated_distribution_whose_support_was_not_kept(name):
-    rows = small_rows()
-    for row in rows.tensordicts:
-        row["tokens", "truncated_support"] = torch.tensor(True)
-    refused(name, rows, r"rows \[0, 1, 2, 3\] were sampled with top-k, top-p or min-p")
+def test_rows_of_a_truncated_distribution_whose_support_was_not_kept():
+    for name in POLICY_LOSSES:
+        rows = small_rows()
+        for row in rows.tensordicts:
+            row["tokens", "truncated_support"] = torch.tensor(True)
+        refused(name, rows, r"rows \[0, 1, 2, 3\] were sampled with top-k, top-p or min-p")
 
 
 @pytest.mark.parametrize(

@@ -393,11 +393,10 @@ class PPOLoss(GRPOLoss):
 
     def _value_columns(self, tensordict: Any, rows: TokenRows) -> tuple[Tensor, Tensor | None]:
         """Value targets, and the values of when they were made where the clip needs them."""
-        keys = self.tensor_keys
-        targets = rows.column(tensordict, keys.value_target, "GAEAdvantage writes it")
+        targets = self.column(tensordict, rows, "value_target")
         if self.value_clip is None:
             return targets, None
-        return targets, rows.column(tensordict, keys.value, "RetrieveValues writes it")
+        return targets, self.column(tensordict, rows, "value")
 
     def _forward_value_estimator_keys(self, **options: Any) -> None:
         super()._forward_value_estimator_keys(**options)

@@ -171,7 +171,7 @@ class DistillationLoss(SFTLoss):
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
         """See :meth:`TokenLoss.check`."""
-        self._teacher(tensordict, rows)
+        self.column(tensordict, rows, "teacher_log_prob")
 
     def from_scores(
         self,
@@ -185,27 +185,13 @@ class DistillationLoss(SFTLoss):
         normalizer = normalizer or self.count(tensordict, rows)
         log_probs = check_scores(scores.log_probs, rows)
         log_probs = log_probs.to(self.device or log_probs.device)
-        teacher = self._teacher(tensordict, rows).to(log_probs.device)
+        teacher = self.column(tensordict, rows, "teacher_log_prob").to(log_probs.device)
         pair = (teacher, log_probs) if self.kl_direction == "reverse" else (log_probs, teacher)
         divergence = k3_kl_token_estimate(*pair)
         weights = self._weights(tensordict)
         return DistillationLossOutput(
             loss_distill=self._averaged(divergence, rows, normalizer, weights),
             kl_to_teacher=self._over_tokens(divergence.detach(), rows, normalizer, weights),
-        )
-
-    def _averaged(
-        self, values_N: Tensor, rows: TokenRows, normalizer: Normalizer, weights: Tensor | None
-    ) -> Tensor:
-        if self.reduction == "token_mean":
-            return self._over_tokens(values_N, rows, normalizer, weights)
-        return self._over_rows(self._per_row(values_N, rows), normalizer, weights)
-
-    def _teacher(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        return rows.column(
-            tensordict,
-            self.tensor_keys.teacher_log_prob,
-            "RetrieveTeacherLogProb with the teacher writes it",
         )
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
@@ -353,20 +339,16 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
         """See :meth:`TokenLoss.check`."""
         super().check(tensordict, rows)
         if self.estimator != "full_vocabulary":
-            self._teacher(tensordict, rows)
+            self.column(tensordict, rows, "teacher_log_prob")
         elif not self._one_teacher:
             self._names(tensordict)
 
     def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
         """What the teacher and the outcome say of each token, as far as each is asked."""
-        sampled = rows.column(
-            tensordict,
-            self.tensor_keys.sample_log_prob,
-            "generate with a policy that returns log-probs",
-        )
+        sampled = self.column(tensordict, rows, "sample_log_prob")
         advantage = torch.zeros_like(sampled)
         if self.estimator == "advantage":
-            advantage = self.coeff * (self._teacher(tensordict, rows) - sampled)
+            advantage = self.coeff * (self.column(tensordict, rows, "teacher_log_prob") - sampled)
         if self.outcome_coeff:
             outcome = rows.advantage(tensordict, self.tensor_keys.advantage)
             advantage = advantage + self.outcome_coeff * outcome
@@ -393,14 +375,8 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
     @property
     def _reads_log_probs(self) -> bool:
         """Whether anything but the divergence has a gradient."""
-        return any(
-            (
-                self.outcome_coeff,
-                self.entropy_coeff,
-                self.kl_to_ref_coeff,
-                self.kl_to_inference_coeff,
-            )
-        )
+        divergences = (self.kl_to_ref_coeff, self.kl_to_inference_coeff)
+        return any((self.outcome_coeff, self.entropy_coeff, *divergences))
 
     def further_terms(
         self,
@@ -416,7 +392,7 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
             divergence = scores.divergence.to(tokens.log_probs.device)
             kl = divergence.detach()
         else:
-            teacher = self._teacher(tensordict, rows).to(tokens.log_probs.device)
+            teacher = self.column(tensordict, rows, "teacher_log_prob").to(tokens.log_probs.device)
             gap = teacher - tokens.log_probs
             kl = -gap.detach()
             from_sampler = tokens.log_probs - tokens.sample_log_probs
@@ -425,13 +401,6 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
         if self.estimator != "advantage":
             fields["loss_distill"] = self.coeff * reduce(divergence)
         return fields
-
-    def _teacher(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        return rows.column(
-            tensordict,
-            self.tensor_keys.teacher_log_prob,
-            "RetrieveTeacherLogProb with the teacher writes it",
-        )
 
     def _names(self, tensordict: Any) -> list[str]:
         """The teacher of each row."""

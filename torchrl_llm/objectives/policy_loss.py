@@ -119,6 +119,11 @@ class PolicyTokens(NamedTuple):
     num_rows: int
     sample_log_probs: Tensor
 
+    @property
+    def of_rows(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What surrogates of whole rows take: log-ratios, advantages, row indices and ``B``."""
+        return self.log_ratio, self.advantage, self.row, self.num_rows
+
 
 class Surrogate(NamedTuple):
     """What a surrogate says about each token.
@@ -387,26 +392,14 @@ class PolicyGradientLoss(TokenLoss):
         return self.output_type(**fields)
 
     def _columns(self, tensordict: Any, rows: TokenRows) -> dict[str, Tensor]:
-        keys = self.tensor_keys
         columns = {
             "advantage": self.advantage(tensordict, rows),
-            "sampled": rows.column(
-                tensordict, keys.sample_log_prob, "generate with a policy that returns log-probs"
-            ),
+            "sampled": self.column(tensordict, rows, "sample_log_prob"),
         }
         if self.correction is not None and self.correction.proximal == "stored":
-            columns["proximal"] = rows.column(
-                tensordict,
-                keys.prox_log_prob,
-                "RetrieveLogProb with the trained policy writes it into the buffer; or set "
-                "proximal='current' where a batch is used for one update",
-            )
+            columns["proximal"] = self.column(tensordict, rows, "prox_log_prob")
         if self.kl_to_ref_coeff:
-            columns["reference"] = rows.column(
-                tensordict,
-                keys.ref_log_probs,
-                "RetrieveLogProb with the reference policy writes it",
-            )
+            columns["reference"] = self.column(tensordict, rows, "ref_log_probs")
         return columns
 
     def _objective(

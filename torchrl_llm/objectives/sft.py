@@ -278,11 +278,7 @@ class SFTLoss(TokenLoss):
     def _reference(self, tensordict: Any, rows: TokenRows) -> Tensor | None:
         if self.loss_function != "minor_sft" and not self.kl_to_ref_coeff:
             return None
-        return rows.column(
-            tensordict,
-            self.tensor_keys.ref_log_prob,
-            "RetrieveLogProb with the reference policy writes it",
-        )
+        return self.column(tensordict, rows, "ref_log_prob")
 
     def _objective(
         self,
@@ -292,14 +288,17 @@ class SFTLoss(TokenLoss):
         normalizer: Normalizer,
         weights: Tensor | None,
     ) -> Tensor:
-        if self.reduction == "token_mean":
-            return self._over_tokens(-log_probs, rows, normalizer, weights)
-        per_row = self._per_row(log_probs, rows)
         if self.loss_function == "sft":
-            loss = sft_loss(per_row, "none")
-        else:
-            loss = minor_sft_loss(per_row, self._per_row(reference, rows), self.beta, "none")
-        return self._over_rows(loss, normalizer, weights)
+            return self._averaged(-log_probs, rows, normalizer, weights)
+        pair = (self._per_row(values, rows) for values in (log_probs, reference))
+        return self._over_rows(minor_sft_loss(*pair, self.beta, "none"), normalizer, weights)
+
+    def _averaged(
+        self, values_N: Tensor, rows: TokenRows, normalizer: Normalizer, weights: Tensor | None
+    ) -> Tensor:
+        if self.reduction == "token_mean":
+            return self._over_tokens(values_N, rows, normalizer, weights)
+        return self._over_rows(self._per_row(values_N, rows), normalizer, weights)
 
     def _per_row(self, values_N: Tensor, rows: TokenRows) -> Tensor:
         sums = sequence_log_ratio(values_N, rows.row.to(values_N.device), len(rows.counts))

@@ -198,16 +198,7 @@ class GSPOLoss(PolicyGradientLoss):
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.gspo`."""
-        return Surrogate(
-            *self.formula(
-                tokens.log_ratio,
-                tokens.advantage,
-                tokens.row,
-                tokens.num_rows,
-                *self.clip_epsilon,
-                level=self.level,
-            )
-        )
+        return Surrogate(*self.formula(*tokens.of_rows, *self.clip_epsilon, level=self.level))
 
 
 @register("losses", "gspo_token")
@@ -283,11 +274,7 @@ class GMPOLoss(PolicyGradientLoss):
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.gmpo`."""
-        return Surrogate(
-            *F.gmpo(
-                tokens.log_ratio, tokens.advantage, tokens.row, tokens.num_rows, *self.clip_epsilon
-            )
-        )
+        return Surrogate(*F.gmpo(*tokens.of_rows, *self.clip_epsilon))
 
 
 @register("losses", "topr")
@@ -338,17 +325,8 @@ class TOPRLoss(PolicyGradientLoss):
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         """See :func:`~torchrl_llm.functional.topr`."""
-        return Surrogate(
-            *F.topr(
-                tokens.log_probs,
-                tokens.log_ratio,
-                tokens.advantage,
-                tokens.row,
-                tokens.num_rows,
-                self.positive_bounds,
-                self.negative_bounds,
-            )
-        )
+        bounds = self.positive_bounds, self.negative_bounds
+        return Surrogate(*F.topr(tokens.log_probs, *tokens.of_rows, *bounds))
 
 
 def _checked(name: str, bounds: tuple[float, float]) -> tuple[float, float]:

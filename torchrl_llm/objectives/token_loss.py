@@ -21,6 +21,16 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.loss_rows import TokenRows
 
+_WRITTEN_BY = {
+    "sample_log_prob": "generate with a policy that returns log-probs",
+    "prox_log_prob": "RetrieveLogProb with the trained policy writes it into the buffer; or set "
+    "proximal='current' where a batch is used for one update",
+    "ref_log_prob": "RetrieveLogProb with the reference policy writes it",
+    "teacher_log_prob": "RetrieveTeacherLogProb with the teacher writes it",
+    "value": "RetrieveValues writes it",
+    "value_target": "GAEAdvantage writes it",
+}
+
 
 class LLMLossOutput:
     """What the outputs of all losses can do; a mixin of tensorclasses of named scalars.
@@ -136,6 +146,24 @@ class TokenLoss(LossModule):
         Raises:
             DataError: when the scores are of the wrong number or not finite.
         """
+
+    def column(self, tensordict: Any, rows: TokenRows, name: str) -> Tensor:
+        """Values at the tokens that count, of the column that one of the loss's keys names.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+            name: of the key, as ``set_keys`` takes it.
+
+        Returns:
+            ``[N]``, see :meth:`TokenRows.column`.
+
+        Raises:
+            DataError: when the column is missing, has other lengths, or is not finite where it
+                counts.
+        """
+        advice = _WRITTEN_BY.get(name.replace("probs", "prob"), "the loss reads it")
+        return rows.column(tensordict, getattr(self.tensor_keys, name), advice)
 
     def normalizer(self, tensordict: Any) -> Normalizer:
         """Counts of a whole batch, for the ``normalizer`` argument of its micro-batches.

@@ -208,8 +208,6 @@ class BatchSource:
             dropped[name] = min(invalid, number)
             self._dropped[name] -= dropped[name]
             invalid -= dropped[name]
-        filtered = after["filtered_tokens"] - before["filtered_tokens"]
-        unfilled = after["unfilled_tokens"] - before["unfilled_tokens"]
         lost = 0 if self._lost is None else self._lost()
         generated = sum(map(sampled_tokens, collected)) + lost
         ledger = self.ledger
@@ -219,16 +217,15 @@ class BatchSource:
             truncated=reasons.pop(MaskReason.TRUNCATED, 0) + dropped["truncated"],
             stale=reasons.pop(MaskReason.STALE, 0) + dropped["stale"],
             invalid=invalid,
-            surplus=unfilled,
+            surplus=after["unfilled_tokens"] - before["unfilled_tokens"],
             lost=lost,
             pending=after["queued_tokens"],
         )
+        filtered = after["filtered_tokens"] - before["filtered_tokens"]
         ledger.count(filtered=filtered + sum(reasons.values()))
         if written > self._capacity:
             # The storage holds the newest rows; the older ones it overwrote were surplus.
-            spent = ledger.trained + ledger.truncated + ledger.stale + ledger.invalid
-            spent += ledger.filtered + ledger.surplus + ledger.lost + ledger.pending
-            ledger.count(surplus=ledger.carried + generated - spent)
+            ledger.count(surplus=ledger.carried + generated - ledger.spent - ledger.pending)
         ledger.close()
         if not ledger.totals["trained"] and not self._warned:
             self._warned = True
@@ -438,6 +435,11 @@ class TokenLedger:
         for name, number in tokens.items():
             setattr(self, name, getattr(self, name) + int(number))
 
+    @property
+    def spent(self) -> int:
+        """Tokens whose fate is decided in this step."""
+        return sum(getattr(self, name) for name in _FATES)
+
     def close(self) -> int:
         """Check the sum and begin the next step.
 
@@ -447,7 +449,7 @@ class TokenLedger:
         Raises:
             DataError: the columns do not add up.
         """
-        spent = sum(getattr(self, name) for name in _FATES)
+        spent = self.spent
         if self.carried + self.generated != spent + self.pending:
             columns = " + ".join(f"{name} {getattr(self, name)}" for name in (*_FATES, "pending"))
             raise DataError(

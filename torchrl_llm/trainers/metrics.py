@@ -15,7 +15,7 @@ import csv
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,9 +297,9 @@ def make_loggers(
             makers.append(find("loggers", name))
         except ConfigError as error:
             raise ConfigError(f"logging.backend: {error}") from error
-    knows = [maker for maker in makers if "project" in inspect.signature(maker).parameters]
+    knows = [maker for maker in makers if _knows_projects(maker)]
     if project is not None and not knows:
-        able = [n for n in names("loggers") if "project" in _keywords(find("loggers", n))]
+        able = [name for name in names("loggers") if _knows_projects(find("loggers", name))]
         raise ConfigError(
             f"logging.project has no effect without {' or '.join(able)} in logging.backend"
         )
@@ -308,8 +308,8 @@ def make_loggers(
     return [logger for logger in made if logger is not None]
 
 
-def _keywords(maker: object) -> Sequence[str]:
-    return list(inspect.signature(maker).parameters)
+def _knows_projects(maker: Callable[..., Logger | None]) -> bool:
+    return "project" in inspect.signature(maker).parameters
 
 
 Series = tuple[Sequence[int], Sequence[float]]

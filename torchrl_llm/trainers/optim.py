@@ -76,13 +76,9 @@ def make_optimizer(
         ... ]
         0.9
     """
-    names = [
-        key
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and key not in _UNUSABLE
-    ]
+    kinds = inspect.getmembers(torch.optim, inspect.isclass)
+    names = [key for key, kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    names = [key for key in names if key not in _UNUSABLE]
     if name not in names:
         nearest = difflib.get_close_matches(name, names, 1, 0.0)[0]
         raise ConfigError(
@@ -157,12 +153,8 @@ def make_scheduler(
         warmup_steps: see :func:`schedule_factor`.
         total_steps: see :func:`schedule_factor`.
     """
-    return LambdaLR(
-        optimizer,
-        lambda step: schedule_factor(
-            step, name=name, warmup_steps=warmup_steps, total_steps=total_steps
-        ),
-    )
+    settings = {"name": name, "warmup_steps": warmup_steps, "total_steps": total_steps}
+    return LambdaLR(optimizer, lambda step: schedule_factor(step, **settings))
 
 
 def clipped_step(

@@ -38,16 +38,8 @@ _SEE = ": the weights are as they were. The log says what failed, as ('next', 'e
 
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
-_FREE_ON_RESUME = (
-    "checkpoint.",
-    "logging.",
-    "eval.",
-    "redis.",
-    "train.max_steps",
-    "train.micro_token_budget",
-    "train.packing",
-    "ray.",
-)
+_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.", "train.max_steps")
+_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing")
 
 
 @dataclass(kw_only=True)
@@ -177,10 +169,11 @@ class TrainingRun:
         self.max_steps = max_steps
         self.step = 0
         self._model, self._tokenizer, self._parts = model, tokenizer, dict(parts)
-        self._evaluate, self._config = evaluate, masked(dict(config or {}))
+        self._config = masked(dict(config or {}))
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
+        self._evaluate = evaluate if self._evaluation.num_prompts else None
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
         )
@@ -233,8 +226,10 @@ class TrainingRun:
             )
         )
         with stop:
-            if self.step == 0 and self._evaluation.before_train:
-                self._begin()
+            if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
+                result = self._evaluate()
+                self._before = list(result.conversations)
+                self._table.write(0, result.metrics())
             while self.step < self.max_steps and not stop.requested:
                 self.step += 1
                 started = time.perf_counter()
@@ -299,29 +294,20 @@ class TrainingRun:
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
-    def _begin(self) -> None:
-        if self._evaluate is None or not self._evaluation.num_prompts:
-            return
-        result = self._evaluate()
-        self._before = list(result.conversations)
-        self._table.write(0, result.metrics())
-
     def _complete(self, seconds: float) -> None:
         if self._pending is None:
             raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
         metrics, self._pending = self._pending, None
         speed = metrics["train/tokens_generated"] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
-        interval = self._evaluation.interval
-        due = self.step == self.max_steps or (interval is not None and self.step % interval == 0)
-        if due and self._evaluate is not None and self._evaluation.num_prompts:
+        due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
+        if due and self._evaluate is not None:
             result = self._evaluate()
             self._after = list(result.conversations)
             metrics |= result.metrics()
         self._table.write(self.step, metrics)
         self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
-        interval = self._checkpoint.interval
-        if interval is not None and self.step % interval == 0:
+        if self._falls_on(self._checkpoint.interval):
             self._save()
         without = math.isnan(metrics["train/reward"])
         self._without_reward = self._without_reward + 1 if without else 0
@@ -332,6 +318,9 @@ class TrainingRun:
                 f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
                 f"{self._store.path(self.step)}"
             )
+
+    def _falls_on(self, interval: int | None) -> bool:
+        return interval is not None and self.step % interval == 0
 
     def _save(self) -> None:
         state = {
