@@ -72,11 +72,9 @@ class MessageCallParser(ToolParser):
         calls: Calls = []
         for value in calls_of(message):
             try:
-                call = call_of(value)
+                calls.append(ToolCall(*call_of(value)))
             except ValueError as error:
                 calls.append(BrokenCall(str(error)))
-            else:
-                calls.append(_tool_call(call))
         return calls + [BrokenCall(str(e)) for e in message.get("tool_call_errors") or ()]
 
 
@@ -156,16 +154,12 @@ class SyntaxParser(TextParser):
         """The calls of the syntax."""
         parsed = self.syntax.parse(text, schemas)
         calls: Calls = [
-            _tool_call(call)
+            ToolCall(*call)
             if isinstance(call, Call)
             else call._replace(expected=call.expected or self.example)
             for call in parsed.found
         ]
         return TextCalls(parsed.content, calls)
-
-
-def _tool_call(call: Call) -> ToolCall:
-    return ToolCall(call.name, call.arguments, call.tag, call.id)
 
 
 class HermesParser(SyntaxParser):

@@ -49,8 +49,8 @@ class Call(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-    id: str | None = None
     tag: str | None = None
+    id: str | None = None
 
 
 class BrokenCall(NamedTuple):
@@ -353,7 +353,7 @@ class _Blocks(CallSyntax):
     ) -> tuple[Call | BrokenCall, int]:
         """The call whose arguments begin at ``inside``, and where its block ends."""
         if text.endswith("/>", 0, inside):
-            return Call(tool, {}, tag=tag), inside
+            return Call(tool, {}, tag), inside
         try:
             # By its JSON first: a string in it may spell the closing tag.
             args, end = json_at(text, behind_blanks(text, inside))
@@ -365,16 +365,16 @@ class _Blocks(CallSyntax):
             if end == len(text) or text.startswith(self.closing, end):
                 behind = min(end + len(self.closing), len(text))
                 if isinstance(args, dict):
-                    return Call(tool, args, tag=tag), behind
+                    return Call(tool, args, tag), behind
                 problem = f"the arguments of {tool!r:.80} must be an object"
                 return BrokenCall(problem, self.expected), behind
         closed = text.find(self.closing, inside)
         body = text[inside : closed if closed >= 0 else len(text)].strip()
         behind = closed + len(self.closing) if closed >= 0 else len(text)
         if not body:
-            return Call(tool, {}, tag=tag), behind
+            return Call(tool, {}, tag), behind
         if closed >= 0 and self.takes_raw(tool, schemas):
-            return Call(tool, {"raw": body}, tag=tag), behind
+            return Call(tool, {"raw": body}, tag), behind
         return BrokenCall(f"{tool!r:.80}: {problem}", self.expected), behind
 
     def takes_raw(self, tool: str, schemas: Schemas) -> bool:
@@ -436,15 +436,21 @@ class Pattern(CallSyntax):
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
         """The matches, in order."""
-        found = [self._call(m[1].strip(), m[2]) for m in self._pattern.finditer(text)]
+        found = [
+            self._call(m[1].strip(), (m[2] or "").strip()) for m in self._pattern.finditer(text)
+        ]
         return ParsedCalls(self._pattern.sub("", text).strip(), found)
 
     @staticmethod
-    def _call(name: str, body: str | None) -> Call | BrokenCall:
+    def _call(name: str, body: str) -> Call | BrokenCall:
         try:
-            return Call(name, _arguments((body or "").strip() or "{}", "its arguments"))
-        except ValueError as error:
-            return BrokenCall(str(error), f"{{...}} with the arguments of {name!r:.80} as JSON")
+            args = json.loads(body, strict=False) if body else {}
+            problem = "its arguments must be an object"
+        except (ValueError, RecursionError) as error:
+            args, problem = None, f"its arguments are not JSON: {error}"
+        if isinstance(args, dict):
+            return Call(name, args)
+        return BrokenCall(problem, f"{{...}} with the arguments of {name!r:.80} as JSON")
 
 
 class _JSONTurn(CallSyntax):
@@ -475,7 +481,7 @@ class _JSONTurn(CallSyntax):
         args, tag = item.get("args"), item.get("tag")
         if args is not None and not isinstance(args, dict):
             return BrokenCall(f'the "args" of {name!r:.80} must be an object', self.expected)
-        return Call(name, args or {}, tag=None if tag is None else str(tag))
+        return Call(name, args or {}, None if tag is None else str(tag))
 
 
 SYNTAXES: dict[str, CallSyntax] = {
@@ -589,7 +595,7 @@ def call_of(value: Any) -> Call:
         raise ValueError("a tool call must be an object with a name")
     given = value.get("arguments", value.get("parameters", {}))
     arguments = _arguments(given, f"the arguments of {name!r:.80}")
-    return Call(name, arguments, identity if isinstance(identity, str) else None)
+    return Call(name, arguments, id=identity if isinstance(identity, str) else None)
 
 
 def _arguments(value: Any, what: str = "the arguments of a tool call") -> dict[str, Any]:

@@ -169,8 +169,9 @@ class _Prober:
             openers=self._openers(prompt, call is not None, closers),
             reasoning=self._reasoning_marks(form, header),
             call=self._call_text(call, header, lead, called or ended or answer),
-            results=self._writes_results(call),
-            system=self._writes_system(),
+            results=RESULT in (call or self.text([_user(USER), _answer(ANSWER), _RESULT]) or ""),
+            system=RESULT
+            in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or ""),
         )
 
     # -- form of the messages ---------------------------------------------------------------------
@@ -190,38 +191,30 @@ class _Prober:
     def _calls(self, form: Form) -> tuple[Form, str | None]:
         """The form that calls want, and a text with call and result; None if calls are dropped."""
         messages = [_user(USER), _calling([(NAME, VALUE)]), _RESULT]
-        dropped: tuple[Form, str] | None = None
-        for as_text in (False, True):
-            tried = replace(form, arguments_as_text=as_text)
-            text = self.text(messages, prompt=True, form=tried) or self.text(messages, form=tried)
-            if text is None:
-                continue
-            written = NAME in _without_tools(text) and VALUE in text
-            if written and not as_text and "{'key'" in text:
-                dropped = (tried, text)  # a mapping printed by Python: the text form is meant
-                continue
-            if written:
-                needs = self._needs_ids(messages, tried)
-                return replace(tried, call_ids=needs), text
-        if dropped is not None:
-            return dropped
-        # Calls without results: a template may refuse the tool role and still write calls.
-        for as_text in (False, True):
-            tried = replace(form, arguments_as_text=as_text)
-            text = self.text(messages[:2], form=tried)
-            if text is not None and NAME in _without_tools(text) and VALUE in text:
-                return tried, text
+        # A template may refuse the tool role and still write calls.
+        for chat, prompts in ((messages, (True, False)), (messages[:2], (False,))):
+            dropped: tuple[Form, str] | None = None
+            for as_text in (False, True):
+                tried = replace(form, arguments_as_text=as_text)
+                texts = (self.text(chat, prompt=prompt, form=tried) for prompt in prompts)
+                text = next(filter(None, texts), "")
+                if NAME not in _without_tools(text) or VALUE not in text:
+                    continue
+                if not as_text and "{'key'" in text:
+                    dropped = (tried, text)  # a mapping printed by Python: the text form is meant
+                    continue
+                return replace(tried, call_ids=self._needs_ids(chat, tried)), text
+            if dropped is not None:
+                return dropped
         return form, None
 
-    def _needs_ids(self, messages: list[dict], form: Form) -> bool:
-        bare = [dict(m) for m in messages]
+    def _needs_ids(self, chat: list[dict], form: Form) -> bool:
+        bare = [{k: v for k, v in message.items() if k != "tool_call_id"} for message in chat]
         for message in bare:
-            message.pop("tool_call_id", None)
             if "tool_calls" in message:
-                message["tool_calls"] = [
-                    {k: v for k, v in c.items() if k != "id"} for c in message["tool_calls"]
-                ]
-        return self.text(bare, prompt=True, form=form) is None
+                calls = message["tool_calls"]
+                message["tool_calls"] = [{k: v for k, v in c.items() if k != "id"} for c in calls]
+        return self.text(bare, prompt=len(chat) > 2, form=form) is None
 
     def _reasoning_field(self, form: Form, call: str | None) -> Form:
         for key in REASONING_KEYS:
@@ -234,14 +227,6 @@ class _Prober:
             if any(THOUGHT in (self.text(chat, form=tried) or "") for chat in chats):
                 return tried
         return form
-
-    def _writes_system(self) -> bool:
-        return RESULT in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or "")
-
-    def _writes_results(self, call: str | None) -> bool:
-        if call is not None:
-            return RESULT in call
-        return RESULT in (self.text([_user(USER), _answer(ANSWER), _RESULT]) or "")
 
     # -- header and closers -----------------------------------------------------------------------
 
@@ -280,17 +265,15 @@ class _Prober:
             return None
         start = text.rindex(after) + len(after)
         end = text.find(before, start) if before is not None else len(text)
+        eos = self.codec.eos_ids
         for run in self._runs(text, start, end if end >= 0 else len(text)):
             run = [m for m in run if m not in brackets and not _BRACKET.search(m)]
             if not run:
                 continue
-            eos = next((k for k, m in enumerate(run) if self._is_eos(m)), 0)
-            closing = run[: eos + 1]
+            last = next((k for k, m in enumerate(run) if self.codec.special.get(m) in eos), 0)
+            closing = run[: last + 1]
             return Closer("".join(closing), tuple(self.codec.special[m] for m in closing))
         return None
-
-    def _is_eos(self, marker: str) -> bool:
-        return self.codec.special.get(marker) in self.codec.eos_ids
 
     def _runs(self, text: str, start: int, end: int) -> list[list[str]]:
         runs: list[list[str]] = []
