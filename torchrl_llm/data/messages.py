@@ -1,8 +1,8 @@
-"""A message and its parts: keys, content items, tool calls, and what is thought and what is said.
+"""Message dict: its keys, content items and tool calls, its reasoning and what it says.
 
 A message is a plain dict: ``role``, ``content`` (a string or a list of content items) and, where
 they have a value, ``is_complete`` (only when false), ``tool_calls``, ``tool_responses``,
-``tool_call_id``, ``name``, ``reasoning_content`` and whatever else a template reads.
+``tool_call_id``, ``name``, ``reasoning_content`` and anything else that a template reads.
 
 Next: :mod:`torchrl_llm.data.text` renders messages, and reads them from sampled ids.
 """
@@ -41,7 +41,7 @@ class ContentBase(dict):
         function_args: its arguments.
 
     Raises:
-        DataError: the type is none of these.
+        DataError: the type is another one.
 
     Example:
         >>> item = ContentBase(type="image", url="https://example.org/cat.png")
@@ -272,7 +272,7 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
 def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
     """Whether a place is inside a string in double quotes, which ends with its line at last.
 
-    It was ``quoted`` at ``seen``; each character is counted once, whatever the number of places.
+    It was ``quoted`` at ``seen``; each character is counted once, for any number of places.
     """
     line = text.rfind("\n", seen, at) + 1
     begin = line or seen

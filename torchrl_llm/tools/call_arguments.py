@@ -1,7 +1,7 @@
-"""Arguments of a call against the tool's JSON schema, with a little forgiveness for types.
+"""Check of a call's arguments against the tool's JSON schema, with some forgiveness for types.
 
-Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. What can only be meant in one way is taken
-that way; everything else is an :class:`ArgumentError` that says what was expected.
+Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. A value that can be meant in only one
+way is converted; everything else is an :class:`ArgumentError` that says what was expected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def argument_checker(
     - a number or boolean where a string is asked for.
 
     The same holds behind ``anyOf``, ``oneOf``, ``allOf`` and references. ``null`` fits what is
-    ``nullable``, as schemas of functions say it. A schema that is none is not checked against;
+    ``nullable``, as schemas of functions say it. An invalid schema is not checked against;
     references to other documents are never fetched.
 
     Args:

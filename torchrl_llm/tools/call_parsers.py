@@ -2,7 +2,7 @@
 
 A parser reads one message and returns the calls in the order in which they were written. What was
 meant as a call and cannot be read becomes a :class:`BrokenCall`, which the model is told about. A
-parser neither knows which tools there are nor runs any.
+parser does not know which tools there are, and runs none.
 
 Where the policy's chat template has a form for calls, the formatter has read them already
 (:class:`MessageCallParser`), better than any text can be read. The others are for templates that
@@ -56,9 +56,8 @@ class MessageCallParser(ToolParser):
     """The calls that the chat template's own format holds, as the formatter has read them.
 
     They are the message's ``tool_calls``; calls that the formatter could not read are its
-    ``tool_call_errors``. A message that nobody has read into these keys has no calls for this
-    parser: where the policy's template has no form for calls, take one of
-    :mod:`torchrl_llm.tools.call_parsers`.
+    ``tool_call_errors``. A message without these keys has no calls for this parser:
+    where the policy's template has no form for calls, use another one.
 
     Example:
         >>> function = {"name": "add", "arguments": '{"a": 1}'}
@@ -207,7 +206,7 @@ session=None)])
 
 
 class ToolTagParser(SyntaxParser):
-    r"""``<tool>search\n{"query": "..."}</tool>``: the name in a line of its own.
+    r"""``<tool>search\n{"query": "..."}</tool>``: the name alone on its line.
 
     Example:
         >>> ToolTagParser()('<tool>add\n{"a": 1}</tool>')["calls"][0].tool

@@ -1,4 +1,4 @@
-"""Python code blocks out of what a model wrote.
+"""Parser of the Python code blocks that a model wrote.
 
 Models are careless with fences, so the reading is generous: ``python``, ``python3`` or ``py`` in
 any case, spaces and words behind it, indented fences, a closing fence at the end of a line of code,
@@ -19,7 +19,7 @@ from torchrl_llm.tools.tool_call import ToolCall
 _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
 # Every fence is tried once, from its beginning: the time stays linear in the text.
 _FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"
-# A fence with a language: of Python anywhere in a line, of others at the beginning of one.
+# A fence with a language: Python anywhere in a line, other languages at the beginning of one.
 _OPENING = re.compile(
     rf"(?P<fence>{_FENCE})[ \t]*+{_PYTHON}"
     rf"|^[ \t]*+(?P<other_fence>{_FENCE})[ \t]*+(?!{_PYTHON})[\w{{][^\n`]*+\n",
@@ -92,7 +92,7 @@ class _Closings:
 
 
 def _dedented(code: str) -> str:
-    # As textwrap.dedent, which makes a pattern of the indentation, whatever its length.
+    # As textwrap.dedent, which compiles a pattern from the indentation, of any length.
     if "\n" not in code:
         return code.lstrip(" \t")
     if not _BLANK_BEGIN.search(code):

@@ -1,9 +1,9 @@
-"""What a tool call is, and what comes of it: plain records that every part of the tools shares.
+"""Records of a tool call and of its result, which all parts of the tools share.
 
 Parsers make a :class:`ToolCall` from what the model wrote, a tool
 (:mod:`torchrl_llm.tools.tool`) answers it with a :class:`ToolOutput`, and the
-executor makes the :class:`ToolResult` of both, which is stored beside the conversation. A call that
-fails is such a record too, never an exception.
+executor makes the :class:`ToolResult` of both, which is stored next to the conversation. A
+call that fails is such a record too, never an exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ToolCall:
     Args:
         tool: name of the tool.
         args: its arguments by name.
-        tag: the model's own label for the call, handed back beside its result.
+        tag: the model's own label for the call, handed back with its result.
         id: id that the template gives the call, for templates that name it in the result.
         session: which conversation calls (its ``traj_id``), for tools that keep something between
             the calls of one conversation; set by the transform.

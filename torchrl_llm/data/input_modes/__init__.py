@@ -31,7 +31,7 @@ _FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools")
 
 
 def formatter_arguments(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments of a formatter, with variables of the template in a mapping of their own.
+    """The arguments of a formatter, with the variables of the template in one mapping.
 
     Example:
         >>> formatter_arguments({"tools": [], "enable_thinking": False})
@@ -95,7 +95,7 @@ class _Decoder:
 
 
 def response_reader(name: str, tokenizer: Any = None, policy_role: str = "assistant") -> InputMode:
-    """A mode that can only read responses, for rows outside an environment.
+    """A mode that only reads responses, for rows outside an environment.
 
     Args:
         name: ``"history"``, ``"text"`` or ``"tokens"``.

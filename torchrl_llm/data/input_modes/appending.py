@@ -1,4 +1,4 @@
-"""Messages behind a sampled turn, for rows that travel as token ids.
+"""Appending of messages to sampled turns, for rows that travel as token ids.
 
 Text and tokens mode keep no messages. The model's turn is read from its ids, and what the chat
 template writes behind it (the end of the turn, the new messages, the next generation prompt) is
@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 
 
 class NewText(NamedTuple):
-    """What an appended message does to the text of a row: ``old`` at its end becomes ``new``."""
+    """Change of a row's text by an appended message: ``old`` at its end becomes ``new``."""
 
     old: str
     new: str
@@ -139,7 +139,7 @@ def _append_row(
 def _behind_others(
     formatter: ChatFormatter, prompt: Tensor, new: list[Message]
 ) -> tuple[int, Tensor, Tensor]:
-    """Ids behind messages that somebody else has appended in the same step.
+    """Ids behind messages that another transform has appended in the same step.
 
     Returns:
         How many ids of the prompt stay (what ends it stands behind the new messages again), the ids

@@ -67,7 +67,7 @@ class InputMode(ABC):
 
     @abstractmethod
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """The text of each response, and of nothing before it; an error where there is none."""
+        """The text of each response, without the prompt; an error where there is none."""
 
     @abstractmethod
     def turns(self, td: TensorDictBase) -> list[Message | None]:
@@ -94,7 +94,7 @@ class InputMode(ABC):
     def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
         """Put other conversations into rows of the prompts that a reset or step has written.
 
-        They are encoded anew: nothing in them was sampled.
+        They are encoded again: nothing in them was sampled.
 
         Args:
             out: the prompts; changed in place.
@@ -133,7 +133,7 @@ def history_spec(field: str, chat: Chat, size: int) -> Composite:
 
 
 def read_chats(td: TensorDictBase, field: str) -> list[Chat]:
-    """The conversations, one a row.
+    """The conversations, one per row.
 
     Args:
         td: rows ``[B]``.
@@ -158,7 +158,7 @@ def write_chats(out: TensorDictBase, chats: list[Chat]) -> None:
 
     Args:
         out: rows ``[B]``; changed in place.
-        chats: one a row.
+        chats: one per row.
     """
     node = TensorDict._new_unsafe(
         source={"prompt": History.of(chats)}, batch_size=torch.Size([len(chats)])

@@ -1,4 +1,4 @@
-"""Text and tokens mode of a chat environment: the ids travel as keys of their own.
+"""Text and tokens mode of a chat environment, in which the ids travel under their own keys.
 
 Next: :mod:`torchrl_llm.data.input_modes.appending` puts messages behind a turn that was sampled,
 :mod:`torchrl_llm.data.input_modes.input_mode` is the interface.
@@ -28,7 +28,7 @@ from torchrl_llm.errors import DataError
 
 
 class _TokenCarrier(InputMode):
-    """Text and tokens mode: ids and what is carried with them travel as keys of their own."""
+    """Text and tokens mode: the ids and their carried facts travel under their own keys."""
 
     def __init__(self, formatter: ChatFormatter | None, example: Chat, policy_role: str) -> None:
         super().__init__(formatter, example, policy_role)
@@ -74,7 +74,7 @@ class _TokenCarrier(InputMode):
         self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
     ) -> None:
         prompts = read_rows(td, ("tokens", "prompt"))
-        # A policy that writes text only leaves no ids; its next prompt is encoded anew.
+        # A policy that writes text only leaves no ids; its next prompt is encoded again.
         full = appending.valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
         columns = {fact.name: self._written(td, fact, full) for fact in self._facts}
         if stepped is not None:
@@ -165,7 +165,7 @@ class TextMode(_TokenCarrier):
     name = "text"
 
     def prompt_specs(self, size: int) -> dict[str, Composite]:
-        """``text.prompt`` beside the tokens."""
+        """``text.prompt`` and the tokens."""
         return {"text": self._spec("prompt", "A question?", size), **super().prompt_specs(size)}
 
     def full_specs(self, size: int) -> dict[str, Composite]:
@@ -189,7 +189,7 @@ class TextMode(_TokenCarrier):
         self._write_tokens(out, self._unsampled(empty, empty))
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
-        """Write ``text.prompt`` and the ids beside it."""
+        """Write ``text.prompt`` and its ids."""
         full = self._read(td, "full")
         self._write(
             out, full if stepped is None else merge_rows(full, self._read(td, "prompt"), stepped)

@@ -4,7 +4,7 @@ A :class:`CallSyntax` takes the calls out of a text. What was meant as a call an
 becomes a :class:`BrokenCall`, which the model is told about. ``SYNTAXES`` holds the syntaxes that
 have a name. The syntax of a chat template is learnt from how the template writes one call
 (:func:`syntax_of`): a JSON object or list between two marks, a name followed by a JSON object of
-arguments, nested tags with one tag an argument, or Python call expressions. To teach another
+arguments, nested tags with one tag per argument, or Python call expressions. To teach another
 syntax, write a subclass here and enter it into ``SYNTAXES``.
 
 Next: :mod:`torchrl_llm.data.text.respond` reads sampled responses with it,
@@ -30,11 +30,11 @@ NAME, VALUE = "kqxname", "kqxvalue"
 # The bound keeps the time linear where a name may hold the mark in front of it.
 _NAME_PATTERN = r"([\w.\-/]{1,200}?)"
 _SPACE = re.compile(r"\s*")
-# More of them tell nobody anything, and each may be looked for to the end of the text.
+# More errors than these help no model, and each costs a search to the end of the text.
 _MOST_ERRORS = 64
 _MOST_LEVELS = 100
 _NESTS = (dict, list, tuple, set)
-# No turn means as many calls, and a text of empty objects would hold half a million.
+# No real turn has as many calls; a text of empty objects would hold half a million.
 _MOST_VALUES = 4096
 # Python's own parser takes a second and a hundred times the memory for a megabyte.
 _MOST_PYTHON = 1 << 17
@@ -163,7 +163,7 @@ class _TaggedJson(_Marked):
 
 
 class _BareJson(CallSyntax):
-    """The whole turn is one JSON object (Llama 3), or several behind one another."""
+    """The whole turn is one JSON object (Llama 3), or several of them in a row."""
 
     # What Llama writes in front of calls where it also knows built-in tools.
     _opening = "<|python_tag|>"
@@ -200,7 +200,7 @@ class _NamedJson(_Marked):
         calls, cursor = [], at
         while head := self._head.search(text, cursor):
             gap = text[cursor : head.start()]
-            # What begins with a mark of its own is read by itself: it may be broken.
+            # What begins with its own opening mark is read separately: it may be broken.
             begins = text.find(self.opening, cursor, head.end()) >= 0
             if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
                 break
@@ -214,7 +214,7 @@ class _NamedJson(_Marked):
 
 
 class _Tags(_Marked):
-    """One tag an argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
+    """One tag per argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
 
     def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
         self.opening, self.closing = opening, closing
@@ -325,7 +325,7 @@ def syntax_of(call: str | None) -> CallSyntax | None:
     return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
 
 
-# -- syntaxes of their own ------------------------------------------------------------------------
+# -- syntaxes with a name -----------------------------------------------------------------------
 
 
 class _Blocks(CallSyntax):
@@ -403,7 +403,7 @@ class _XMLBlocks(_Blocks):
 
 
 class _NameLines(_Blocks):
-    """``<tool>``, the name in a line of its own, JSON arguments and ``</tool>``."""
+    """``<tool>``, a line with the name, JSON arguments and ``</tool>``."""
 
     expected = '<tool>NAME\n{"argument": value}</tool>'
     _opening = re.compile(r"<tool>[ \t]*+(?:\n[ \t]*+)?([^\s<>{]{1,200})[ \t]*+\n?")

@@ -27,7 +27,7 @@ ESCAPE = "\uf8ff"
 _FIRST = 0xE000
 _CAPACITY = 0xF8FF - _FIRST
 # One of these stands for a literal while the text around it is encoded: a character that has no
-# merges with its neighbours, so that they are tokenised as they would be beside any odd symbol.
+# merges with its neighbours, so that they are tokenised as next to any odd symbol.
 _ANCHORS = ("\ue000", "\uf8fe", "\U000fabcd")
 
 _LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
@@ -142,7 +142,7 @@ def covers(literals: list[tuple[int, int]], start: int, end: int) -> bool:
 
 
 class Piece(NamedTuple):
-    """Text to encode: ``literals`` are plain characters whatever they spell.
+    """Text to encode; its ``literals`` are plain characters, even where they spell a special token.
 
     ``continues`` says that other text stands before it: the tokenizer must not treat its beginning
     as the beginning of a text (no prefix space).
@@ -232,7 +232,7 @@ class Codec:
 
     def _raw_batch(self, texts: list[str]) -> list[Any]:
         backend = self._backend
-        # A call of the tokenizer elsewhere may have left these on; it sets them again for itself.
+        # Another call of the tokenizer may have left these on; it sets them when it needs them.
         if backend.padding is not None:
             backend.no_padding()
         if backend.truncation is not None:

@@ -1,6 +1,6 @@
-"""A conversation as text in which each character knows its owner, and each token by its characters.
+"""Provenance of each character of a rendered conversation, and through it of each token.
 
-Which characters a model would have to generate is found here too, for the assistant mask.
+The characters that a model would have to generate give the assistant mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Old ids and new messages to the ids of both.
+"""Continuation of known token ids by new messages.
 
 :mod:`~torchrl_llm.data.text.splice` decides on rendered texts whether the old ids can be
 continued and from where; this file renders a window of the conversation for it, and encodes the
@@ -181,7 +181,7 @@ class Continuation:
         if found is None:
             return _Rest(composed, after, [], False, cause)
         at, closer = found
-        # A turn that was closed, by whatever token, is not closed again.
+        # A turn that is closed already, by any token, is not closed again.
         held = ending.tail if ending.closer is None else list(closer.ids)
         return _Rest(composed, at, held, False, cause)
 

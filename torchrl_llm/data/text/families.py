@@ -5,7 +5,7 @@ conversation does not have, puts the assistant's words *and* its end-of-turn tok
 ``{% generation %}``, and raises an error that names the message where the family has no form for it
 (a tool call in Falcon, a system message in DialoGPT). So its parser can read each text back.
 
-They serve tokenizers that bring no template of their own; see
+They serve tokenizers without a chat template; see
 :func:`torchrl_llm.data.text.templates.resolve_template`. ``qwen3`` is asked for by name: it writes
 the reasoning of every turn, where the published template drops that of earlier turns and so
 rewrites history at each user message. Use it for training and serving alike.
@@ -45,8 +45,8 @@ class TemplateSpec:
             text that was passed.
         template: the Jinja text.
         inverse_parser: reads a rendered text back: an
-            :class:`~torchrl_llm.data.text.inverse_parser.InverseParser`, a function
-            ``text -> History`` (or list of messages) of a user, or ``None``.
+            :class:`~torchrl_llm.data.text.inverse_parser.InverseParser`, a user's function
+            ``text -> History`` (or list of messages), or ``None``.
         keywords: model names that contain one of these get this template.
     """
 
@@ -61,7 +61,7 @@ class TemplateSpec:
         return BUILTIN_TEMPLATES.get(self.name) == self.template
 
 
-# (before, after) the tool schemas, one a line, in the system message.
+# (before, after) the tool schemas, one per line, in the system message.
 CHATML_TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",

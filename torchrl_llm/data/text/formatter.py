@@ -1,4 +1,4 @@
-"""Conversations to token ids, and longer conversations to the same ids with more behind them.
+"""Formatter that turns conversations into token ids, and continues the ids of shorter ones.
 
 A sampled token is never encoded again. When messages are appended to a conversation whose ids are
 known, :meth:`ChatFormatter.extend` encodes what the chat template writes from the token that closes
@@ -314,7 +314,7 @@ class ChatFormatter:
         """Continue a conversation of which the ids and the last turn are known, and no more.
 
         For rows that travel as ids: as :meth:`extend`, except that history is never rewritten,
-        whatever ``on_rewrite`` says, for there are no messages to write it from.
+        even with another ``on_rewrite``, because there are no messages to render it from.
 
         Args:
             token_ids: int64 ``[T]``, prompt and sampled response.
@@ -461,7 +461,7 @@ def assistant_mask(
     Raises:
         TemplateError: ``include_header`` with a template that writes earlier messages differently
             once later ones follow (that strips old reasoning, for instance), so that a message has
-            no span of its own.
+            no span.
 
     Example:
         >>> from transformers import AutoTokenizer

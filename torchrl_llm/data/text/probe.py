@@ -1,4 +1,4 @@
-"""What a chat template does, found once by rendering short conversations of odd words.
+"""Findings about a chat template, made once by rendering short conversations of odd words.
 
 Nothing here knows the name of a model family. The probe answers: which form of messages does the
 template want, what header opens the model's turn, which tokens close it (after an answer, after a
@@ -158,6 +158,7 @@ class _Prober:
         if last is None or last == answer:
             terminal.append(called)
         closers = _distinct([answer, called, last, ended])
+        told = [{"role": "system", "content": RESULT}, _user(USER)]
         terminal = _distinct(terminal)
         return Probe(
             form=form,
@@ -170,8 +171,7 @@ class _Prober:
             reasoning=self._reasoning_marks(form, header),
             call=self._call_text(call, header, lead, called or ended or answer),
             results=RESULT in (call or self.text([_user(USER), _answer(ANSWER), _RESULT]) or ""),
-            system=RESULT
-            in (self.text([{"role": "system", "content": RESULT}, _user(USER)]) or ""),
+            system=RESULT in (self.text(told) or ""),
         )
 
     # -- form of the messages ---------------------------------------------------------------------
@@ -333,7 +333,7 @@ class _Prober:
             return None
         head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
         opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
-        if ANSWER not in text:  # found beside a call: keep only the first marker
+        if ANSWER not in text:  # found next to a call: keep only the first marker
             closing = closing.split("\n")[0]
         if not opening and header.rstrip().endswith(closing.replace("/", "", 1)):
             opening = closing.replace("/", "", 1)  # the generation prompt has it already
@@ -356,7 +356,7 @@ class _Prober:
 
 
 def _without_tools(text: str) -> str:
-    # Tool schemas stand before the user's message in some templates and beside it in others; the
+    # Tool schemas stand before the user's message in some templates and within it in others; the
     # call is always behind the user's text.
     return text[text.find(USER) :] if USER in text else text
 

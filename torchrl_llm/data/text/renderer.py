@@ -1,4 +1,4 @@
-"""Messages to text through a chat template: in its form, shielded, with the place of each content.
+"""Renderer of one chat template: messages to shielded text, with the place of each content.
 
 To find the contents, they are rendered a second time, each between two private-use marks. Where
 that text without its marks is the text, the marks say exactly which characters came from which
@@ -95,7 +95,7 @@ class Renderer:
     Args:
         template: the Jinja template.
         shield: covers special-token strings in contents.
-        variables: what the template may use beside the messages (``bos_token``, options).
+        variables: what the template may use besides the messages (``bos_token``, options).
         form: how the template wants its messages.
     """
 
@@ -318,7 +318,7 @@ class Locator:
             text: their text.
             render: renders them once more with each content passed through a mark; ``None`` if the
                 template refuses.
-            key: whatever else the text depends on (tools, generation prompt).
+            key: what else the text depends on (tools, generation prompt).
         """
         texts = [texts_of(message) for message in messages]
         shape = tuple(
@@ -356,7 +356,7 @@ def _mark_all(text: str, index: int) -> str:
 
 
 def _mark_filled(text: str, index: int) -> str:
-    # Templates cut contents at these tags: each part has marks of its own, so that none is halved.
+    # Templates cut contents at these tags: each part gets its own marks, so that no mark is halved.
     parts = _THINK.split(text) if "think>" in text else [text]
     return "".join(
         part if not part or part.isspace() or _THINK.fullmatch(part) else _marked(part, index)

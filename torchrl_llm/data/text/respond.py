@@ -1,8 +1,8 @@
-"""A sampled response to a message: read from its ids, not from its text.
+"""Parser of sampled responses: a message is read from its ids, not from its text.
 
 The ids say what the text cannot: whether ``<think>`` is the token or seven characters, whether the
 turn was closed, whether a role's header was sampled. Nothing is stripped except what the template
-itself writes around reasoning and calls, and the exact text is kept beside the message.
+itself writes around reasoning and calls, and the message keeps the exact text.
 
 Where a tokenizer declares how its responses are read (a ``response_template``), ``transformers``
 finds the fields; how the turn ended, and what is a token and what only spells one, is still read
@@ -25,7 +25,7 @@ from torchrl_llm.data.text.probe import Probe
 from torchrl_llm.data.text.splice import read_ending
 from torchrl_llm.errors import TemplateError
 
-# The time grows with their number, and no turn has as many.
+# The time grows with the number of regions, and no real turn has as many.
 _MOST_REGIONS = 256
 _OWN_KEYS = {"role", "content", "tool_calls", *REASONING_KEYS}
 
@@ -47,11 +47,11 @@ class ResponseParser:
         tools: the tools that a call may name; their schemas type arguments that are written
             without quotes.
         response_template: how ``transformers`` is to find the fields of a response, see
-            ``PreTrainedTokenizerBase.parse_response``. It is not used where it splits reasoning off
+            ``PreTrainedTokenizerBase.parse_response``. It is not used where it splits off reasoning
             that the chat template would not write again.
 
     Raises:
-        TemplateError: ``response_template`` is none that this release of ``transformers`` reads.
+        TemplateError: this release of ``transformers`` cannot read ``response_template``.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ResponseParser:
     # -- fields by what the template writes -------------------------------------------------------
 
     def _parsed(self, text: str) -> ParsedCalls:
-        """The calls in a text; what it thinks of calling in ``<think>`` marks is none of them."""
+        """The calls in a text, except those within ``<think>`` marks."""
         content, found = [], []
         for piece, is_thought in split_thoughts(text):
             parsed = ParsedCalls(piece, [])

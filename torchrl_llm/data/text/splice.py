@@ -1,4 +1,4 @@
-"""Where the new part of a conversation begins: the decision to continue old ids or to fork.
+"""Decision whether new messages continue the old ids, and from where, or fork.
 
 Three renderings are compared as text: ``P``, the old prompt; ``A``, the old messages; ``F``, old
 and new messages. The new part is ``F`` from the token that closes the sampled turn, if ``F`` says
@@ -27,7 +27,7 @@ class Ending(NamedTuple):
 
     Attributes:
         body: ids before the end-of-turn tokens.
-        tail: the end-of-turn tokens and whatever was sampled after them.
+        tail: the end-of-turn tokens and all that was sampled after them.
         closer: the terminal closer that ``tail`` begins with; ``None`` if the turn was cut.
     """
 

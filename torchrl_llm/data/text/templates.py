@@ -1,4 +1,4 @@
-"""Which chat template a tokenizer gets, and the registry of templates that users extend.
+"""Choice of the chat template for a tokenizer, and the registry that users extend.
 
 Next: :mod:`torchrl_llm.data.text.families` has the built-in families,
 :mod:`torchrl_llm.data.text.whole_chats` renders with a template that was found here.
@@ -42,7 +42,7 @@ def add_chat_template(
         template: Jinja text that marks the assistant's words with ``{% generation %}``.
         inverse_parser: function from a rendered text to a ``History`` or a list of messages.
         model_family_keywords: the template is chosen for tokenizers whose model name (the last two
-            parts of ``name_or_path``) contains one of these, whatever the case.
+            parts of ``name_or_path``) contains one of these, in upper or lower case.
 
     Raises:
         TemplateError: the template (a ``ValueError``) has no ``{% generation %}`` block.

@@ -1,4 +1,4 @@
-"""Whole conversations to text and back, or to ids with an assistant mask in one tokenizer call.
+"""Rendering of whole conversations to text or ids, and reading of rendered text.
 
 This is what :meth:`History.apply_chat_template <torchrl_llm.data.history.History>` runs: a view for
 people, data files and supervised training. The ids of conversations that are being *sampled* come
