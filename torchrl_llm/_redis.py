@@ -77,7 +77,7 @@ class RedisLink:
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: a URL that is none, or a password that is wrong or missing.
+        ConfigError: a malformed URL, or a password that is wrong or missing.
         WorkerError: the server does not answer.
     """
 

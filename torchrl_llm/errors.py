@@ -13,7 +13,7 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- OverlongError        (ValueError)    a prompt longer than the model's context
     |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
-    |   `-- WorkerError                      a process elsewhere died or did not answer in time
+    |   `-- WorkerError                      a remote process died or did not answer in time
     |-- ResourceError        (RuntimeError)  fewer CPUs, GPUs or bytes than what was asked for needs
     |-- WeightUpdateError    (RuntimeError)  weights that did not arrive, or not as they were sent
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
@@ -59,7 +59,7 @@ class BackendError(TorchRLLLMError, RuntimeError):
 
 
 class WorkerError(BackendError):
-    """A process elsewhere (an actor, a server, a replica) died or did not answer in time."""
+    """A remote process (an actor, a server, a replica) died or did not answer in time."""
 
 
 class ResourceError(TorchRLLLMError, RuntimeError):

@@ -290,7 +290,7 @@ def test_a_collector_that_hangs_or_fails_gives_its_claims_back_and_says_why():
         fails.check()
     with pytest.raises(ValueError, match="the policy is broken"):
         fails.update_policy_weights_()
-    with pytest.raises(WorkerError, match="no sign of life for 8 s"):
+    with pytest.raises(WorkerError, match="no heartbeat for 8 s"):
         hangs.check()
     assert channel.forgotten()[hangs.worker_name].claimed == 2
     assert channel.forgotten()[fails.worker_name].claimed == 2

@@ -13,7 +13,6 @@ from recipes.script import run_alone
 from torchrl_llm import modules
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError
-from torchrl_llm.recipes import builders
 
 RECIPES = Path(__file__).parents[2] / "sota-implementations"
 TRAINERS = [
@@ -37,8 +36,7 @@ def refusal(tmp_path, monkeypatch):
     def read(*args, **kwargs):
         raise ModelWasRead
 
-    for module in (builders, modules):
-        monkeypatch.setattr(module, "load_model", read)
+    monkeypatch.setattr(modules, "load_model", read)
 
     def run(script, *overrides):
         with pytest.raises((ConfigError, ResourceError)) as caught:

@@ -1,4 +1,4 @@
-"""Every loss, rule of credit, correction and reward of the GRPO recipe, for a few real steps."""
+"""Every loss, advantage estimator, correction and reward of the GRPO recipe, in a few steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The learner's end of a channel, with the interface of a collector.
 
-Elsewhere (threads, actors of Ray, processes that only share a Redis) workers collect rows and put
+Remote workers (threads, actors of Ray, processes that only share a Redis) collect rows and put
 them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is what
 a training loop iterates instead of an environment: it grants rows to the workers, takes their
 deliveries, refuses those that do not hold what they claim, gives dead workers up, and tells the
@@ -59,12 +59,12 @@ def _oldest(row: TensorDict) -> int:
 
 
 class ChannelCollector(VersionedCollector):
-    """Iterates over batches of rows that workers elsewhere collect.
+    """Iterates over batches of rows that remote workers collect.
 
     A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, those of the
     oldest weights first, then as they came; what is more than enough waits for the next batch.
     Between two batches the caller trains and calls :meth:`update_policy_weights_`.
-    It ends never by itself; without rows it raises within ``timeout_s``.
+    It never ends by itself; without rows it raises within ``timeout_s``.
 
     Args:
         channel: the workers put into it.
@@ -77,7 +77,7 @@ class ChannelCollector(VersionedCollector):
             where this collector has one.
         weight_updater: does that by ``push_weights(weights)`` instead; at most one of the two.
         timeout_s: most seconds to wait for a delivery that is accepted.
-        worker_timeout_s: a worker that holds claims and gives no sign of life for so many seconds
+        worker_timeout_s: a worker that holds claims and gives no heartbeat for so many seconds
             is given up: its claims go to others, its tokens are lost.
         check: called with each delivery; a
             :class:`~torchrl_llm.errors.WeightUpdateError` refuses it.
@@ -334,7 +334,7 @@ class ChannelCollector(VersionedCollector):
         """Whether workers are there, and none of them holds a claim.
 
         A worker that waits for a claim asks again every second. Where none does (they start, or are
-        built anew), more claims would only be too many later.
+        restarted), more claims would only be too many later.
         """
         workers = self.channel.workers().values()
         asking = any(time.time() - counts.seen_s < _ASKED_S for counts in workers)
@@ -405,7 +405,7 @@ class ChannelCollector(VersionedCollector):
     # -- state ------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Refused: the environments are elsewhere.
+        """Refused: the environments are with the workers.
 
         Args:
             seed: not used.
@@ -419,7 +419,7 @@ class ChannelCollector(VersionedCollector):
     def state_dict(self) -> OrderedDict[str, Any]:
         """Version, digests, counts, and rows that came and are in no batch yet.
 
-        What the workers hold is theirs and goes on: a learner that is built anew over the same
+        What the workers hold is theirs and goes on: a learner that is started again over the same
         channel gets it.
         """
         return OrderedDict(

@@ -53,7 +53,7 @@ class CollectorWorker:
         before_batch: called when a batch was claimed and is about to be collected.
 
     Raises:
-        ConfigError: for a collector that writes its batches elsewhere, or a claim of nothing.
+        ConfigError: for a collector that writes its batches itself, or a claim of nothing.
 
     Example:
         >>> import torch
@@ -111,7 +111,7 @@ class CollectorWorker:
         try:
             weights = engine_weights(self.collector.policy_module)
         except ConfigError:
-            return  # an engine elsewhere, or no model at all: there is nothing to hash
+            return  # a remote engine, or no model at all: there is nothing to hash
         if isinstance(version, int):
             self.digests[version] = weights_digest(weights)
 
@@ -251,7 +251,7 @@ class WeightFollower:
     """Keeps a worker at the newest weights that a learner has left somewhere.
 
     The worker looks before each batch, so that rows are begun with the newest weights; with
-    ``in_flight`` other than ``wait``, a thread looks beside it too (:meth:`start`).
+    ``in_flight`` other than ``wait``, a thread looks, too (:meth:`start`).
 
     Args:
         worker: gets the weights.

@@ -1,7 +1,7 @@
 """The collector: an environment and a policy, turned into batches or into rows of a buffer.
 
 How it rolls out is in :mod:`torchrl_llm.collectors.rollout`; here are its options, its budget,
-collection beside training, versions and weights of the policy, and exact resume.
+collection next to training, versions and weights of the policy, and exact resume.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | Non
             the batch, any other one its wire form: tensor by tensor, a batch would take hundreds of
             file descriptors to another process.
         batch: the batch.
-        stopping: gives the batch up when it is set, for a full queue that nobody empties must not
+        stopping: gives the batch up when it is set, for a full queue that is never emptied must not
             keep a thread from ending.
     """
     in_process = isinstance(queue, (queues.Queue, queues.SimpleQueue))
@@ -61,7 +61,7 @@ class LLMCollector(BesideTraining, VersionedCollector):
     """Rolls out a policy in an environment of conversations.
 
     Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
-    step by step, or :meth:`start` it to fill it beside training.
+    step by step, or :meth:`start` it to fill it next to training.
 
     A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
     (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows, one
@@ -316,7 +316,7 @@ class LLMCollector(BesideTraining, VersionedCollector):
         version: int,
         in_flight: Literal["wait", "keep", "abort"] = "wait",
     ) -> list[WeightReceipt]:
-        """Take weights that somebody else numbers; what a collector elsewhere is told.
+        """Take weights that somebody else numbers; what a remote collector is told.
 
         Args:
             source: where they are.

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -106,7 +106,7 @@ class CollectorHost:
         self._batches = iter(self.collector)
 
     def next(self) -> tuple[bool, PackedBatch | None]:
-        """Whether there was another batch, and it, unless it was written elsewhere."""
+        """Whether there was another batch, and it, unless the actor wrote it."""
         for batch in self._batches:
             return True, None if batch is None else PackedBatch.of(batch)
         return False, None
@@ -183,55 +183,49 @@ class _Weights(NamedTuple):
     version: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CollectorActor:
-    """A collector in an actor that is built anew when it dies.
+    """A collector in an actor that is restarted when it dies.
 
     Args:
         env: see :class:`~torchrl_llm.collectors.RayLLMCollector`, as all others.
-        collector_options: arguments of the collector over there.
+        collector_options: arguments of the collector in the actor.
         options: what the actor needs.
         placement: options of Ray that say where it goes.
         name: begins the names of its workers.
         channel: gets what it collects.
         claim_rows: rows that it claims at once.
         in_flight: what becomes of conversations that have begun when weights come.
-        max_restarts: how often it may be built anew.
-        worker_timeout_s: seconds without a sign of life after which it is taken for hung.
+        max_restarts: how often it may be restarted.
+        worker_timeout_s: seconds without a heartbeat after which it is taken for hung.
 
     Attributes:
         worker_name: its name in the channel, another one after each restart.
-        restarts: how often it was built anew.
+        restarts: how often it was restarted.
         failure: what ended it for good.
         weights: the latest that it was told of; those before where they did not arrive.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        collector_options: dict[str, Any],
-        *,
-        options: ActorOptions,
-        placement: Mapping[str, Any],
-        name: str,
-        channel: RowChannel | None,
-        claim_rows: int | None,
-        in_flight: InFlight,
-        max_restarts: int,
-        worker_timeout_s: float,
-    ) -> None:
-        self.collector_options = collector_options
+    env: Any
+    collector_options: dict[str, Any]
+    options: ActorOptions
+    placement: Mapping[str, Any]
+    name: str
+    channel: RowChannel | None
+    claim_rows: int | None
+    in_flight: InFlight
+    max_restarts: int
+    worker_timeout_s: float
+
+    def __post_init__(self) -> None:
         self.restarts = 0
         self.failure: BaseException | None = None
-        self._env, self._options, self._placement = env, options, placement
-        self._name, self._channel, self._claim_rows = name, channel, claim_rows
-        self._in_flight: InFlight = in_flight
-        self._max_restarts, self._worker_timeout_s = max_restarts, worker_timeout_s
+        self.closed = False
         self._lock = threading.RLock()
         self._pending: Any = None
         self._run: Any = None
         self._watch: BackgroundLoop | None = None
         self._on_batch: Callable[[PackedBatch], None] | None = None
-        self.closed = False
         self._remote: RemoteObject | None = self._build()
         version = self._remote.read("collector.policy_version")
         self.weights = self._arrived = _Weights(None, version if isinstance(version, int) else 0)
@@ -240,19 +234,19 @@ class CollectorActor:
 
     def _build(self) -> RemoteObject:
         number = next(_numbers)
-        self.worker_name = f"{self._name}-{number}"
+        self.worker_name = f"{self.name}-{number}"
         factory = partial(
             CollectorHost,
-            self._env,
+            self.env,
             self.collector_options,
             number=_NUMBERS + (_first_number + number) % _NUMBERS,
-            channel=self._channel,
+            channel=self.channel,
             name=self.worker_name,
-            claim_rows=self._claim_rows,
+            claim_rows=self.claim_rows,
         )
         what = f"RayLLMCollector {self.worker_name!r}"
-        check_resources(what, [self._options.bundle])
-        return RemoteObject(factory, self._options, what=what, placement=self._placement or None)
+        check_resources(what, [self.options.bundle])
+        return RemoteObject(factory, self.options, what=what, placement=self.placement or None)
 
     @property
     def remote(self) -> RemoteObject:
@@ -260,14 +254,14 @@ class CollectorActor:
 
         Raises:
             ConfigError: it was shut down.
-            WorkerError: it is being built anew.
+            WorkerError: it is being restarted.
             Exception: what ended it for good.
         """
         self.check()
         if self.closed:
             raise ConfigError("this collector was shut down")
         if self._remote is None:
-            raise WorkerError(f"RayLLMCollector {self._name!r} is being built anew")
+            raise WorkerError(f"RayLLMCollector {self.name!r} is being restarted")
         return self._remote
 
     @property
@@ -277,7 +271,7 @@ class CollectorActor:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and still collects, or is being built anew."""
+        """Whether it was started and still collects, or is being restarted."""
         return self._watch is not None and self._watch.is_running
 
     def check(self) -> None:
@@ -293,8 +287,8 @@ class CollectorActor:
             remote, self._remote, self._pending = self._remote, None, None
         if remote is not None:
             remote.shutdown()
-        if self._channel is not None:
-            counts = self._channel.forget(self.worker_name)
+        if self.channel is not None:
+            counts = self.channel.forget(self.worker_name)
             if counts.claimed or counts.in_flight:
                 logger.warning(
                     f"{self.worker_name}: {counts.claimed} claimed rows go to others, "
@@ -302,7 +296,7 @@ class CollectorActor:
                 )
 
     def revive(self, error: WorkerError) -> None:
-        """Build the actor anew after it died, with the latest weights, or fail for good.
+        """Restart the actor after it died, with the latest weights, or fail for good.
 
         Args:
             error: what it died of.
@@ -310,7 +304,7 @@ class CollectorActor:
         first_line = str(error).partition("\n")[0]
         logger.warning(f"{self.worker_name}: {first_line}")
         self._lose()
-        if self.restarts >= self._max_restarts:
+        if self.restarts >= self.max_restarts:
             self.failure = error
         if self.failure is not None or self.closed:
             return
@@ -331,7 +325,7 @@ class CollectorActor:
             else:
                 remote.call("load_weights", *latest, "wait")
             brought = latest
-        logger.warning(f"built anew as {self.worker_name}, with weights {latest.version}")
+        logger.warning(f"restarted as {self.worker_name}, with weights {latest.version}")
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -339,11 +333,11 @@ class CollectorActor:
         """Let it collect, and watch it, in a thread of this process.
 
         Args:
-            on_batch: gets each batch here; ``None`` where they are written over there.
+            on_batch: gets each batch here; ``None`` where the actor writes them.
         """
         self._on_batch = on_batch
         self._set_off()
-        self._watch = BackgroundLoop(self._look_after, name=f"watch of {self._name}")
+        self._watch = BackgroundLoop(self._look_after, name=f"watch of {self.name}")
         self._watch.start()
 
     def _set_off(self) -> None:
@@ -381,8 +375,8 @@ class CollectorActor:
     def _handle(self, remote: RemoteObject, result: Any) -> bool:
         if self._on_batch is None:
             logger.info(f"{self.worker_name} ended: {result}")
-            if self._channel is not None:
-                self._channel.forget(self.worker_name)
+            if self.channel is not None:
+                self.channel.forget(self.worker_name)
             return False
         there, batch = result
         if there:
@@ -392,16 +386,16 @@ class CollectorActor:
         return there and not self.closed
 
     def _check_signs_of_life(self) -> None:
-        now, limit_s = time.time(), self._worker_timeout_s
+        now, limit_s = time.time(), self.worker_timeout_s
         # With a thousand collectors each of them cannot ask five times a second.
-        if self._channel is None or now - self._looked_s < limit_s / 10:
+        if self.channel is None or now - self._looked_s < limit_s / 10:
             return
         self._looked_s = now
-        counts = self._channel.workers().get(self.worker_name)
+        counts = self.channel.workers().get(self.worker_name)
         seen_s = self._begun_s if counts is None else max(counts.seen_s, self._begun_s)
         if now - seen_s > limit_s:
             raise WorkerError(
-                f"{self.worker_name!r} gave no sign of life for {limit_s:g} s (no policy call "
+                f"{self.worker_name!r} gave no heartbeat for {limit_s:g} s (no policy call "
                 "ended, no claim was made); its environment or policy hangs, or worker_timeout_s "
                 "is less than one call takes"
             )
@@ -451,18 +445,18 @@ class CollectorActor:
             self.weights = _Weights(source, version)
             remote = self._remote
             if remote is None:
-                self.check()  # being built anew, it gets them before it samples
+                self.check()  # being restarted, it gets them before it samples
             elif source is None:
                 self._pending = remote.submit("set_policy_version", version)
             else:
-                self._pending = remote.submit("load_weights", source, version, self._in_flight)
+                self._pending = remote.submit("load_weights", source, version, self.in_flight)
 
     def settle(self) -> list[WeightReceipt]:
         """Wait for the weights under way, and compare what arrived with what was sent.
 
         Raises:
             WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: it died, and will not be built anew.
+            WorkerError: it died, and will not be restarted.
         """
         with self._lock:
             remote, pending, self._pending = self._remote, self._pending, None
@@ -478,7 +472,7 @@ class CollectorActor:
             raise
         except WorkerError:
             # Whoever watches it finds the same, and brings the weights to its successor.
-            if not self.is_running and self.restarts >= self._max_restarts:
+            if not self.is_running and self.restarts >= self.max_restarts:
                 raise
             return []
         self._arrived = sent

@@ -1,7 +1,7 @@
-"""The collector in a Ray actor: the same batches, from a process of its own.
+"""Collector in a Ray actor: the same batches, from another process.
 
-What runs over there is in :mod:`torchrl_llm.collectors.ray_actor`, how it is watched and built anew
-in :mod:`torchrl_llm.collectors.ray_actor`.
+What runs in the actor, how it is watched and restarted, is in
+:mod:`torchrl_llm.collectors.ray_actor`.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 
 class RayLLMCollector(VersionedCollector):
-    """An :class:`~torchrl_llm.collectors.LLMCollector` in a Ray actor of its own.
+    """An :class:`~torchrl_llm.collectors.LLMCollector` in its own Ray actor.
 
     Three ways to get what it collects:
 
     - iterate over it (or call :meth:`next`): batches come here, and with a ``replay_buffer`` they
       are written into it;
-    - :meth:`start` it with a ``replay_buffer`` that is filled beside training;
+    - :meth:`start` it with a ``replay_buffer`` that is filled next to training;
     - :meth:`start` it with a :class:`~torchrl_llm.collectors.transport.RayChannel` as ``queue``,
       for a learner with a :class:`~torchrl_llm.collectors.ChannelCollector`: rows are granted,
       claimed and counted, so that it is known what became of each token, also of the lost ones.
 
-    The collector is watched while it is started. Should its process die, or give no sign of life
+    The collector is watched while it is started. Should its process die, or give no heartbeat
     for ``worker_timeout_s``, it is killed, its claims go to others, what it had sampled and not
-    delivered is counted as lost, and it is built anew up to ``max_restarts`` times: under another
+    delivered is counted as lost, and it is restarted up to ``max_restarts`` times: under another
     name, and with the latest weights before it samples anything.
 
     Weights go through Ray's object store, once for all receivers; each echoes their digest.
 
     Args:
         env: an environment or, better, a callable that builds one: it is sent to the actor.
-        total_dialog_turns: turns after which the collector ends, -1 for no end; counted anew after
-            a restart.
+        total_dialog_turns: turns after which the collector ends, -1 for no end; counted from zero
+            after a restart.
         replay_buffer: of this process, or one that lives in Ray: that one is written to by the
             actor itself.
         flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
@@ -70,8 +70,8 @@ class RayLLMCollector(VersionedCollector):
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
         wait_for_updates: ``False`` does not wait until weights have arrived; the next update does,
             and raises what went wrong.
-        max_restarts: how often it may be built anew.
-        worker_timeout_s: seconds without a sign of life (a policy call, a claim, a delivery) after
+        max_restarts: how often it may be restarted.
+        worker_timeout_s: seconds without a heartbeat (a policy call, a claim, a delivery) after
             which it is taken for hung; of a channel only.
         timeout_s: most seconds that a call of it may take, :meth:`next` included.
         **options: the other arguments of :class:`~torchrl_llm.collectors.LLMCollector`, which is
@@ -84,7 +84,7 @@ class RayLLMCollector(VersionedCollector):
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running, or has less than what is needed.
         WorkerError: it did not start in time.
-        Exception: what building environment or policy raised over there.
+        Exception: what building environment or policy raised in the actor.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RayLLMCollector(VersionedCollector):
         self.replay_buffer, self.queue, self.channel = replay_buffer, queue, channel
         self.total_frames = total_dialog_turns
         self.sync_iter, self.wait_for_updates = sync_iter, wait_for_updates
-        # A buffer of this process stays here; one in Ray is written to from over there.
+        # A buffer of this process stays here; one in Ray is written to by the actor.
         self._local_buffer = isinstance(replay_buffer, CoreReplayBuffer) and not isinstance(
             replay_buffer, CoreRayReplayBuffer
         )
@@ -154,8 +154,8 @@ class RayLLMCollector(VersionedCollector):
         self.receipts: list[WeightReceipt] = []
         self.weight_updater = weight_updater
         self._actor = CollectorActor(
-            env,
-            collector_options,
+            env=env,
+            collector_options=collector_options,
             options=needs,
             placement=placement,
             name=name,
@@ -175,14 +175,14 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def restarts(self) -> int:
-        """How often it was built anew."""
+        """How often it was restarted."""
         return self._actor.restarts
 
     def pid(self) -> int:
         """Process of the actor.
 
         Raises:
-            WorkerError: it died, does not answer, or is being built anew.
+            WorkerError: it died, does not answer, or is being restarted.
         """
         return self._actor.remote.pid()
 
@@ -193,7 +193,7 @@ class RayLLMCollector(VersionedCollector):
 
         Raises:
             StopIteration: the budget of turns is used up.
-            WorkerError: the actor died, hung or did not answer in time, and may not be built anew.
+            WorkerError: the actor died, hung or did not answer in time, and may not be restarted.
             Exception: what policy or environment raised.
         """
         if self._actor.started:
@@ -231,7 +231,7 @@ class RayLLMCollector(VersionedCollector):
         return found
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until the budget is used up; ``None`` for each that was written elsewhere."""
+        """Batches until the budget is used up; ``None`` for each that the actor wrote."""
         while True:
             try:
                 batch = self.next()
@@ -242,13 +242,13 @@ class RayLLMCollector(VersionedCollector):
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
-    # -- beside training --------------------------------------------------------------------------
+    # -- next to training -----------------------------------------------------------------------
 
     def start(self) -> None:
         """Collect into the buffer, queue or channel until :meth:`shutdown`; returns at once.
 
-        What goes wrong over there is logged, and raised by the next call of
-        :meth:`update_policy_weights_`, :meth:`check` or :meth:`shutdown`, unless it was built anew.
+        What goes wrong in the actor is logged, and raised by the next call of
+        :meth:`update_policy_weights_`, :meth:`check` or :meth:`shutdown`, unless it was restarted.
 
         Raises:
             ConfigError: there is neither of them, or it was started before.
@@ -261,7 +261,7 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and still collects, or is being built anew."""
+        """Whether it was started and still collects, or is being restarted."""
         return self._actor.is_running
 
     def check(self) -> None:
@@ -284,10 +284,10 @@ class RayLLMCollector(VersionedCollector):
         state_dict: Mapping[str, Any] | None = None,
         version: int | None = None,
     ) -> None:
-        """Bring weights to the policy over there, under the next version.
+        """Bring weights to the policy in the actor, under the next version.
 
         They are copied before this returns, so that training may go on; see ``wait_for_updates``
-        for when they have arrived. A collector that is being built anew gets them before it
+        for when they have arrived. A collector that is being restarted gets them before it
         samples.
 
         Args:
@@ -301,7 +301,7 @@ class RayLLMCollector(VersionedCollector):
         Raises:
             ConfigError: more than one source, or weights that are not the policy's.
             WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: the collector is dead and may not be built anew.
+            WorkerError: the collector is dead and may not be restarted.
         """
         given = given_weights(policy_or_weights, weights, policy, state_dict)
         self._update(given, version)
@@ -317,7 +317,7 @@ class RayLLMCollector(VersionedCollector):
         self.load_weights(source, version=version)
 
     def load_weights(self, source: WeightSource | None, *, version: int) -> list[WeightReceipt]:
-        """Tell the collector over there where new weights are.
+        """Tell the collector in the actor where new weights are.
 
         Args:
             source: where; ``None`` for weights that have their place already, so that only the
@@ -325,12 +325,12 @@ class RayLLMCollector(VersionedCollector):
             version: their number.
 
         Returns:
-            What arrived; nothing where the collector is being built anew, or need not be waited
+            What arrived; nothing where the collector is being restarted, or need not be waited
             for.
 
         Raises:
             WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: the collector is dead and may not be built anew.
+            WorkerError: the collector is dead and may not be restarted.
         """
         self._actor.send(source, version)
         if self.wait_for_updates:
@@ -355,11 +355,11 @@ class RayLLMCollector(VersionedCollector):
         return self._actor.remote.read("collector.dialog_turns")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment over there; returns the next seed."""
+        """Seed the environment in the actor; returns the next seed."""
         return self._actor.remote.call("collector.set_seed", seed, static_seed)
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set the post-processing of batches over there; see the arguments of the class."""
+        """Set the post-processing of batches in the actor; see the arguments of the class."""
         self._actor.remote.call("collector.set_postproc", postproc)
         self._actor.collector_options["postproc"] = postproc
 

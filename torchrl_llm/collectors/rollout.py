@@ -120,7 +120,7 @@ class Rollout(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Give up what is in flight and begin anew, before the next step.
+        """Give up what is in flight and start over, before the next step.
 
         May be called from another thread.
 

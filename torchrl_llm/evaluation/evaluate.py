@@ -210,7 +210,7 @@ def _text(row: TensorDictBase) -> str:
     return "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)
 
 
-# Tensors that environments and policies write, beside the columns of the data.
+# Tensors that environments and policies write, besides the columns of the data.
 _OWN = {"done", "terminated", "truncated", "truncation_reason", "group_id", "traj_id", "turn"}
 _OWN |= {"step_count", "policy_version", "_step"}
 

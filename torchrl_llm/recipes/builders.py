@@ -2,7 +2,7 @@
 
 Each function reads the groups of a configuration that it needs (``env``, ``model``, ``train``, ...,
 the dataclasses of :mod:`torchrl_llm.recipes`), so that a recipe with other groups
-beside them shares them; see ``sota-implementations/expert-iteration``.
+besides can share them; see ``sota-implementations/expert-iteration``.
 """
 
 from __future__ import annotations
@@ -20,22 +20,13 @@ import transformers
 from tensordict import LazyStackedTensorDict
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
+from torchrl_llm import modules
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
-from torchrl_llm.modules import (
-    AdapterDisabled,
-    LLMWrapperBase,
-    TransformersBackend,
-    TransformersWrapper,
-    ValueHead,
-    context_length,
-    load_model,
-    load_tokenizer,
-)
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components
@@ -121,7 +112,7 @@ def present_device(name: str, key: str) -> torch.device:
 
 
 def reference_device(config: RecipeConfig) -> torch.device:
-    """Where the reference is: beside the policy, or on the GPU after the policy's.
+    """Where the reference is: on the policy's device, or on the GPU after the policy's.
 
     Args:
         config: its ``ref_model.num_devices`` and ``train.device``.
@@ -210,7 +201,7 @@ def make_tokenizer(
         ConfigError: no such model, no tokenizer with it, or no room in its context.
     """
     with naming("model.name"):
-        tokenizer, context = load_tokenizer(name), context_length(name)
+        tokenizer, context = modules.load_tokenizer(name), modules.context_length(name)
     ensure(
         context is None or max_tokens < context,
         f"{key}={max_tokens} leaves no room for a prompt: the context of the model holds {context} "
@@ -219,7 +210,7 @@ def make_tokenizer(
     return tokenizer
 
 
-def make_policy(config: RecipeConfig, *, with_values: bool = False) -> TransformersWrapper:
+def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.TransformersWrapper:
     """The policy that samples and is trained; both use its one module.
 
     Args:
@@ -238,7 +229,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> Transform
             "lora_dropout": wanted.lora.dropout,
             "target_modules": wanted.lora.target_modules or "all-linear",
         }
-    model = load_model(
+    model = modules.load_model(
         config.model.name,
         dtype=wanted.dtype,
         attn_implementation=wanted.attn_implementation,
@@ -246,36 +237,38 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> Transform
         lora=lora,
         device=device,
     )
-    return TransformersWrapper(
-        TransformersBackend(
+    return modules.TransformersWrapper(
+        modules.TransformersBackend(
             model.train(),
             tokenizer=tokenizer,
             chunk_size=wanted.logprob_chunk_size,
             layout=config.train.packing,
-            value_head=ValueHead.for_model(model) if with_values else None,
+            value_head=modules.ValueHead.for_model(model) if with_values else None,
         ),
         tokenizer=tokenizer,
         **wrapper_options(config),
     )
 
 
-def make_reference(config: RecipeConfig, policy: TransformersWrapper) -> TokenScorer:
+def make_reference(config: RecipeConfig, policy: modules.TransformersWrapper) -> TokenScorer:
     """The policy that divergences are measured from.
 
     Args:
-        config: the recipe's; ``ref_model.name`` is a model of its own.
+        config: the recipe's; ``ref_model.name`` is another model.
         policy: with LoRA, and no other name, it is the reference itself, with its adapters off.
     """
     if config.train_model.lora.enabled and config.ref_model.name is None:
-        return AdapterDisabled(policy)
+        return modules.AdapterDisabled(policy)
     name = config.ref_model.name or config.model.name
     device = reference_device(config)
     with naming("ref_model.name"):
-        model = load_model(name, dtype=config.train_model.dtype, device=device)
-    return TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
+        model = modules.load_model(name, dtype=config.train_model.dtype, device=device)
+    return modules.TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
 
 
-def make_envs(config: RecipeConfig, policy: TransformersWrapper) -> tuple[TaskEnv, TaskEnv | None]:
+def make_envs(
+    config: RecipeConfig, policy: modules.TransformersWrapper
+) -> tuple[TaskEnv, TaskEnv | None]:
     """The environment to train in, and that of the held-out prompts.
 
     Args:
@@ -404,7 +397,7 @@ def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], di
 
 
 def make_evaluation(
-    config: RecipeConfig, env: TaskEnv | None, policy: LLMWrapperBase
+    config: RecipeConfig, env: TaskEnv | None, policy: modules.LLMWrapperBase
 ) -> Callable[[], Evaluation] | None:
     """Greedy accuracy of the policy on the held-out prompts, when it is called.
 
@@ -441,8 +434,8 @@ def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensor
                 yield rows
 
 
-def overlong_metrics(policy: LLMWrapperBase) -> dict[str, int]:
-    """How many prompts of this step were too long; counting begins anew.
+def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:
+    """How many prompts of this step were too long; counting starts over.
 
     Args:
         policy: the policy that was asked.

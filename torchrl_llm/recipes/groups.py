@@ -34,13 +34,13 @@ class EnvConfig:
         system_prompt: first message of every conversation; ``None`` for the task's own.
         max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
             for the task's own limit.
-        tools: tools that the model has beside those of the task: names of registered tools, or
+        tools: tools that the model has besides those of the task: names of registered tools, or
             ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without arguments that
             it needs, or an instance) or of a function with type hints and a docstring.
         max_tool_turns: most turns in a row that only call those tools; each is a turn of the model
             and no step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
-            leaves beside ``inference_model.max_tokens``.
+            leaves next to ``inference_model.max_tokens``.
         on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
             trained, or a prompt cut from the left. Counted in ``train/overlong``.
     """
@@ -230,7 +230,7 @@ class RefModelConfig:
     Attributes:
         name: folder or hub name; ``None`` for the policy as it was before training. With LoRA that
             is the policy with its adapters off, and no second model.
-        num_devices: GPUs of its own: 0 puts it beside the policy, 1 on the GPU after the policy's.
+        num_devices: GPUs for it alone: 0 puts it on the policy's, 1 on the GPU after the policy's.
     """
 
     name: str | None = None
@@ -308,14 +308,14 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class EngineConfig(InferenceModelConfig):
-    """What samples, beside how it samples; the keys of the engine count with ``backend=vllm`` only.
+    """What samples, and how; the keys of the engine count with ``backend=vllm`` only.
 
     Attributes:
         backend: ``transformers`` samples with the trained module (a copy of it in each collector of
             the asynchronous recipe), ``vllm`` with an engine; or ``"module:class"`` of a
             :class:`~torchrl_llm.modules.Backend` of your own, which is made of ``model.name`` and
             the keyword ``tokenizer``.
-        num_devices: GPUs of one engine (tensor parallel), each with a process of its own; on the
+        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the
             CPU so many processes.
         gpu_memory_utilization: fraction of a GPU's memory that an engine may take; ``None`` for
             vLLM's default. Lower it where trainer and engine share a GPU.
@@ -416,7 +416,7 @@ class AsyncWeightSyncConfig:
 
 @dataclass(kw_only=True)
 class AsyncTrainConfig(TrainConfig):
-    """The loop beside which responses are collected.
+    """The training loop, next to which responses are collected.
 
     Attributes:
         max_policy_age: updates that the weights may have moved since a token was sampled.
@@ -425,8 +425,8 @@ class AsyncTrainConfig(TrainConfig):
         weight_update_frequency: training steps between two updates of the collectors' weights.
     """
 
-    max_policy_age: int = 1
-    on_stale: Literal["wait", "drop", "mask"] = "wait"
+    max_policy_age: int = StalenessRule.max_policy_age
+    on_stale: Literal["wait", "drop", "mask"] = StalenessRule.on_stale
     weight_update_frequency: int = 1
 
     def __post_init__(self) -> None:
@@ -478,8 +478,8 @@ class RayConfig:
         cpus_per_collector: CPUs of each.
         gpus_per_collector: GPUs of each; ``None`` for none on the CPU, else
             ``inference_model.num_devices``. With 0 a collector samples on the CPU.
-        max_restarts: times that a collector which died is built anew.
-        timeout_s: seconds without rows, or without a sign of life of a collector, after which it is
+        max_restarts: times that a collector which died is restarted.
+        timeout_s: seconds without rows, or without a heartbeat of a collector, after which it is
             given up.
     """
 

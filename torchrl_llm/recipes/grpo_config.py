@@ -99,10 +99,10 @@ class GRPOGroups:
         return self.loss.build(actor, **given)
 
     def build_credit(self) -> CreditAssigner:
-        """The configured rule of credit, with what ``filter`` says about groups.
+        """The configured advantage estimator, with what ``filter`` says about groups.
 
         Raises:
-            ConfigError: arguments of the rule that are impossible, or a filter that it lacks.
+            ConfigError: arguments of the estimator that are impossible, or a filter that it lacks.
         """
         return self.advantage.build_for(
             self.env.repeats,

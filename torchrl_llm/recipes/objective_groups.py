@@ -1,7 +1,7 @@
 """Groups of a recipe's keys that make the algorithm: loss, advantage, correction, reward, filter.
 
 ``loss`` and ``advantage`` are :class:`~torchrl_llm.recipes.strict_config.Component` groups: their
-keys are the arguments of the class that ``type`` names, and any loss goes with any rule of credit.
+keys are the arguments of the class that ``type`` names. Any loss goes with any advantage estimator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LossConfig(Component):
 
 
 class AdvantageConfig(Component):
-    """The rule of credit; ``type`` names it, and its constructor's arguments are the keys.
+    """The advantage estimator; ``type`` names it, and its constructor's arguments are the keys.
 
     What the recipe gives itself is no key here: the size of a group (``env.repeats``), the keys of
     the rows, and what is filtered (group ``filter``).
@@ -60,7 +60,7 @@ class AdvantageConfig(Component):
         keep_zero_variance: bool,
         keep_return_bounds: tuple[float, float] | None,
     ) -> CreditAssigner:
-        """The rule of credit over groups of a size.
+        """The advantage estimator over groups of a size.
 
         Args:
             group_size: responses to a prompt.
@@ -184,7 +184,7 @@ class RewardComponentsConfig:
     """What the reward of a step is made of, in training and in evaluation.
 
     Attributes:
-        components: parts of the reward beside the task's own, by name, each with the keys that
+        components: parts of the reward besides the task's own, by name, each with the keys that
             :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms of a
             :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length`` or
             ``judge``, by default the name) or ``_target_``; and the arguments of what scores.

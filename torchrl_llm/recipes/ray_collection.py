@@ -41,7 +41,7 @@ from torchrl_llm.weights import CanaryTarget, engine_weights
 
 @dataclass(kw_only=True)
 class CollectionConfig:
-    """The groups of a recipe that its collectors read, and what they are told beside them.
+    """The groups of a recipe that its collectors read, and what they are told besides.
 
     Attributes:
         rows_per_batch: responses that a collector samples at a time.
@@ -89,8 +89,8 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
     Objects that exist by then are taken out of the search for garbage, as in the trainer: half a
     million of the imports, at every few batches.
 
-    Two collectors must not sample the same, nor one that was built anew what it sampled before:
-    each seeds itself with what nobody else has.
+    Two collectors must not sample the same, nor a restarted one what it sampled before:
+    each takes a random seed.
 
     Args:
         config: what to build.
@@ -185,7 +185,7 @@ class RayCollection(ChannelCollector):
             pacer=pacer,
             publish=self._send,
             timeout_s=timeout_s,
-            # The collectors are watched one by one; this is for what nobody watches any more.
+            # The collectors are watched one by one; this is for those that are no longer watched.
             worker_timeout_s=2 * timeout_s,
         )
 
@@ -255,8 +255,8 @@ def ray_collection(
 
     Args:
         config: the recipe's.
-        make_env: builds the environments of a collector, over there.
-        make_policy: builds its policy, over there.
+        make_env: builds the environments of a collector, in its actor.
+        make_policy: builds its policy, in its actor.
 
     Yields:
         To be started with the weights that are trained, and iterated.
@@ -265,7 +265,7 @@ def ray_collection(
         MissingExtraError: Ray is not installed.
         ResourceError: it has fewer CPUs or GPUs than the collectors need.
         WorkerError: a collector did not start in time.
-        Exception: what building environment or policy raised over there.
+        Exception: what building environment or policy raised in the actor.
     """
     ray = require_ray("grpo-async.py", running=False)
     number = config.ray.num_collectors
@@ -277,7 +277,7 @@ def ray_collection(
     try:
         check_resources("grpo-async.py", [bundle] * number)
         channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
-        # What Ray gives them, and the CPU where that is none.
+        # The GPU that Ray gives them, or the CPU.
         device = "auto" if config.gpus_per_collector else "cpu"
         what = CollectionConfig.of(config, device=device)
         # Names of this run: those of the run that it continues are in its accounts already.
@@ -322,7 +322,7 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
 
 @contextmanager
 def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
-    """Ray of this machine counts the GPUs that are left beside those of policy and reference."""
+    """Ray of this machine counts the GPUs other than those of policy and reference."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     kept = _trainers_gpus(config)
     if config.ray.address is None and kept and config.gpus_per_collector:

@@ -1,4 +1,4 @@
-"""Rewards beside a task's own, from a recipe's ``reward.components``.
+"""Rewards next to a task's own, from a recipe's ``reward.components``.
 
 Each component is a group of keys under a name that its user chooses: the terms of a
 :class:`~torchrl_llm.rewards.Component` (``weight``, ``optional``, ``run``, ``num_workers``,
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torchrl_llm._registry import find, import_named, is_file, names
+from torchrl_llm._registry import constructor_arguments, find, import_named, is_file, names
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.recipes.strict_config import ensure, from_mapping, naming
 from torchrl_llm.rewards import (
     BatchScorer,
     Component,
@@ -42,15 +42,13 @@ _PATH = "reward.components"
 Settings = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(kw_only=True)
-class _Terms:
-    """The keys of every component; see :class:`~torchrl_llm.rewards.Component`."""
-
-    weight: float = 1.0
-    optional: bool = False
-    run: Literal["inline", "threads", "processes"] = "inline"
-    num_workers: int | None = None
-    timeout: float | None = None
+# The keys of every component: the arguments of :class:`~torchrl_llm.rewards.Component`.
+_TERMS = {
+    name: (parameter.annotation, parameter.default)
+    for name, parameter in constructor_arguments(Component).items()
+    if name != "scorer"
+}
+_Terms = make_dataclass("_Terms", [(name, *term) for name, term in _TERMS.items()], kw_only=True)
 
 
 def __getattr__(name: str) -> object:
@@ -88,10 +86,8 @@ def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
     checked = {name: _absolute(part) for name, part in settings.items()}
     parts = {name: _component(name, part, make=False) for name, part in checked.items()}
     if parts:
-        try:
+        with naming(_PATH):
             CompositeReward(_with_task(parts))
-        except ConfigError as error:
-            raise ConfigError(f"{_PATH}: {error}") from None
     return checked
 
 
@@ -132,11 +128,11 @@ def _with_task(parts: Mapping[str, Component]) -> dict[str, Component]:
 
 
 def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> Component:
-    path, keys = f"{_PATH}.{name}", [entry.name for entry in fields(_Terms)]
+    path = f"{_PATH}.{name}"
     ensure(hasattr(settings, "items"), f"{path} is a group of keys, got {settings!r}")
-    options = {key: value for key, value in settings.items() if key not in keys}
-    given = {key: value for key, value in settings.items() if key in keys}
-    try:
+    options = {key: value for key, value in settings.items() if key not in _TERMS}
+    given = {key: value for key, value in settings.items() if key in _TERMS}
+    with naming(path):
         if name == TASK:
             ensure(
                 set(settings) <= {"weight"},
@@ -147,10 +143,7 @@ def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> Compone
             scorer = _scorer(name, options, make=make)
         if isinstance(scorer, BatchScorer) and "run" not in given:
             given["run"] = "threads"  # it waits for others
-        terms = from_mapping(_Terms, given)
-        return Component(scorer, **{key: getattr(terms, key) for key in keys})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        return Component(scorer, **vars(from_mapping(_Terms, given)))
 
 
 def _scorer(name: str, options: dict[str, Any], *, make: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What samples in a recipe of one process: the trained module, or a vLLM engine beside it."""
+"""What samples in a recipe of one process: the trained module, or a vLLM engine next to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TF32_NATS = 1e-3
 
 
 class SamplerConfig(RecipeConfig, Protocol):
-    """The groups that are read here, beside those of every recipe."""
+    """The groups that are read here, besides those of every recipe."""
 
     inference_model: EngineConfig
     weight_sync: WeightSyncConfig

@@ -328,7 +328,7 @@ def _own_keys(schema: type, prefix: str) -> Iterator[str]:
 
 
 def _open_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Keys whose value is a mapping with names of its own."""
+    """Keys whose value is a mapping with free names."""
     if _is_component(schema):
         return
     hints = get_type_hints(schema)

@@ -53,7 +53,7 @@ def task_class(name: str) -> type[TaskEnv]:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """The settings that a task has beside those of every task.
+    """The settings that a task has besides those of every task.
 
     Args:
         name: as of :func:`task_class`.

@@ -63,7 +63,7 @@ class WorkerCounts:
         generated: tokens that it says it has sampled.
         delivered: deliveries of it that were put.
         sent: sampled tokens of these, as far as it counts them.
-        seen_s: ``time.time()`` of its last sign of life, which every call of it is.
+        seen_s: ``time.time()`` of its last heartbeat; every call of it is one.
     """
 
     claimed: int = 0
@@ -119,7 +119,7 @@ class RowChannel(ABC):
 
     @abstractmethod
     def report(self, worker: str, *, generated: int) -> None:
-        """Say how many tokens were sampled since the worker started; also a sign of life.
+        """Say how many tokens were sampled since the worker started; also a heartbeat.
 
         Raises:
             ChannelClosedError: it is closed.

@@ -1,4 +1,4 @@
-"""Rows through a Redis, between processes that share nothing else.
+"""Channel over a Redis, between processes that share nothing else.
 
 What travels is bytes that run no code (:mod:`torchrl_llm.data.safe_wire`), so whoever can reach the
 Redis can at worst send rows that are wrong or none. The scripts that run inside the server are in
@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from torchrl._utils import logger
@@ -34,6 +34,7 @@ _MOST_BYTES = 500 << 20
 _MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
 _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
+_ABOUT = [entry.name for entry in fields(Delivery) if entry.name != "rows"]
 _T = TypeVar("_T")
 
 
@@ -71,15 +72,8 @@ def delivery_to_bytes(delivery: Delivery) -> bytes:
     Raises:
         DataError: a value without a safe form, or more than a Redis takes at once.
     """
-    about = {
-        "worker": delivery.worker,
-        "sequence": delivery.sequence,
-        "claimed": delivery.claimed,
-        "generated": delivery.generated,
-        "sent": delivery.sent,
-        "digests": dict(delivery.digests),
-    }
-    data = rows_to_bytes(delivery.rows, about)
+    about = {name: getattr(delivery, name) for name in _ABOUT}
+    data = rows_to_bytes(delivery.rows, about | {"digests": dict(delivery.digests)})
     if len(data) > _MOST_BYTES:
         raise DataError(
             f"a delivery of {len(data) >> 20} MiB is more than a Redis takes at once; let workers "
@@ -108,7 +102,7 @@ def delivery_from_bytes(data: bytes) -> Delivery:
         and type(digests) is dict
         and all(type(v) is int and type(digest) is str for v, digest in digests.items())
         and about["claimed"] <= _MOST_CLAIMS
-        and set(about) == {"worker", "sequence", "claimed", "generated", "sent", "digests"}
+        and set(about) == set(_ABOUT)
     )
     if not holds:
         raise DataError("a message holds rows, and does not say who collected them")
@@ -120,7 +114,7 @@ class RedisChannel(RowChannel):
 
     It outlives restarts of the server: calls wait for it up to ``reconnect_s`` beyond their own
     limit. If the server comes back without its data, deliveries that waited are lost (the learner
-    finds the gap), what was granted for them is granted anew, and workers and learner go on.
+    finds the gap), what was granted for them is granted again, and workers and learner go on.
 
     A worker claims and puts through one handle. The learner's end is a single one; one that was
     killed is replaced by a handle with ``begin=True``.
@@ -130,7 +124,7 @@ class RedisChannel(RowChannel):
         name: of the channel; several may share a Redis.
         max_size: deliveries that may wait; the learner's handle decides.
         begin: the learner's end of a new run: whatever waits is dropped, claims and counts begin
-            anew. Workers that live go on.
+            at zero. Workers that live go on.
         reconnect_s: seconds for which the server may stay away.
         on_return: called at the learner's end after the server was away, to bring back what else
             it may have lost.
@@ -140,7 +134,7 @@ class RedisChannel(RowChannel):
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: a size below 1, or a URL that is none.
+        ConfigError: a size below 1, or a malformed URL.
         WorkerError: the server does not answer.
     """
 
