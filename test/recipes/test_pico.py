@@ -209,7 +209,7 @@ def test_arguments_that_would_train_nothing_are_refused(pico, capsys):
 def test_twelve_steps_raise_the_reward_on_held_out_words(pico):
     threads = torch.get_num_threads()
     try:
-        numbers = pico.main(["--steps", "12"])
+        numbers = pico.main(["--steps", "12", "--eval-problems", "64"])
     finally:
         torch.set_num_threads(threads)
     # From random counts (0.15) to the most probable one (0.64).
