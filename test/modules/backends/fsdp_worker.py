@@ -1,4 +1,4 @@
-"""One of two ranks that shard a scorer: run by test_scorer.py as ``fsdp_worker.py PORT RANK``.
+"""One of two ranks that shard a scorer: test_token_scorer.py runs ``fsdp_worker.py PORT RANK``.
 
 Both ranks hold the same rows, so that the mean of their gradients is the gradient of one process.
 """

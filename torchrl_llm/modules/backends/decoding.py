@@ -199,31 +199,24 @@ class _KeptIds:
     """The supports of all steps so far, in the order in which they were sampled."""
 
     def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._steps: list[int] = []
-        self._ids: list[Tensor] = []
-        self._counts: list[Tensor] = []
+        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def append(self, rows_b: Tensor, step: int, log_probs_bV: Tensor) -> None:
-        ids, counts = kept_ids(log_probs_bV)
-        self._rows.append(rows_b.cpu())
-        self._steps.append(step)
-        self._ids.append(ids.cpu())
-        self._counts.append(counts.cpu())
+        parts = (rows_b, torch.full_like(rows_b, step), *kept_ids(log_probs_bV))
+        self._parts.append(tuple(part.cpu() for part in parts))
 
     def split(self, lengths: Sequence[int]) -> list[Support]:
         """The supports of the first ``lengths[row]`` tokens of each row."""
-        if not self._rows:
+        if not self._parts:
             return [Support.whole(length) for length in lengths]
-        rows = torch.cat(self._rows)
-        steps = torch.tensor(self._steps).repeat_interleave(
-            torch.tensor([len(part) for part in self._rows])
+        rows, steps, all_ids, all_counts = (
+            torch.cat(column) for column in zip(*self._parts, strict=True)
         )
         # Sorting by row keeps the steps of each row in order.
         order = rows.argsort(stable=True)
-        order = order[steps[order] < torch.tensor(lengths)[rows[order]]]
         sizes = torch.tensor(lengths)
-        ids, counts = take_support(torch.cat(self._ids), torch.cat(self._counts), order)
+        order = order[steps[order] < sizes[rows[order]]]
+        ids, counts = take_support(all_ids, all_counts, order)
         per_row = torch.zeros(len(lengths), dtype=torch.int64)
         per_row.index_add_(0, torch.arange(len(lengths)).repeat_interleave(sizes), counts.long())
         columns = zip(ids.split(per_row.tolist()), counts.split(lengths), strict=True)

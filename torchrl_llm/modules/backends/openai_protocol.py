@@ -217,11 +217,9 @@ def _reason(
     said, by = choice.get("finish_reason"), choice.get("stop_reason")
     if said == "abort":
         return FinishReason.ABORT
-    if ids and ids[-1] in end_ids:
-        return FinishReason.STOP
-    if said == "stop" and by in params.stop:
-        return FinishReason.STOP
-    if said == "repetition" and "repetition_detection" in params.native:
+    by_text = said == "stop" and by in params.stop
+    by_repetition = said == "repetition" and "repetition_detection" in params.native
+    if set(ids[-1:]) & set(end_ids) or by_text or by_repetition:
         return FinishReason.STOP
     if said == "length" and len(ids) == max_tokens:
         return FinishReason.LENGTH

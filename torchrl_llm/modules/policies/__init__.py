@@ -10,6 +10,7 @@ from torchrl_llm.modules.policies.model_wrappers import (
     TransformersWrapper,
     vLLMWrapper,
 )
+from torchrl_llm.modules.policies.policy_arguments import PolicyOptions
 from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenDistribution
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LogProbDistribution",
     "LogProbs",
     "Masks",
+    "PolicyOptions",
     "RemoteTransformersWrapper",
     "Text",
     "TokenDistribution",

@@ -63,7 +63,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     Args:
         backend: samples and scores token ids.
         tokenizer: a fast tokenizer; tokens mode does without one.
-        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
+        **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
         backend: as given.

@@ -15,7 +15,9 @@ from torchrl_llm._ray import ActorOptions, require_ray
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.backends.fake import FakeBackend, Rule, Script
+from torchrl_llm.modules.backends.openai import OpenAIBackend
 from torchrl_llm.modules.backends.transformers import TransformersBackend
+from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.model_loading import context_length, load_model, load_tokenizer
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.remote.pool import EnginePool
@@ -33,7 +35,7 @@ class TransformersWrapper(LLMWrapperBase):
             ``backend.layout``, see
             :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
         device: move the model there.
-        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
+        **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
         value_head: the backend's value head, ``None`` without one; see
@@ -122,7 +124,7 @@ class vLLMWrapper(LLMWrapperBase):
         engine_options: further arguments of the backend that is built here: see
             :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend` for a name or an engine, and
             :class:`~torchrl_llm.modules.backends.openai.OpenAIBackend` for a URL.
-        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
+        **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Raises:
         MissingExtraError: vLLM is needed and not installed.
@@ -163,12 +165,8 @@ class vLLMWrapper(LLMWrapperBase):
 
 def _engine_or_server(model: Any, tokenizer: Any, options: dict[str, Any]) -> Backend:
     if isinstance(model, str) and model.startswith(("http://", "https://")):
-        from torchrl_llm.modules.backends.openai import OpenAIBackend
-
         return OpenAIBackend(model, tokenizer=tokenizer, **options)
     require("vllm", extra="vllm", feature="vLLMWrapper")
-    from torchrl_llm.modules.backends.vllm import VLLMBackend
-
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     return VLLMBackend(model, tokenizer=tokenizer, **options)
 
@@ -197,7 +195,7 @@ class RemoteTransformersWrapper(LLMWrapperBase):
         dtype: of the weights.
         timeout_s: most seconds that a call may take.
         start_timeout_s: most seconds that the start may take.
-        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
+        **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -301,7 +299,7 @@ class FakeWrapper(LLMWrapperBase):
         vocab_size: number of ids; by default the tokenizer's.
         eos_token_ids: ids that end a response; by default the tokenizer's.
         max_length: most tokens of prompt and response.
-        **options: see :class:`~torchrl_llm.modules.policies.policy_arguments.PolicyOptions`.
+        **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Example:
         >>> from tensordict import TensorDict

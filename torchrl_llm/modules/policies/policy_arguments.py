@@ -39,25 +39,10 @@ _RENAMED = {
     "guided_decoding": "structured_outputs",
 }
 _BEAMS = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
-_COMMON = (
-    "max_new_tokens",
-    "num_samples",
-    "num_return_sequences",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "do_sample",
-    "stop_sequences",
-    "stop_token_ids",
-    "seed",
-    "ignore_eos",
-    "record_support",
-    "skip_special_tokens",
-    "logprobs",
-    *_BEAMS,
-)
+# Those of sampling are its fields, two of which are spelled otherwise.
+_COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
+_COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
+_COMMON |= {"logprobs", *_BEAMS}
 
 
 @dataclass(frozen=True, kw_only=True)

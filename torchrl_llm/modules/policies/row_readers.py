@@ -371,14 +371,12 @@ class HistoryRows(RowReader):
         self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
     ) -> dict[str, Any]:
         """``history`` and ``text``."""
-        answers, wholes = [], []
-        for before, chat, record, message in zip(
-            prompts.records, prompts.chats, records, messages, strict=True
-        ):
-            answer = Chat([message])
-            said = chat[:-1] if continues(before) else chat
-            answers.append(answer)
-            wholes.append((said + answer).with_record(record))
+        answers = [Chat([message]) for message in messages]
+        rows = zip(prompts.records, prompts.chats, answers, records, strict=True)
+        wholes = [
+            ((chat[:-1] if continues(before) else chat) + answer).with_record(record)
+            for before, chat, answer, record in rows
+        ]
         size = torch.Size([len(wholes)])
         node = {
             "prompt": History.of(prompts.chats),
