@@ -8,9 +8,9 @@ import pickle
 import pytest
 import tensordict
 import torch
+import torchrl_llm.data.chat as chat_module
 from tensordict import TensorDict, lazy_stack
 
-import torchrl_llm.data.chat as chat_module
 from torchrl_llm.data import Chat, ChatHistory
 from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.record import TokenRecord

@@ -51,9 +51,25 @@ def leaves(row):
 def sealed(header, tail=b""):
     """A message with a checksum that is right, whatever it holds."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    body = text + tail
-    crc = zlib.crc32(body, zlib.crc32(struct.pack("<Q", len(text))))
-    return struct.pack("<8sIQ", b"trlLLM\x00\x01", crc, len(text)) + body
+    body = struct.pack("<Q", len(text)) + text + tail
+    return struct.pack("<I", zlib.crc32(body)) + body
+
+
+def saying(about, tensors=(), tail=b""):
+    """A message of this JSON and these entries: type, shape, and where the bytes begin and end."""
+    text = about if isinstance(about, bytes) else json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    header = {"about": {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}}
+    for place, (dtype, shape, *where) in enumerate(tensors):
+        offsets = [len(text) + offset for offset in where]
+        header[str(place)] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    return sealed(header, text + tail)
+
+
+def claiming(tensors=(), tail=b"", **parts):
+    """A message whose header says what it likes, over as many bytes as are given."""
+    rows = {"about": ["dict"], "num_rows": 0, "columns": [], "nodes": [], "records": None}
+    return saying(rows | parts, tensors, tail)
 
 
 # -- there and back -------------------------------------------------------------------------------
@@ -238,22 +254,29 @@ def test_nothing_here_can_unpickle():
         b"",
         b"hello",
         pickle.dumps(Bomb()),
-        b"trlLLM\x00\x01",
-        b"trlLLM\x00\x01" + bytes(12),
-        b"trlLLM\x00\x02" + bytes(40),
+        bytes(4),
+        bytes(12),
         sealed(b"\xff\xfe"),
         sealed({}),
         sealed([]),
-        sealed({"about": {}, "tensors": [["float31", [1], 0]]}, bytes(8)),
-        sealed({"about": {}, "tensors": [["int64", [-1], 0]]}, bytes(8)),
-        sealed({"about": {}, "tensors": [["int64", [2], 0]]}, bytes(8)),
-        sealed({"about": {}, "tensors": [["int64", [1], 8]]}, bytes(8)),
-        sealed({"about": {}, "tensors": [["int64", [1], 4]]}, bytes(16)),
-        sealed({"about": {}, "tensors": [["int64", [1 << 62, 1 << 62], 0]]}, bytes(16)),
-        sealed({"about": {}, "tensors": [["int64", [0, 1 << 62], 0]]}, bytes(16)),
-        sealed({"about": {}, "tensors": [["int64", [True], 0]]}, bytes(16)),
+        sealed({"0": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8)),
         sealed(b"[" * 100_000),
-        sealed({"about": 1, "tensors": []}),
+        saying(b"\xff\xfe"),
+        saying(b"[" * 100_000),
+        saying({}),
+        saying([]),
+        saying(1),
+        claiming([["F31", [1], 0, 8]], bytes(8)),
+        claiming([["F8_E5M2", [1], 0, 1]], bytes(1)),
+        claiming([["I64", [-1], 0, 8]], bytes(8)),
+        claiming([["I64", [2], 0, 8]], bytes(8)),
+        claiming([["I64", [1], 8, 16]], bytes(8)),
+        claiming([["I64", [1], 4, 12]], bytes(16)),
+        claiming([["I64", [1], 0, 8], ["I64", [1], 0, 8]], bytes(8)),
+        claiming([["I64", [1 << 62, 1 << 62], 0, 16]], bytes(16)),
+        claiming([["I64", [0, 1 << 62], 0, 0]]),
+        claiming([["I64", [1] * 17, 0, 8]], bytes(8)),
+        claiming([["I64", [True], 0, 8]], bytes(8)),
     ],
     ids=lambda data: repr(data[:40]),
 )
@@ -376,12 +399,6 @@ MANY = (1 << 20) - 1
 MODULUS = (1 << 61) - 1  # integers that differ by it have the same hash
 
 
-def claiming(tensors=(), tail=b"", **parts):
-    """A message whose header says what it likes, over as many bytes as are given."""
-    rows = {"about": ["dict"], "num_rows": 0, "columns": [], "nodes": [], "records": None}
-    return sealed({"about": rows | parts, "tensors": list(tensors)}, tail)
-
-
 def one_column(kind, content, num_rows=1):
     return {"num_rows": num_rows, "columns": [[["x"], kind, None, content]]}
 
@@ -417,19 +434,21 @@ AMPLIFIED = {
     "rows": claiming(num_rows=MANY),
     "nodes of rows": claiming(num_rows=MANY, nodes=[[[f"n{i}"], None, None] for i in range(8)]),
     "rows of an empty tensor": claiming(
-        [["int64", [MANY, 0], 0]], **one_column("tensor", [0, None], MANY)
+        [["I64", [MANY, 0], 0, 0]], **one_column("tensor", [0, None], MANY)
     ),
     "a node of many rows": claiming(**one_column("node", [["dict", [MANY], []]])),
     "a cell of many rows": claiming(**one_column("node", [["cell", [MANY], 0]])),
     "one tensor for many rows": claiming(
-        [["uint8", [1 << 16], 0]], bytes(1 << 16), **one_column("tensor", [[0] * 2000, None], 2000)
+        [["U8", [1 << 16], 0, 1 << 16]],
+        bytes(1 << 16),
+        **one_column("tensor", [[0] * 2000, None], 2000),
     ),
     "many tensors of the same bytes": claiming(
-        [["uint8", [1 << 16], 0]] * 2000,
+        [["U8", [1 << 16], 0, 1 << 16]] * 2000,
         bytes(1 << 16),
         **one_column("tensor", [list(range(2000)), None], 2000),
     ),
-    "a tensor of many dimensions": claiming([["int64", [10**4000] * 1000, 0]]),
+    "a tensor of many dimensions": claiming([["I64", [10**4000] * 1000, 0, 8]], bytes(8)),
     "stacks of stacks": claiming(
         **one_column("node", [nested('["stack",0,', 25, '["dict",[],[]]')])
     ),
@@ -441,7 +460,7 @@ AMPLIFIED = {
     ),
     "lists of lists": claiming(about=["dict", ["x", nested('["list",', 400, "0")]]),
     "a key of many names": claiming(num_rows=1, nodes=[[["x"] * 10_000, None, None]]),
-    "a long wrong type": claiming([["x" * 100_000, [1], 0]]),
+    "a long wrong type": claiming([["x" * 100_000, [1], 0, 8]], bytes(8)),
     "a long wrong name": claiming(
         **one_column("node", [["class", "x" * 100_000, ["dict", [], []], {}]])
     ),

@@ -6,7 +6,7 @@ environment over a data set (:class:`torchrl_llm.envs.DatasetChatEnv`).
 
 Next: :mod:`torchrl_llm.compat.infinite_loader` (batches), :mod:`torchrl_llm.compat.prompt_data` (a
 prompt and its label), :mod:`torchrl_llm.compat.reward_data` (a chosen and a rejected answer),
-:mod:`torchrl_llm.data.sources` (where rows come from).
+:mod:`torchrl_llm.data.row_files` (where rows come from).
 
 Shape legend: ``N`` rows, ``T`` tokens of a row.
 """
@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from torchrl_llm._imports import require
 from torchrl_llm.compat.infinite_loader import create_infinite_iterator, get_dataloader
 from torchrl_llm.data.ragged import ragged_rows
-from torchrl_llm.data.sources import load_rows
+from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.errors import ConfigError, DataError, TokenizerError
 
 __all__ = [
@@ -185,8 +185,8 @@ class TokenizedDatasetLoader:
         split: name of the split; a local file or list is one split. Of a split whose name begins
             with ``valid`` only the first ``valid_size`` rows are taken.
         max_length: most tokens of a row.
-        dataset_name: what :func:`~torchrl_llm.data.sources.load_rows` reads: a data set on the hub,
-            a JSON-lines file, a list of dicts; or with ``from_disk`` a folder that
+        dataset_name: what :func:`~torchrl_llm.data.row_files.load_rows` reads: a dataset on the
+            hub, a JSON-lines file, a list of dicts; or with ``from_disk`` a folder that
             ``datasets`` saved.
         tokenizer_fn: class of the process function, called as
             ``tokenizer_fn(tokenizer, max_length=max_length)``, such as

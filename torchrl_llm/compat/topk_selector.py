@@ -8,8 +8,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 
-from torchrl_llm.data.replay_buffers.group_selectors import Selector
-from torchrl_llm.data.replay_buffers.grouping import GroupTransform
+from torchrl_llm.data.replay_buffers.grouping import GroupTransform, Selector
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.errors import ConfigError
 
@@ -30,7 +29,7 @@ class TopKRewardSelector(GroupTransform):
         done_key: where a row says that its trajectory ends with it.
         verbose: log every call.
         selectors: which trajectories take part at all, see
-            :mod:`torchrl_llm.data.replay_buffers.group_selectors`.
+            :mod:`torchrl_llm.data.replay_buffers.grouping`.
         max_queued_groups: bound on the groups that wait.
 
     Raises:

@@ -12,41 +12,145 @@ Next: :mod:`torchrl_llm.data.text.templates` finds templates,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorClass
+from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, NonTensor
 
-from torchrl_llm.data.cells import (
-    Message,
-    build_node,
-    cell_node,
-    cells_of,
-    chat_of,
-    conversations,
-    flattened,
-    is_message,
-    nested,
-    pick_messages,
-    read_messages,
-    row_node,
-    single_messages,
-    virtual_shape,
-)
-from torchrl_llm.data.column import Chat, Column, set_as_column
-from torchrl_llm.data.messages import ContentBase
-from torchrl_llm.data.text.templates import (
+from torchrl_llm.data import column as cells
+from torchrl_llm.data.column import Chat, Column, Message
+from torchrl_llm.data.messages import ContentBase  # noqa: F401
+from torchrl_llm.data.ragged import pad_rows, ragged_rows
+from torchrl_llm.data.text.templates import (  # noqa: F401
     add_chat_template,
     remove_chat_template,
     resolve_template,
 )
-from torchrl_llm.data.text.whole_chats import encode_chats, read_text, render_chats
-from torchrl_llm.data.tokenized import TokenizeOptions
-from torchrl_llm.errors import DataError, TokenizerError
+from torchrl_llm.data.text.whole_chats import EncodedChat, encode_chats, read_text, render_chats
+from torchrl_llm.errors import ConfigError, DataError, TokenizerError
 
-__all__ = ["ContentBase", "History", "add_chat_template", "remove_chat_template"]
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """What ``apply_chat_template`` was asked to return.
+
+    Args:
+        tokenize: ids rather than text; ``None``: when anything below asks for ids.
+        padding: ``False``, ``True`` or ``"longest"``, ``"max_length"``.
+        truncation: cut rows to ``max_length``.
+        max_length: tokens; the tokenizer's ``model_max_length`` by default.
+        return_tensors: ``"pt"`` or ``None``.
+        return_dict: ``None`` and ``True``: a TensorDict; ``False``: the ids alone.
+        assistant_mask: with the assistant mask.
+
+    Raises:
+        ConfigError: a setting is unknown, or would have no effect.
+    """
+
+    tokenize: bool | None = None
+    padding: bool | Literal["longest", "max_length"] = False
+    truncation: bool = False
+    max_length: int | None = None
+    return_tensors: Literal["pt"] | None = None
+    return_dict: bool | None = None
+    assistant_mask: bool = False
+
+    def __post_init__(self) -> None:
+        if self.padding not in (False, True, "longest", "max_length", "do_not_pad"):
+            raise ConfigError(
+                f"padding must be a bool, 'longest' or 'max_length', got {self.padding!r}"
+            )
+        if self.return_tensors not in (None, "pt"):
+            raise ConfigError(f"return_tensors must be 'pt' or None, got {self.return_tensors!r}")
+        if self.max_length is not None and not (self.truncation or self.padding == "max_length"):
+            raise ConfigError("max_length has no effect without truncation or padding='max_length'")
+        if self.assistant_mask and self.return_dict is False:
+            raise ConfigError("return_assistant_tokens_mask needs return_dict=True")
+        if self.tokenize is False and (self.assistant_mask or self.return_tensors is not None):
+            raise ConfigError("tokenize=False gives text, which has no mask and no tensors")
+        if not self.ids and (self.padded or self.truncation):
+            raise ConfigError("padding and truncation act on ids: pass tokenize=True")
+
+    @property
+    def ids(self) -> bool:
+        """Whether ids are wanted rather than text."""
+        if self.tokenize is not None:
+            return self.tokenize
+        return self.assistant_mask or self.return_tensors is not None or bool(self.return_dict)
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows are made equally long."""
+        return self.padding not in (False, "do_not_pad")
+
+    def finish(self, rows: Sequence[EncodedChat], tokenizer: Any, batched: bool) -> Any:
+        """Encoded conversations in the wanted form.
+
+        Args:
+            rows: one a conversation.
+            tokenizer: gives padding id and side, truncation side, and the default maximum.
+            batched: whether there is a batch dimension (else there is one row).
+
+        Raises:
+            ConfigError: no maximum length is known where one is needed.
+            TokenizerError: the tokenizer has neither a padding nor an end-of-sequence token.
+        """
+        if self.truncation:
+            rows = [self._cut(row, tokenizer) for row in rows]
+        columns = {
+            "input_ids": [row.token_ids for row in rows],
+            "attention_mask": [torch.ones_like(row.token_ids, dtype=torch.bool) for row in rows],
+        }
+        if self.assistant_mask:
+            columns["assistant_masks"] = [row.assistant for row in rows]
+        if self.padded:
+            return self._padded(columns, tokenizer, batched)
+        if self.return_dict is not False:
+            return (
+                ragged_rows(columns)
+                if batched
+                else TensorDict({k: c[0] for k, c in columns.items()})
+            )
+        ids = columns["input_ids"]
+        ids = ids if self.return_tensors else [row.tolist() for row in ids]
+        return ids if batched else ids[0]
+
+    def _length(self, tokenizer: Any) -> int:
+        length = self.max_length or tokenizer.model_max_length
+        if length is None or length > 10**9:  # transformers' way of saying "unknown"
+            raise ConfigError("pass max_length: the tokenizer does not say its maximum")
+        return int(length)
+
+    def _cut(self, row: EncodedChat, tokenizer: Any) -> EncodedChat:
+        length = self._length(tokenizer)
+        kept = slice(-length, None) if tokenizer.truncation_side == "left" else slice(length)
+        mask = None if row.assistant is None else row.assistant[kept]
+        return EncodedChat(row.token_ids[kept], mask)
+
+    def _padded(
+        self, columns: dict[str, list[Tensor]], tokenizer: Any, batched: bool
+    ) -> TensorDictBase | Tensor | list:
+        pad = tokenizer.pad_token_id
+        pad = tokenizer.eos_token_id if pad is None else pad  # masks come from lengths, never ids
+        if pad is None:
+            raise TokenizerError("padding needs a tokenizer with a pad or an eos token")
+        target = self._length(tokenizer) if self.padding == "max_length" else 0
+        dense = {}
+        for name, rows in columns.items():
+            value = pad if name == "input_ids" else 0
+            whole = pad_rows(rows, value, side=tokenizer.padding_side)
+            missing = max(0, target - whole.shape[1])
+            sides = (missing, 0) if tokenizer.padding_side == "left" else (0, missing)
+            dense[name] = torch.nn.functional.pad(whole, sides, value=value)
+        if not batched:
+            dense = {name: value[0] for name, value in dense.items()}
+        if self.return_dict is not False:
+            size = [len(columns["input_ids"])] if batched else []
+            return TensorDict(dense, batch_size=size)
+        return dense["input_ids"] if self.return_tensors else dense["input_ids"].tolist()
 
 
 class History(TensorClass["nocast"]):
@@ -92,7 +196,7 @@ class History(TensorClass["nocast"]):
     @classmethod
     def of(cls, chats: Iterable[Chat]) -> History:
         """A batch of conversations, batch size ``[B]``; their token records are kept."""
-        return cls._from_tensordict(row_node(Column.of(chats)))
+        return cls._from_tensordict(cells.row_node(Column.of(chats)))
 
     @classmethod
     def from_chats(
@@ -114,8 +218,10 @@ class History(TensorClass["nocast"]):
         if not chats:
             raise DataError("from_chats needs at least one conversation")
         if isinstance(chats[0], Mapping):
-            return _single(chat_of(chats, "message"))
-        return cls.of([chat_of(chat, f"chat {row}, message") for row, chat in enumerate(chats)])
+            return _single(cells.chat_of(chats, "message"))
+        return cls.of(
+            [cells.chat_of(chat, f"chat {row}, message") for row, chat in enumerate(chats)]
+        )
 
     @classmethod
     def from_text(
@@ -175,7 +281,7 @@ class History(TensorClass["nocast"]):
     @property
     def chats(self) -> list[Chat]:
         """The conversations, batch dimensions flattened in row-major order."""
-        return flattened(cells_of(self._tensordict), self._tensordict.batch_dims)
+        return cells.flattened(cells.cells_of(self._tensordict), self._tensordict.batch_dims)
 
     @property
     def role(self) -> Any:
@@ -223,12 +329,12 @@ class History(TensorClass["nocast"]):
             >>> h.append(History(role="assistant", content="Hello")).content
             ['Hi', 'Hello']
         """
-        batch, chats = conversations(self._tensordict)
+        batch, chats = cells.conversations(self._tensordict)
         if _axis(dim, len(batch) + 1) != len(batch):
             raise ValueError(f"append adds messages, dimension {len(batch)} or -1; got dim={dim}")
         if isinstance(history, Mapping):
             history = _single(Message.of(history))
-        added = single_messages(history._tensordict)
+        added = cells.single_messages(history._tensordict)
         if added is None or len(added) != len(chats):
             raise ValueError(
                 f"append needs one message a conversation, shape {list(batch)}, got a history of "
@@ -253,8 +359,8 @@ class History(TensorClass["nocast"]):
             >>> h.extend(History(role=["assistant", "user"], content=["Hello", "Bye"])).role
             ['user', 'assistant', 'user']
         """
-        batch, chats = conversations(self._tensordict)
-        other_batch, other = conversations(history._tensordict)
+        batch, chats = cells.conversations(self._tensordict)
+        other_batch, other = cells.conversations(history._tensordict)
         axis = _axis(dim, len(batch) + 1)
         if len(batch) != len(other_batch):
             raise ValueError(
@@ -345,7 +451,7 @@ class History(TensorClass["nocast"]):
             assistant_mask=return_assistant_tokens_mask,
         )
         spec = resolve_template(tokenizer, chat_template, chat_template_name)
-        batch, chats = conversations(self._tensordict)
+        batch, chats = cells.conversations(self._tensordict)
         how = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -354,7 +460,7 @@ class History(TensorClass["nocast"]):
             "strict": strict,
         }
         if not options.ids:
-            return nested(render_chats(chats, spec, tokenizer, **how), batch)
+            return cells.nested(render_chats(chats, spec, tokenizer, **how), batch)
         if tokenizer is None:
             raise TokenizerError("token ids need a tokenizer; for text pass tokenize=False")
         if len(batch) > 1:
@@ -400,23 +506,23 @@ def _init(
     }
     given = {key: value for key, value in fields.items() if value is not None}
     batch = (batch_size,) if isinstance(batch_size, int) else batch_size
-    node = build_node(given, None if batch is None else tuple(batch))
+    node = cells.build_node(given, None if batch is None else tuple(batch))
     _generated_init(self, batch_size=node.batch_size, device=device)
     object.__setattr__(self, "_tensordict", node)
     object.__setattr__(self, "_non_tensordict", {})
 
 
 def _single(cell: Chat) -> History:
-    return History._from_tensordict(cell_node(cell))
+    return History._from_tensordict(cells.cell_node(cell))
 
 
 def _field(history: History, key: str, default: Any = None) -> Any:
-    cells = cells_of(history._tensordict)
-    return read_messages(cells, lambda message: message.get(key, default))
+    stored = cells.cells_of(history._tensordict)
+    return cells.read_messages(stored, lambda message: message.get(key, default))
 
 
 def _shape(history: History) -> list[Any]:
-    return virtual_shape(history._tensordict)
+    return cells.virtual_shape(history._tensordict)
 
 
 def _rebuilt(batch: tuple[int, ...], chats: list[Chat]) -> History:
@@ -449,13 +555,13 @@ def _getitem(self: History, index: Any) -> History:
     if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
         return _generated_getitem(self, index)
     used = sum(part.ndim if _is_mask(part) else 1 for part in parts)
-    if used <= dims or is_message(cells_of(self._tensordict)):
+    if used <= dims or cells.is_message(cells.cells_of(self._tensordict)):
         return _generated_getitem(self, index)
     if used > dims + 1 or (_is_mask(parts[-1]) and parts[-1].ndim != 1):
         raise IndexError(f"too many indices for {dims} batch dimensions and messages: {index!r}")
     rows = _generated_getitem(self, parts[:-1]) if parts[:-1] else self
-    picked = pick_messages(cells_of(rows._tensordict), parts[-1])
-    return _rebuilt(tuple(rows.batch_size), flattened(picked, rows.batch_dims))
+    picked = cells.pick_messages(cells.cells_of(rows._tensordict), parts[-1])
+    return _rebuilt(tuple(rows.batch_size), cells.flattened(picked, rows.batch_dims))
 
 
 def _is_mask(part: Any) -> bool:
@@ -465,8 +571,8 @@ def _is_mask(part: Any) -> bool:
 def _equal(self: History, other: object) -> Any:
     if not isinstance(other, History):
         return NotImplemented
-    batch, chats = conversations(self._tensordict)
-    other_batch, others = conversations(other._tensordict)
+    batch, chats = cells.conversations(self._tensordict)
+    other_batch, others = cells.conversations(other._tensordict)
     if batch != other_batch:
         return torch.tensor(False)
     same = [a == b for a, b in zip(chats, others, strict=True)]
@@ -479,8 +585,10 @@ def _different(self: History, other: object) -> Any:
 
 
 def _length(self: History) -> int:
-    cells = None if self._tensordict.batch_dims else cells_of(self._tensordict)
-    return _generated_len(self) if cells is None or is_message(cells) else len(cells)
+    if self._tensordict.batch_dims:
+        return _generated_len(self)
+    stored = cells.cells_of(self._tensordict)
+    return _generated_len(self) if cells.is_message(stored) else len(stored)
 
 
 def _iterate(self: History) -> Iterator[History]:
@@ -494,4 +602,4 @@ History.__eq__ = _equal
 History.__ne__ = _different
 History.__len__ = _length
 History.__iter__ = _iterate
-History._set_str = set_as_column
+History._set_str = cells.set_as_column

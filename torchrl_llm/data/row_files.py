@@ -1,60 +1,165 @@
-"""Rows of a data set on their way to an environment: generated, mapped, put into an order.
+"""Rows of a dataset: read from a file, Python objects or the hub; mapped; put into an order.
 
-Where rows come from (a file, Python objects, the hub) is :mod:`torchrl_llm.data.sources`. Task
-environments expect ``query`` (the user's message, or a list of messages) and whatever their reward
-reads, usually ``answer``. A generated task is the same thing with rows made on the fly by index
-(:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
+Every dataset of this package is **a sequence of rows, each a dict**, with ``len()`` and integer
+indexing. Task environments expect ``query`` (the user's message, or a list of messages) and
+whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
+on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
 
-Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
+Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment,
+:mod:`torchrl_llm.compat.tokenized_dataset` tokenizes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchrl_llm.data.sources import load_rows, read_jsonl
+from torchrl_llm._imports import require
 from torchrl_llm.errors import DataError
-
-__all__ = ["GeneratedRows", "MappedRows", "RowLoader", "load_rows", "read_jsonl"]
 
 Row = Mapping[str, Any]
 
 
-class GeneratedRows(Sequence):
-    """A finite data set whose rows are computed from their index.
+def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Read a JSON-lines file: one object a line, empty lines skipped; or an array of objects.
 
     Args:
-        make_row: index to row. It must depend on nothing but the index, or a resumed run would
-            see other rows; give train and held-out sets index ranges of their own.
-        num_rows: length of the data set.
-        offset: added to every index before ``make_row`` sees it.
+        path: the file; one that begins as gzip files do is unpacked, whatever its name.
+        columns: names that every row must have.
+
+    Returns:
+        One dict a line, or one an element of the array.
+
+    Raises:
+        DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
+            line (or element), when a line is not a JSON object or lacks a column.
+    """
+    path = Path(path).expanduser()
+    columns = tuple(columns)
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is a damaged gzip file: {error}") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
+        ) from error
+    rows = []
+    for where, row in _elements(text, path):
+        if not isinstance(row, dict):
+            raise DataError(f"{where} must be a JSON object, got {type(row).__name__}")
+        _check_columns(row, columns, where)
+        rows.append(row)
+    if not rows:
+        raise DataError(f"the data file {path} has no rows")
+    return rows
+
+
+def _elements(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """What a file holds, and where each of it stands."""
+    if text.lstrip().startswith("["):
+        for number, value in enumerate(_parsed(text, f"the array in {path}"), 1):
+            yield f"{path}, element {number}", value
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _parsed(line, where)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    # Not JSON, a number of thousands of digits, or brackets without end.
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+
+
+def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
+    missing = [name for name in columns if name not in row]
+    if missing:
+        raise DataError(f"{where} lacks the column {missing[0]!r}; it has {sorted(row)}")
+
+
+def load_rows(
+    source: Any, *, columns: Iterable[str] = (), name: str | None = None, split: str | None = None
+) -> Sequence[Row]:
+    """Rows of a dataset, wherever it is.
+
+    Args:
+        source: a sequence of dicts (used as it is; of a list or tuple every row is checked, of
+            another sequence the first); the path of a
+            JSON-lines file or of a JSON array (an existing file, a ``Path``, or a string ending in
+            ``.jsonl``, ``.json`` or either with ``.gz``); a sequence of such paths, whose rows
+            follow each other; or the id of a dataset on the Hugging Face hub.
+        columns: names that rows must have.
+        name: configuration of a hub dataset.
+        split: split of a hub dataset; ``None`` takes ``train`` where there is one.
+
+    Returns:
+        A sequence of dicts.
+
+    Raises:
+        DataError: for a missing, malformed or empty source, or a missing column.
+        MissingExtraError: when a hub dataset is asked for without the ``datasets`` package.
 
     Example:
-        >>> make_row = lambda i: {"query": f"{i} + 1", "answer": f"{i + 1}"}
-        >>> rows = GeneratedRows(make_row, 3, offset=10)
-        >>> len(rows), rows[0]["query"], rows[-1]["answer"]
-        (3, '10 + 1', '13')
+        >>> load_rows([{"query": "Hi"}], columns=["query"])
+        [{'query': 'Hi'}]
     """
+    columns = tuple(columns)
+    if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
+        return read_jsonl(source, columns=columns)
+    if isinstance(source, str):
+        return _load_hub(source, columns, name, split)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise DataError(
+            "a dataset is a sequence of dicts, a path or a hub id, "
+            f"got {type(source).__name__}; pass an iterable to DatasetChatEnv.from_dataloader"
+        )
+    if not len(source):
+        raise DataError("the dataset has no rows")
+    first = source[0]
+    if isinstance(first, (str, Path)):
+        return [row for path in source for row in read_jsonl(path, columns=columns)]
+    # Another kind of sequence may compute its rows, or read them.
+    for number, row in enumerate(source if isinstance(source, (list, tuple)) else [first]):
+        where = f"row {number} of the dataset"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where} must be a dict, got {type(row).__name__}")
+        _check_columns(row, columns, where)
+    return source
 
-    def __init__(self, make_row: Callable[[int], Row], num_rows: int, *, offset: int = 0) -> None:
-        if num_rows < 1:
-            raise DataError(f"a data set needs at least one row, got num_rows={num_rows}")
-        self.make_row = make_row
-        self.num_rows = num_rows
-        self.offset = offset
 
-    def __len__(self) -> int:
-        return self.num_rows
+def _is_file_name(source: str) -> bool:
+    named = source.removesuffix(".gz").endswith((".jsonl", ".json"))
+    return named or Path(source).expanduser().is_file()
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.num_rows))]
-        if not -self.num_rows <= index < self.num_rows:
-            raise IndexError(f"row {index} of {self.num_rows}")
-        return self.make_row(self.offset + index % self.num_rows)
+
+def _load_hub(
+    source: str, columns: Sequence[str], name: str | None, split: str | None
+) -> Sequence[Row]:
+    datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
+    try:
+        loaded = datasets.load_dataset(source, name)
+        if hasattr(loaded, "keys"):
+            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+    except Exception as error:  # whatever the network, the hub or the loader raises
+        raise DataError(
+            f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "
+            f"{error}. For a local copy, pass its JSON-lines file as data_files"
+        ) from error
+    return load_rows(loaded, columns=columns)
 
 
 class MappedRows(Sequence):
@@ -69,7 +174,7 @@ class MappedRows(Sequence):
         {'query': 'Hi'}
     """
 
-    def __init__(self, rows: Sequence[Row], function: Callable[[Row], Row]) -> None:
+    def __init__(self, rows: Sequence[Any], function: Callable[[Any], Row]) -> None:
         self.rows = rows
         self.function = function
 
@@ -82,11 +187,33 @@ class MappedRows(Sequence):
         return self.function(self.rows[index])
 
 
+class GeneratedRows(MappedRows):
+    """A finite dataset whose rows are computed from their index.
+
+    Args:
+        make_row: index to row. It must depend on nothing but the index, or a resumed run would
+            see other rows; give train and held-out sets index ranges of their own.
+        num_rows: length of the dataset.
+        offset: added to every index before ``make_row`` sees it.
+
+    Example:
+        >>> make_row = lambda i: {"query": f"{i} + 1", "answer": f"{i + 1}"}
+        >>> rows = GeneratedRows(make_row, 3, offset=10)
+        >>> len(rows), rows[0]["query"], rows[-1]["answer"]
+        (3, '10 + 1', '13')
+    """
+
+    def __init__(self, make_row: Callable[[int], Row], num_rows: int, *, offset: int = 0) -> None:
+        if num_rows < 1:
+            raise DataError(f"a dataset needs at least one row, got num_rows={num_rows}")
+        super().__init__(range(offset, offset + num_rows), make_row)
+
+
 class RowLoader:
     """Iterates over a sequence of rows, one epoch an iteration, from a position that can be saved.
 
     Args:
-        rows: the data set.
+        rows: the dataset.
         shuffle: whether each epoch has an order of its own, a function of ``seed`` and its number.
         seed: seed of the orders; ``None`` draws one from torch's generator.
         batch_size: how many rows ``collate_fn`` sees at a time.

@@ -1,19 +1,12 @@
 """Tensors and plain values as bytes that may come from anyone: reading them runs no code.
 
-The way of safetensors: a JSON header, then the raw bytes of the tensors. Whatever is wrong with the
-bytes is a :class:`~torchrl_llm.errors.DataError`.
+A message is a CRC-32, which safetensors does not have, and then a safetensors file. Its tensors are
+called ``"0"``, ``"1"``, ... and ``"about"``, which holds JSON. Whatever is wrong with the bytes is
+a :class:`~torchrl_llm.errors.DataError`.
 
-.. code-block:: text
-
-    8 bytes   magic and version of the format
-    4 bytes   CRC-32 of all that follows
-    8 bytes   length H of the header
-    H bytes   JSON: {"about": ..., "tensors": [[dtype, shape, offset], ...]}
-    ...       the tensors in this order, each at a multiple of 8 bytes from here
-
-What reading costs is bounded by the number of bytes: no two tensors share any, and what a header
-claims without bytes of its own (the rows of an empty tensor, see ``claims``) is paid for by spaces
-at the end of the header.
+The number of bytes bounds what reading costs: no two tensors share any, and what a message claims
+without bytes of its own (the rows of an empty tensor, see ``claims``) is paid for by spaces at the
+end of the JSON.
 
 Next: :mod:`torchrl_llm.data.safe_wire` for rows.
 """
@@ -23,19 +16,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from torchrl_llm.errors import DataError
 
-_MAGIC = b"trlLLM\x00\x01"
-_HEAD = struct.Struct("<8sIQ")
-_ALIGN = 8
+_CRC_BYTES = 4
 _MAX_EMPTY = 1 << 24
 _MAX_DIMS = 16
 _MAX_DEPTH = 256
@@ -43,13 +35,10 @@ _ERROR_CHARS = 200
 CLAIM_BYTES = 8
 """Bytes of a message for each thing that it claims without bytes of its own."""
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WRONG = (KeyError, TypeError, ValueError, RecursionError, RuntimeError, OverflowError)
 
 
 def to_bytes(about: Any, tensors: Sequence[Tensor] = (), *, claims: int = 0) -> bytes:
@@ -70,27 +59,24 @@ def to_bytes(about: Any, tensors: Sequence[Tensor] = (), *, claims: int = 0) -> 
         >>> about, tensors[0].tolist()
         ({'name': 'x'}, [0, 1, 2])
     """
-    table, parts, offset = [], [], 0
-    for tensor in tensors:
-        if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+    parts = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             raise DataError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be written safely")
-        flat = tensor.detach().to("cpu").contiguous().flatten()
-        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        table.append([_NAMES[tensor.dtype], list(tensor.shape), offset])
-        claims += 0 if content else _empty_rows(tensor.shape)
-        padding = -len(content) % _ALIGN
-        parts += [content, b"\0" * padding]
-        offset += len(content) + padding
+        # safetensors refuses tensors that share memory, as views of one column do.
+        dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        parts[str(place)] = dense
+        claims += _empty_rows(dense)
     try:
         _check_depth(about)
-        header = json.dumps({"about": about, "tensors": table}, separators=(",", ":")).encode()
+        text = json.dumps(about, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"only plain values can be written: {error}") from None
-    header += b" " * (CLAIM_BYTES * claims - len(header) - offset)
-    header += b" " * (-(_HEAD.size + len(header)) % _ALIGN)
-    body = b"".join([header, *parts])
-    crc = zlib.crc32(body, zlib.crc32(struct.pack("<Q", len(header))))
-    return _HEAD.pack(_MAGIC, crc, len(header)) + body
+    paid = sum(tensor.nbytes for tensor in parts.values())
+    text += b" " * (CLAIM_BYTES * claims - len(text) - paid)
+    parts["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    body = save(parts)
+    return zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
 
 def from_bytes(data: bytes) -> tuple[Any, list[Tensor]]:
@@ -100,26 +86,30 @@ def from_bytes(data: bytes) -> tuple[Any, list[Tensor]]:
         data: from anyone.
 
     Returns:
-        The plain values, and the tensors on the CPU: views of one block of memory of their own.
+        The plain values, and the tensors on the CPU, in memory of their own.
 
     Raises:
         DataError: the bytes are not of this format, cut short or damaged.
     """
-    if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
+    body = data[_CRC_BYTES:]
+    if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[:_CRC_BYTES]:
         raise DataError(
-            f"{len(data)} bytes are not a message of torchrl_llm (or of another version)"
+            f"{len(data)} bytes are not a message of torchrl_llm (or of another version), or one "
+            "that is cut short or damaged; let the other end send it again"
         )
-    _, crc, length = _HEAD.unpack_from(data)
-    start = _HEAD.size + length
-    body = memoryview(data)[_HEAD.size :]
-    if start > len(data) or crc != zlib.crc32(body, zlib.crc32(data[12:20])):
-        raise DataError(f"a message of {len(data)} bytes is cut short or damaged")
     try:
-        header = json.loads(data[_HEAD.size : start])
-        about, table = header["about"], header["tensors"]
+        parts = load(body)
+        about = json.loads(parts.pop("about").numpy().tobytes())
         _check_depth(about)
-        return about, _read(bytearray(body[length:]), table, len(data) // CLAIM_BYTES)
-    except (KeyError, TypeError, ValueError, RecursionError, RuntimeError, OverflowError) as error:
+        tensors = [parts[str(place)] for place in range(len(parts))]
+        if any(t.dtype not in _DTYPES or t.ndim > _MAX_DIMS for t in tensors):
+            raise ValueError("a tensor of an impossible type or shape")
+        empty = [tensor for tensor in tensors if not tensor.numel()]
+        claimed = sum(map(_empty_rows, empty))
+        if claimed > len(data) // CLAIM_BYTES or any(max(t.shape) > _MAX_EMPTY for t in empty):
+            raise ValueError("an empty tensor of an impossible shape")
+        return about, tensors
+    except (*_WRONG, SafetensorError) as error:
         said = str(error)[:_ERROR_CHARS]
         raise DataError(f"the header of a message is malformed: {said}") from None
 
@@ -139,26 +129,6 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"values nested more than {_MAX_DEPTH} deep")
 
 
-def _empty_rows(shape: Sequence[int]) -> int:
-    """How many tensors or lists an empty tensor falls into."""
-    return math.prod(itertools.takewhile(bool, shape))
-
-
-def _read(block: bytearray, table: list[Any], claims: int) -> list[Tensor]:
-    tensors, end = [], 0
-    for name, shape, offset in table:
-        dtype = _DTYPES[name]
-        if len(shape) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in (*shape, offset)):
-            raise ValueError("a shape or offset is not a natural number")
-        count = math.prod(shape)
-        if not count:
-            claims -= _empty_rows(shape)
-            if max(shape) > _MAX_EMPTY or claims < 0:
-                raise ValueError("an empty tensor of an impossible shape")
-            tensors.append(torch.empty(shape, dtype=dtype))
-            continue
-        if offset % _ALIGN or offset < end or offset + count * dtype.itemsize > len(block):
-            raise ValueError("a tensor lies outside the message, or on another one")
-        end = offset + count * dtype.itemsize
-        tensors.append(torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape))
-    return tensors
+def _empty_rows(tensor: Tensor) -> int:
+    """How many tensors or lists an empty tensor falls into; 0 for one that has bytes."""
+    return 0 if tensor.numel() else math.prod(itertools.takewhile(bool, tensor.shape))

@@ -29,8 +29,7 @@ from tensordict._reductions import _make_td
 from torch import Tensor
 
 from torchrl_llm.data import containers, enums
-from torchrl_llm.data.cells import Message
-from torchrl_llm.data.column import Chat, Column, rebuild_chat, rebuild_column
+from torchrl_llm.data.column import Chat, Column, Message, rebuild_chat, rebuild_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import rebuild_content
 from torchrl_llm.data.record import TokenRecord, rebuild_record

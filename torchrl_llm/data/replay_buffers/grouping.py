@@ -1,14 +1,23 @@
 """Transforms that hold rows until their group is complete: credit, selection of the best, ...
 
 :class:`GroupTransform` does the waiting: rows to trajectories, trajectories to groups, what is
-invalid, what never fills, counts, and a state that resumes exactly. What becomes of a complete
-group is said by its subclasses.
+invalid, what never fills, counts, and a state that resumes exactly. Its subclasses say what becomes
+of a complete group.
+
+A **selector** says which trajectories of a group take part: any function from them to one flag
+each. What it leaves out enters no statistic, is not written, and is counted as filtered; of a group
+with fewer than two left nothing is written. Every advantage estimator takes selectors::
+
+    MCAdvantage(8, selectors=[drop_truncated])
+
+``keep_zero_variance`` and ``keep_return_bounds`` of the estimators that compare returns judge whole
+groups.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -16,8 +25,8 @@ from tensordict.utils import NestedKey
 from torchrl._utils import logger
 from torchrl.envs import Transform
 
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.group_selectors import Selector
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
     Trajectory,
@@ -44,6 +53,53 @@ _COUNTS = (
 )
 
 
+Selector = Callable[[Sequence[Trajectory]], Sequence[bool]]
+"""One flag for each trajectory of a group: whether it takes part."""
+
+
+def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
+    """Leave out episodes that were cut (``truncated`` and not ``terminated``).
+
+    Args:
+        group: trajectories of one group.
+
+    Returns:
+        True where the episode came to an end of its own.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict(next={"done": True, "truncated": True, "terminated": False})
+        >>> drop_truncated([Trajectory([row])])
+        [False]
+    """
+    return [not trajectory.truncated for trajectory in group]
+
+
+def drop_incomplete(group: Sequence[Trajectory]) -> list[bool]:
+    """Leave out trajectories with a response that its length limit cut.
+
+    Args:
+        group: trajectories of one group.
+
+    Returns:
+        True where every turn's ``("tokens", "finish_reason")`` is another than ``length``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict(tokens={"finish_reason": int(FinishReason.LENGTH)})
+        >>> drop_incomplete([Trajectory([row]), Trajectory([TensorDict()])])
+        [False, True]
+    """
+    return [
+        all(
+            (reason := leaf(row, ("tokens", "finish_reason"))) is None
+            or int(reason) != FinishReason.LENGTH
+            for row in trajectory.rows
+        )
+        for trajectory in group
+    ]
+
+
 class GroupTransform(Transform):
     """Inverse transform of a replay buffer that sees whole groups of finished trajectories.
 
@@ -61,8 +117,8 @@ class GroupTransform(Transform):
             different groups.
         rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
         done_key: where a row says that its trajectory ends with it.
-        selectors: which valid trajectories of a full group take part, see
-            :mod:`torchrl_llm.data.replay_buffers.group_selectors`; all by default.
+        selectors: which valid trajectories of a full group take part;
+            all by default.
         max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
             counted as unfilled, with one warning.
         verbose: log every call.

@@ -20,8 +20,7 @@ import torch
 from tensordict import is_tensorclass
 from torch import Tensor
 
-from torchrl_llm.data.cells import chat_of, conversations
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.column import Chat, chat_of, conversations
 from torchrl_llm.data.text.codec import Codec, Encoding, Piece, Shield
 from torchrl_llm.data.text.compose import assistant_regions, label_tokens
 from torchrl_llm.data.text.families import InverseParser

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.enums import Source
-from torchrl_llm.data.replay_buffers.group_selectors import Selector
-from torchrl_llm.data.replay_buffers.grouping import GroupTransform
+from torchrl_llm.data.replay_buffers.grouping import GroupTransform, Selector
 from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
@@ -45,7 +44,7 @@ class CreditOptions(TypedDict, total=False):
         rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
         done_key: where a row says that its trajectory ends with it.
         selectors: which valid trajectories of a full group take part, see
-            :mod:`torchrl_llm.data.replay_buffers.group_selectors`; all by default.
+            :mod:`torchrl_llm.data.replay_buffers.grouping`; all by default.
         max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
             counted as unfilled, with one warning.
         verbose: log every call.

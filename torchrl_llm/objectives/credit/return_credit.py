@@ -17,7 +17,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm._registry import register
-from torchrl_llm.data.replay_buffers.group_selectors import drop_truncated
+from torchrl_llm.data.replay_buffers.grouping import drop_truncated
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import DataError
