@@ -111,6 +111,11 @@ class VersionedPolicy:
             for part in self._parts():
                 part.policy_version = self.tracker.version
 
+    @property
+    def _backend(self) -> Backend | None:
+        backend = getattr(self.policy, "backend", None)
+        return backend if isinstance(backend, Backend) else None
+
     def _parts(self) -> list[Any]:
         parts = self.policy.modules() if isinstance(self.policy, nn.Module) else [self.policy]
         return [part for part in parts if isinstance(getattr(part, "policy_version", None), int)]
@@ -159,9 +164,8 @@ class VersionedPolicy:
             ConfigError: the policy has neither in this process.
             WeightUpdateError: they did not arrive; the old ones and their version stay.
         """
-        backend = getattr(self.policy, "backend", None)
-        if isinstance(backend, Backend):
-            receipts = backend.update_weights(source, version=version)
+        if self._backend is not None:
+            receipts = self._backend.update_weights(source, version=version)
         else:
             receipts = [load_into(self.module, source, version=version)]
         self.set_version(version)
@@ -169,9 +173,8 @@ class VersionedPolicy:
 
     def abort(self) -> None:
         """End the responses of the call under way, where the backend can."""
-        backend = getattr(self.policy, "backend", None)
-        if isinstance(backend, Backend):
-            backend.abort()
+        if self._backend is not None:
+            self._backend.abort()
 
     @property
     def counts_versions(self) -> bool:
@@ -190,10 +193,8 @@ class VersionedPolicy:
         Raises:
             ConfigError: they are not in this process.
         """
-        backend = getattr(self.policy, "backend", None)
-        held = backend.module if isinstance(backend, Backend) else None
-        if held is not None:
-            return held
+        if self._backend is not None and self._backend.module is not None:
+            return self._backend.module
         return self.policy if isinstance(self.policy, nn.Module) else self.model
 
     def stamp(self, carrier: TensorDictBase) -> TensorDictBase:

@@ -353,7 +353,7 @@ class CollectorActor:
         ready, _ = ray.wait([self._run], timeout=_POLL_S)
         try:
             if not ready:
-                self._check_signs_of_life()
+                self._check_heartbeat()
                 return True
             result = remote.result(self._run, call="collecting")
         except WorkerError as error:
@@ -385,7 +385,7 @@ class CollectorActor:
             self._on_batch(batch)
         return there and not self.closed
 
-    def _check_signs_of_life(self) -> None:
+    def _check_heartbeat(self) -> None:
         now, limit_s = time.time(), self.worker_timeout_s
         # With a thousand collectors each of them cannot ask five times a second.
         if self.channel is None or now - self._looked_s < limit_s / 10:

@@ -104,11 +104,14 @@ class GRPOGroups:
         Raises:
             ConfigError: arguments of the estimator that are impossible, or a filter that it lacks.
         """
-        return self.advantage.build_for(
-            self.env.repeats,
-            keep_zero_variance=self.filter.zero_variance == "keep",
-            keep_return_bounds=self.filter.return_bounds,
-        )
+        keep, bounds = self.filter.zero_variance == "keep", self.filter.return_bounds
+        if self.advantage.compares_group:
+            kept = {"keep_zero_variance": keep, "keep_return_bounds": bounds}
+            return self.advantage.build(self.env.repeats, **kept)
+        advice = "it does not compare the responses to one prompt"
+        ensure(keep, f"filter.zero_variance has no effect, for {advice}")
+        ensure(bounds is None, f"filter.return_bounds has no effect, for {advice}")
+        return self.advantage.build()
 
     def flat(self) -> dict[str, Any]:
         """Dotted key to value, for the record of a run."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torchrl_llm._registry import find
 from torchrl_llm.objectives import Correction
-from torchrl_llm.objectives.credit import ComparingCredit, CreditAssigner, GAEAdvantage
+from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
 from torchrl_llm.recipes.reward_config import check_components, has_token_rewards
 from torchrl_llm.recipes.strict_config import (
     Component,
@@ -52,35 +52,6 @@ class AdvantageConfig(Component):
     def reads_tokens(self) -> bool:
         """Whether it reads the reward of each token, where rows have one."""
         return self.type in ("gae", "monte_carlo", "per_step")
-
-    def build_for(
-        self,
-        group_size: int,
-        *,
-        keep_zero_variance: bool,
-        keep_return_bounds: tuple[float, float] | None,
-    ) -> CreditAssigner:
-        """The advantage estimator over groups of a size.
-
-        Args:
-            group_size: responses to a prompt.
-            keep_zero_variance: write groups whose returns are all equal.
-            keep_return_bounds: bounds on the mean return of a group that is written.
-
-        Raises:
-            ConfigError: arguments that are impossible, or a filter of groups where there are none.
-        """
-        if self.compares_group:
-            return type(self).target(
-                group_size,
-                keep_zero_variance=keep_zero_variance,
-                keep_return_bounds=keep_return_bounds,
-                **self.options,
-            )
-        advice = "it does not compare the responses to one prompt"
-        ensure(keep_zero_variance, f"filter.zero_variance has no effect, for {advice}")
-        ensure(keep_return_bounds is None, f"filter.return_bounds has no effect, for {advice}")
-        return self.build()
 
 
 _LOSS_GIVEN = (

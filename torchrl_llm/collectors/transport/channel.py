@@ -30,6 +30,23 @@ class ChannelClosedError(WorkerError):
     """The learner wants no further rows; a worker ends."""
 
 
+def closed_error() -> ChannelClosedError:
+    """What a worker gets to know that calls a closed channel."""
+    return ChannelClosedError("the channel was closed; no further rows are wanted")
+
+
+def forgotten_error(worker: str) -> WorkerError:
+    """What a worker gets to know that was given up.
+
+    Args:
+        worker: its name.
+    """
+    return WorkerError(
+        f"worker {worker!r} was taken for dead and forgotten; its claims went to others. Start it "
+        "again under another name"
+    )
+
+
 @dataclass(frozen=True)
 class Delivery:
     """Rows of one worker, and what the learner must know about them.
@@ -203,12 +220,9 @@ class ChannelState:
 
     def _counts(self, worker: str) -> WorkerCounts:
         if self.closed:
-            raise ChannelClosedError("the channel was closed; no further rows are wanted")
+            raise closed_error()
         if worker in self._forgotten:
-            raise WorkerError(
-                f"worker {worker!r} was taken for dead and forgotten; its claims went to others. "
-                "Start it anew under another name"
-            )
+            raise forgotten_error(worker)
         counts = self._workers.setdefault(worker, WorkerCounts())
         counts.seen_s = time.time()
         return counts

@@ -20,14 +20,15 @@ from torchrl._utils import logger
 
 from torchrl_llm._redis import RECONNECT_S, RedisLink
 from torchrl_llm.collectors.transport.channel import (
-    ChannelClosedError,
     Delivery,
     RowChannel,
     WorkerCounts,
+    closed_error,
+    forgotten_error,
 )
 from torchrl_llm.collectors.transport.redis_scripts import FORGET, KEYS, LEAD, WORK
 from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
-from torchrl_llm.errors import ConfigError, DataError, WorkerError
+from torchrl_llm.errors import ConfigError, DataError
 
 _MOST_BYTES = 500 << 20
 # What the scripts take for a number of rows, and for any number.
@@ -197,12 +198,9 @@ class RedisChannel(RowChannel):
         arguments = (worker, own.claims, action, *arguments)
         answer = self._call(lambda again: self._work(keys=self._keys, args=arguments)).decode()
         if answer == "closed":
-            raise ChannelClosedError("the channel was closed; no further rows are wanted")
+            raise closed_error()
         if answer == "forgotten":
-            raise WorkerError(
-                f"worker {worker!r} was taken for dead and forgotten; its claims went to others. "
-                "Start it anew under another name"
-            )
+            raise forgotten_error(worker)
         return answer
 
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
