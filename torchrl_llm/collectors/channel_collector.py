@@ -1,4 +1,4 @@
-"""The learner's end of a channel, with the interface of a collector.
+"""Learner's end of a channel, with the interface of a collector.
 
 Remote workers (threads, actors of Ray, processes that only share a Redis) collect rows and put
 them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is what

@@ -1,4 +1,4 @@
-"""The collector: an environment and a policy, turned into batches or into rows of a buffer.
+"""Collector: an environment and a policy, turned into batches or into rows of a buffer.
 
 How it rolls out is in :mod:`torchrl_llm.collectors.rollout`; here are its options, its budget,
 collection next to training, versions and weights of the policy, and exact resume.

@@ -1,4 +1,4 @@
-"""What recipes build alike from their configuration: policy, environments, evaluation, reference.
+"""Builders that recipes share: policy, environments, evaluation and reference of a configuration.
 
 Each function reads the groups of a configuration that it needs (``env``, ``model``, ``train``, ...,
 the dataclasses of :mod:`torchrl_llm.recipes`), so that a recipe with other groups

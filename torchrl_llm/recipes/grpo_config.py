@@ -1,4 +1,4 @@
-"""The whole configuration of the GRPO recipe, what cannot go together, and how it is loaded."""
+"""Configuration of the GRPO recipes as a whole: what cannot go together, and how it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What samples in a recipe of one process: the trained module, or a vLLM engine next to it."""
+"""Sampler of a recipe of one process: the trained module, or a vLLM engine next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks as a recipe's ``env.dataset`` and ``env.options`` give them: their classes and settings."""
+"""Tasks and tools as a recipe's group ``env`` names them: their classes, settings and checks."""
 
 from __future__ import annotations
 
