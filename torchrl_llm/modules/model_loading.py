@@ -103,8 +103,10 @@ def _load(
     try:
         return loader.from_pretrained(name_or_path, **options)
     except ImportError as error:
+        how = f" with {options}" if options else ""
         raise ConfigError(
-            f"{str(name_or_path)!r} cannot be loaded with {options}: {str(error).splitlines()[0]}"
+            f"the {kind} {str(name_or_path)!r} cannot be loaded{how}: a package is missing; "
+            f"{str(error).splitlines()[0]}"
         ) from error
     except OSError as error:
         raise ConfigError(

@@ -15,6 +15,8 @@ from torchrl_llm.modules.policies.policy_arguments import PolicyOptions, parse_g
 OWN = {
     "FakeWrapper": "answers tokenizer vocab_size eos_token_ids max_length",
     "LLMWrapperBase": "backend tokenizer",
+    "RemoteTransformersWrapper": "model tokenizer max_concurrency validate_model actor_name "
+    "num_gpus num_cpus num_replicas device dtype timeout_s start_timeout_s",
     "TransformersWrapper": "model tokenizer pad_model_input device",
     "vLLMWrapper": "model tokenizer engine_options",
 }

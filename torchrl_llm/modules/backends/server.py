@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torchrl_llm._http import HTTPClient, Reply
+from torchrl_llm._http import HTTPClient
 from torchrl_llm._imports import require
 from torchrl_llm.errors import (
     BackendError,
@@ -92,36 +92,36 @@ class VLLMServer:
 
     def pause(self, in_flight: InFlight | None = None) -> None:
         """Hold new requests back, and do with those that run as ``in_flight`` says."""
-        self._post(f"/pause?mode={in_flight or self._in_flight}")
+        self._call("POST", f"/pause?mode={in_flight or self._in_flight}")
 
     def resume(self) -> None:
         """Go on after a pause."""
-        self._post("/resume")
+        self._call("POST", "/resume")
 
     def is_paused(self) -> bool:
         """Whether requests are held back."""
-        return bool(self._get("/is_paused").data["is_paused"])
+        return bool(self._call("GET", "/is_paused")["is_paused"])
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the weights (1: kept on the CPU, 2: dropped) and of the cache."""
-        self._post(f"/sleep?level={level}")
+        self._call("POST", f"/sleep?level={level}")
 
     def wake_up(self) -> None:
         """Take the memory back."""
-        self._post("/wake_up")
+        self._call("POST", "/wake_up")
 
     def is_sleeping(self) -> bool:
         """Whether it sleeps."""
-        return bool(self._get("/is_sleeping").data["is_sleeping"])
+        return bool(self._call("GET", "/is_sleeping")["is_sleeping"])
 
     def weight_version(self) -> int | None:
         """The version that the server claims; ``None`` before the first update."""
-        version = str(self._get("/weight_info").data["weight_version"])
+        version = str(self._call("GET", "/weight_info")["weight_version"])
         return int(version) if version.removeprefix("-").isdigit() else None
 
     def world_size(self) -> int:
         """Workers of the server, all of which must answer."""
-        return int(self._get("/get_world_size").data["world_size"])
+        return int(self._call("GET", "/get_world_size")["world_size"])
 
     def collective_rpc(self, method: str, *args: str) -> list[Any]:
         """Call a method of every worker.
@@ -138,7 +138,7 @@ class VLLMServer:
             ConfigError: the server has no control plane.
         """
         body = {"method": method, "args": list(args), "timeout": self._timeout_s}
-        return self._post("/collective_rpc", body).data["results"]
+        return self._call("POST", "/collective_rpc", body)["results"]
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed with other weights, for requests that run too.
@@ -148,8 +148,8 @@ class VLLMServer:
         """
         # Blocks of requests that were aborted a moment ago are let go in the next step.
         for _ in range(50):
-            reply = self._post("/reset_prefix_cache?reset_running_requests=true")
-            if reply.data.get("success", False):
+            done = self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+            if done.get("success", False):
                 return
             time.sleep(0.1)
         raise BackendError(f"{self._http.url} did not drop its prefix cache")
@@ -190,7 +190,7 @@ class VLLMServer:
             try:
                 receipts = self._load({**order, **place}, sent.digest)
                 self.reset_prefix_cache()
-                self._post("/update_weight_version", {"new_version": str(version)})
+                self._call("POST", "/update_weight_version", {"new_version": str(version)})
             except _Refused:
                 self.resume()
                 raise
@@ -269,17 +269,13 @@ class VLLMServer:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _get(self, path: str) -> Reply:
-        return self._checked(self._http.call("GET", path, timeout_s=self._timeout_s), path)
-
-    def _post(self, path: str, body: Any = None) -> Reply:
-        return self._checked(self._http.call("POST", path, body, timeout_s=self._timeout_s), path)
-
-    def _checked(self, reply: Reply, path: str) -> Reply:
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        """The data of the server's answer."""
+        reply = self._http.call(method, path, body, timeout_s=self._timeout_s)
         if reply.status in (404, 405):
             raise ConfigError(
                 f"{self._http.url} has no {path}: weights, pauses and versions need vLLM's server, "
                 "started with VLLM_SERVER_DEV_MODE=1"
             )
         self._http.check(reply, path)
-        return reply
+        return reply.data
