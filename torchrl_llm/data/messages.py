@@ -200,9 +200,8 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
         parts = [p if isinstance(p, str) else p.get("text") for p in content]
         texts += [p for p in parts if isinstance(p, str)]
     for call in calls_of(message):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if function or isinstance(call, Mapping):
-            texts.append(str((function or call).get("name")))
+        if isinstance(call, Mapping):
+            texts.append(str((call.get("function") or call).get("name")))
     return texts
 
 

@@ -231,15 +231,19 @@ def _engine(
 ) -> _Engine:
     variables = dict(variables or {})
     _refuse_unknown(variables, spec)
-    reasoning = _reasoning_key(chats)
-    through = Form(parts=True, text=True, reasoning_field=reasoning)
+    reasoning = _reasoning_at(chats)
+    through = Form(parts=True, text=True, reasoning_field=reasoning and reasoning[2])
     if tokenizer is None:
         return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
     special = dict(tokenizer.special_tokens_map)
     engine = _cached(spec, tokenizer, {**special, **variables})
     form = through if engine.probe is None else engine.probe.form
     if reasoning is not None and form.reasoning_field is None:
-        _refuse_reasoning(chats, reasoning)
+        row, index, key = reasoning
+        raise TemplateError(
+            f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; "
+            "put it into the content"
+        )
     if shielded:
         return replace(engine, renderer=engine.renderer.with_form(form))
     plain = Renderer(spec.template, Shield(()), {**special, **variables}, form)
@@ -274,27 +278,15 @@ def _refuse_unknown(variables: Mapping[str, Any], spec: TemplateSpec) -> None:
             raise TemplateError(f"the template {spec.name!r} has no variable {name!r}{hint}")
 
 
-def _reasoning_key(chats: Sequence[Chat]) -> str | None:
-    for chat in chats:
-        for message in chat.messages:
+def _reasoning_at(chats: Sequence[Chat]) -> tuple[int, int, str] | None:
+    """Chat, message and key of the first reasoning."""
+    for row, chat in enumerate(chats):
+        for index, message in enumerate(chat.messages):
             if len(message) > 2:
                 for key in REASONING_KEYS:
                     if isinstance(message.get(key), str):
-                        return key
+                        return row, index, key
     return None
-
-
-def _refuse_reasoning(chats: Sequence[Chat], key: str) -> None:
-    row, index = next(
-        (row, index)
-        for row, chat in enumerate(chats)
-        for index, message in enumerate(chat.messages)
-        if isinstance(message.get(key), str)
-    )
-    raise TemplateError(
-        f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; put it "
-        "into the content"
-    )
 
 
 # -- one conversation -----------------------------------------------------------------------------
