@@ -16,7 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -300,10 +300,7 @@ class Codec:
         for parts in ([marker[:1], marker[1:]], list(marker)):
             # Each part stands between anchors, so that none is the beginning of a text.
             coded = self._anchor + self._anchor.join(parts)
-            positions, at = [], 0
-            for part in parts:
-                positions.append(at)
-                at += 1 + len(part)
+            positions = list(accumulate((1 + len(part) for part in parts[:-1]), initial=0))
             raw = _encoding(self._raw_batch([coded])[0])
             groups = _anchored(raw, positions)
             if groups is None:
