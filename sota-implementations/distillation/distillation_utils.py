@@ -1,4 +1,4 @@
-"""What is of distillation alone: its configuration, its teachers, its problems by domain.
+"""Parts of the distillation recipe: its configuration, its teachers, its problems by domain.
 
 Policy and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of every recipe.
 """

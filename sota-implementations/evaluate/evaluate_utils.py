@@ -1,4 +1,4 @@
-"""What evaluate.py is made of: its configuration, the model that answers, and the figures.
+"""Parts of evaluate.py: its configuration, the model that answers, and the figures.
 
 Every figure is computed from the records that are also written to the files of answers, so that
 anybody can check it.

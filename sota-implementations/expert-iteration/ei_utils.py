@@ -1,4 +1,4 @@
-"""What is of expert iteration alone: its configuration, its buffer, its loss.
+"""Parts of the expert-iteration recipe: its configuration, its buffer, its loss.
 
 Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
 every recipe.

@@ -109,8 +109,8 @@ def main(cfg: DictConfig) -> None:
     gc.freeze()
     for _ in run.steps():
         with autocast(config):
-            rows = source.fill()
-        updates = optimize(
+            rows = source.fill()  # sample, reward, group, write advantages
+        updates = optimize(  # forward, backward and a clipped step for each mini-batch
             algorithm.loss,
             minibatches(buffer, config.train.epochs),
             optimizer,
@@ -120,7 +120,7 @@ def main(cfg: DictConfig) -> None:
             layout=config.train.packing,
             context=partial(autocast, config),
         )
-        collector.update_policy_weights_()
+        collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))

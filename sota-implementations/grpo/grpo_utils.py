@@ -1,4 +1,4 @@
-"""What is of GRPO alone: its algorithm, with the transforms that it needs, and its buffer.
+"""Parts of the GRPO recipes: the algorithm, with the transforms that it needs, and the buffer.
 
 Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
 every recipe.

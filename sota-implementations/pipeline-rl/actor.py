@@ -1,4 +1,4 @@
-"""An actor of pipeline RL: samples responses for a remote learner, with its newest weights.
+"""Actor of pipeline RL: samples responses for a remote learner, with its newest weights.
 
     python sota-implementations/pipeline-rl/actor.py
     python sota-implementations/pipeline-rl/actor.py redis.url=redis://learner:6379/0

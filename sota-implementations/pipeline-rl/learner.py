@@ -1,4 +1,4 @@
-"""The learner of pipeline RL: trains on what remote actors put into a Redis.
+"""Learner of pipeline RL: trains on what remote actors put into a Redis.
 
     redis-server &
     python sota-implementations/pipeline-rl/actor.py &

@@ -1,4 +1,4 @@
-"""What is of pipeline RL alone: its configuration, and both ends of what goes through the Redis.
+"""Parts of the pipeline-RL recipe: its configuration, and both ends of the Redis channel.
 
 Policy, environments, evaluation and algorithm are those of ``grpo``.
 """

@@ -1,4 +1,4 @@
-"""What imitate.py builds: the configuration, the environment, the games that are imitated."""
+"""Parts of imitate.py: the configuration, the environment, the games that are imitated."""
 
 from __future__ import annotations
 

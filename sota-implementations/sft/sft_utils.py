@@ -1,4 +1,4 @@
-"""What sft.py builds: the configuration, the tokenizer, the model, the demonstrations, the figures.
+"""Parts of sft.py: the configuration, the tokenizer, the model, the demonstrations, the figures.
 
 Nothing here is needed by the library itself.
 """

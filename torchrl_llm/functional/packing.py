@@ -1,4 +1,4 @@
-"""Rows of different length behind each other in one stream, and attention that keeps them apart.
+"""Streams of rows of different length, and attention that keeps the rows apart.
 
 A stream is a sequence of rectangles ("blocks") of rows that are padded to one width. What acts on
 each token alone sees the stream as it is; attention runs block by block, so that no mask over the

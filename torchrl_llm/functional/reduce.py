@@ -1,4 +1,4 @@
-r"""From a loss per token to one number, so that micro-batches add up.
+r"""Averages of losses per token into one number, so that micro-batches add up.
 
 Only tokens that count are ever passed in, flat: ``values_N`` with the row of each in ``row_N``.
 Padding and prompts are not there, so they cannot dilute a mean.

@@ -1,4 +1,4 @@
-r"""What a loss does about a sampler that is not the policy being trained.
+r"""Correction of a loss for a sampler that is not the policy being trained.
 
 Three policies take part: the sampler :math:`\mu`, whose log-probs come with the rows; the proximal
 policy :math:`\pi_\mathrm{prox}`, the trainer's own before the update; and the current one. With a

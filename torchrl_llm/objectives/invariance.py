@@ -1,4 +1,4 @@
-"""A check for losses of one's own: what must not change the number or the gradient does not.
+"""Check of a loss: what must not change its number or its gradient does not.
 
 Most mistakes in a loss over ragged rows are silent: a mean over padding, an average per
 micro-batch, a value read where nothing was sampled. Each breaks one of a few laws, and

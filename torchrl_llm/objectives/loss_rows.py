@@ -1,4 +1,4 @@
-"""Reads rows of tokens for a loss: which tokens count, and the columns that go with them.
+"""Rows of tokens as a loss reads them: which tokens count, and the columns that go with them.
 
 Rows come as a one-dimensional lazy stack (ragged) or as padded tensors with an attention mask.
 Either way the columns are laid end to end without padding, so that a value and its token can only

@@ -1,4 +1,4 @@
-"""What every loss over rows of tokens does: read the rows, score their tokens, say the cost.
+"""Base of the losses over rows of tokens: read the rows, score their tokens, make the terms.
 
 The three steps are methods of their own, so that several losses can share one forward
 (:class:`~torchrl_llm.objectives.CompositeLoss`): ``read`` refuses bad rows before anything is

@@ -1,4 +1,4 @@
-"""The rows of one training step: collected, filtered, grouped, and every token accounted for.
+"""Rows of one training step: collected, filtered, grouped, and every token accounted for.
 
 :class:`BatchSource` stands between a collector and the loop. It marks responses that were cut,
 writes the rows into the buffer (whose transforms group them and write advantages), collects further

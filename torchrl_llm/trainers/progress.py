@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: a bar, a stop without loss, conversations side by side."""
+"""Progress bar, stop requests without loss, and conversations next to each other."""
 
 from __future__ import annotations
 

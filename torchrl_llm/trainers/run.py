@@ -1,4 +1,4 @@
-"""The frame of a training loop: which step it is, what is recorded, when to save, how to go on.
+"""Frame of a training loop: which step it is, what is recorded, when to save, how to go on.
 
 The loop itself stays in the recipe; :class:`TrainingRun` hands it the steps and looks after
 everything that is the same for every algorithm. It knows no loss and no environment: whatever has
