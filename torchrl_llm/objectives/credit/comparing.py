@@ -98,17 +98,12 @@ class MCAdvantageSelector:
             order = returns.argsort(stable=True)
             places = torch.linspace(0, len(returns) - 1, group_size, dtype=torch.float64).round()
             chosen = sorted(order[places.long()].tolist())
-        if keep_return_bounds is not None:
-            low, high = keep_return_bounds
-            if not low < returns[chosen].mean() < high:
-                return None
-        return chosen
+        return chosen if _within(returns[chosen], keep_return_bounds) else None
 
     def _balanced(
         self, returns: Tensor, size: int, bounds: tuple[float, float]
     ) -> list[int] | None:
-        low, high = bounds
-        middle = (low + high) / 2
+        middle = sum(bounds) / 2
         number = len(returns)
         if comb(number, size) <= self.max_combinations:
             chosen = _nearest(returns, torch.combinations(torch.arange(number), size), middle)
@@ -123,7 +118,12 @@ class MCAdvantageSelector:
                 chosen = better
                 better = _nearest(returns, _neighbours(chosen, number), middle)
         # The middle is as far from both bounds, so if any choice is inside, the nearest one is.
-        return chosen if low < returns[chosen].mean() < high else None
+        return chosen if _within(returns[chosen], bounds) else None
+
+
+def _within(returns: Tensor, bounds: tuple[float, float] | None) -> bool:
+    """Whether the mean of returns is between exclusive bounds."""
+    return bounds is None or bool(bounds[0] < returns.mean() < bounds[1])
 
 
 def _nearest(returns: Tensor, choices: Tensor, middle: float) -> list[int]:
@@ -271,10 +271,8 @@ class ComparingCredit(CreditAssigner):
     ) -> None:
         super().__init__(group_size, **options)
         check_choice("trajectory_return", trajectory_return, RETURNS)
-        if keep_return_bounds is not None:
-            low, high = keep_return_bounds
-            if not low < high:
-                raise ConfigError(f"keep_return_bounds must rise, got {keep_return_bounds}")
+        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
+            raise ConfigError(f"keep_return_bounds must rise, got {keep_return_bounds}")
         if group_size == 1 and (candidate_group_size is not None or not keep_zero_variance):
             raise ConfigError(
                 "keep_zero_variance=False and candidate_group_size need a group size of at least 2"
@@ -308,8 +306,7 @@ class ComparingCredit(CreditAssigner):
                 "keep_zero_variance=False or a larger candidate_selection_min_size"
             )
         self.candidate_selection_min_size = least
-        if candidate_selector is None:
-            self.candidate_selector = MCAdvantageSelector()
+        self.candidate_selector = candidate_selector or MCAdvantageSelector()
         self._groups = GroupQueue(candidate_group_size)
 
     @property
@@ -341,10 +338,7 @@ class ComparingCredit(CreditAssigner):
         returns = self.returns(group)
         if not self.keep_zero_variance and bool((returns == returns[0]).all()):
             return False
-        if self.keep_return_bounds is None:
-            return True
-        low, high = self.keep_return_bounds
-        return bool(low < returns.mean() < high)
+        return _within(returns, self.keep_return_bounds)
 
     @abstractmethod
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
