@@ -35,7 +35,7 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.fake import FakeBackend
-from torchrl_llm.modules.remote.completion_wire import PackedCompletions
+from torchrl_llm.modules.remote.pool_wire import PackedCompletions
 from torchrl_llm.objectives import GRPOLoss
 
 MODES = ("history", "text", "tokens")
@@ -48,12 +48,7 @@ SURPRISE = TokenFact(
     parts=True,
 )
 ROUTE = TokenFact(
-    name="route",
-    dtype=torch.int16,
-    key=("router", "experts"),
-    default=-1,
-    padding=-2,
-    shape=(2,),
+    name="route", dtype=torch.int16, key=("router", "experts"), default=-1, padding=-2, shape=(2,)
 )
 USER = {"role": "user", "content": "Go on"}
 
@@ -359,10 +354,7 @@ def test_wires_keep_apart_records_with_and_without_a_fact(facts):
     bare = TokenRecord.from_prompt(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 1]), 1)
     chats = [Chat([{"role": "user", "content": "q"}], r) for r in (bare, _record(), bare)]
     packed = pack_rows(split_batch(TensorDict(history=History.of(chats), batch_size=[3])))
-    for rows in (
-        pickle.loads(pickle.dumps(packed)),
-        rows_from_bytes(rows_to_bytes(packed))[0],
-    ):
+    for rows in (pickle.loads(pickle.dumps(packed)), rows_from_bytes(rows_to_bytes(packed))[0]):
         back = [chat.record for chat in rows.unpack()["history"].chats]
         assert [dict(record.facts).keys() for record in back] == [set(), {"surprise"}, set()]
         assert back[1].facts["surprise"].tolist() == [-0.5, -0.5, 1.0, 2.0]

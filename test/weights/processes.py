@@ -33,7 +33,7 @@ from torchrl_llm.weights.process_group import WeightGroup
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torchrl_llm.weights.broadcast_receiver", "torchrl_llm.modules", "transformers", __name__]
+    ["torchrl_llm.weights.broadcast_source", "torchrl_llm.modules", "transformers", __name__]
 )
 
 VOCABULARY = 64

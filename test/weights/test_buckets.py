@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.weights.buckets import (
+from torchrl_llm.weights.broadcast_source import (
     flatten,
     metadata_from_json,
     metadata_to_json,

@@ -21,8 +21,6 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
-from torchrl_llm.modules.backends.vllm.slots import weight_slots
-from torchrl_llm.modules.backends.vllm.weight_loading import engine_model, load_weights
 from torchrl_llm.modules.model_loading import load_model, load_tokenizer
 from torchrl_llm.weights import (
     AdapterWeights,
@@ -33,6 +31,8 @@ from torchrl_llm.weights import (
     WeightLedger,
     engine_weights,
 )
+from torchrl_llm.weights.vllm_layout import weight_slots
+from torchrl_llm.weights.vllm_loading import engine_model, load_weights
 from torchrl_llm.weights.weight_source import TensorSource
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

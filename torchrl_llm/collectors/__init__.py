@@ -9,7 +9,5 @@ from torchrl_llm.collectors.ray_collector import RayLLMCollector
 
 __all__ = ["ChannelCollector", "LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]
 
-_LAZY = {
-    "torchrl_llm.compat.vllm_updater": "vLLMUpdater vLLMUpdaterV2",
-}
+_LAZY = {"torchrl_llm.compat.vllm_weight_sync": "vLLMUpdater vLLMUpdaterV2"}
 __getattr__ = lazy(__name__, _LAZY)

@@ -17,8 +17,11 @@ from torchrl_llm.modules.backends import (
 )
 from torchrl_llm.modules.backends.head import ValueHead
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.modules.backends.vllm.async_engine import AsyncVLLM, make_async_vllm_engine
-from torchrl_llm.modules.backends.vllm.worker_class import make_vllm_worker, vLLMWorker
+from torchrl_llm.modules.backends.vllm.async_engine import (
+    AsyncVLLM,
+    make_async_vllm_engine,
+    make_vllm_worker,
+)
 from torchrl_llm.modules.model_loading import context_length, load_model, load_tokenizer
 from torchrl_llm.modules.policies import (
     FakeWrapper,
@@ -77,5 +80,6 @@ __all__ = [
 
 _LAZY = {
     "torchrl_llm.compat.buffer_dataset": "TorchRLBufferDataset",
+    "torchrl_llm.weights.vllm_extension": "vLLMWorker",
 }
 __getattr__ = lazy(__name__, _LAZY)

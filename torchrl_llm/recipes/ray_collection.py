@@ -165,7 +165,7 @@ class RayCollection(ChannelCollector):
         batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
         pacer: see there.
         timeout_s: see there.
-        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.whole_model`.
+        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_updaters`.
     """
 
     def __init__(
@@ -235,10 +235,7 @@ class RayCollection(ChannelCollector):
         super().shutdown(timeout, close_env, raise_on_error)
         with ThreadPoolExecutor(max(len(self.members), 1)) as threads:
             end = partial(
-                RayLLMCollector.shutdown,
-                timeout=timeout,
-                close_env=close_env,
-                raise_on_error=False,
+                RayLLMCollector.shutdown, timeout=timeout, close_env=close_env, raise_on_error=False
             )
             list(threads.map(end, self.members))
         self.members = []

@@ -1,11 +1,11 @@
 """Weights to other processes by collective broadcast: gloo on the CPU, NCCL on CUDA.
 
-The sender hosts a small store (:func:`~torchrl_llm.weights.process_group.open_store`). For
-each update it writes an announcement, the members of the update's group join, the buffers of
-:mod:`torchrl_llm.weights.buckets` go out, and at the end the digest of all that was sent. A
-receiver opens a :class:`BroadcastSource` for it, whoever handed it the source: a call from the
+The sender hosts a small store (:func:`~torchrl_llm.weights.process_group.open_store`). For each
+update it writes an announcement, the members of the update's group join, the buffers of
+:mod:`torchrl_llm.weights.broadcast_source` go out, and at the end the digest of all that was sent.
+A receiver opens a :class:`BroadcastSource` for it, whoever handed it the source: a call from the
 sender (:meth:`BroadcastSender.push`) or the announcement itself
-(:class:`~torchrl_llm.weights.broadcast_receiver.BroadcastReceiver`).
+(:class:`~torchrl_llm.weights.broadcast_source.BroadcastReceiver`).
 
 A group is kept from update to update. When one of its members fails, it is given up by all, and the
 next update makes a new one; whoever is alive then may join. Nothing waits longer than
@@ -17,9 +17,11 @@ Written for both, run on gloo: no CUDA device was at hand when this was made.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,17 +35,94 @@ from torchrl_llm.weights.broadcast_source import (
     BroadcastSource,
     Deadline,
     Kind,
+    flatten,
+    metadata_to_json,
+    plan_buckets,
+    split,
 )
-from torchrl_llm.weights.buckets import flatten, metadata_to_json, plan_buckets, split
-from torchrl_llm.weights.call_group import CallGroup
 from torchrl_llm.weights.fingerprint import WeightDigest
-from torchrl_llm.weights.process_group import (
-    WeightGroup,
-    collective_device,
-    join_group,
-    open_store,
-)
+from torchrl_llm.weights.process_group import WeightGroup, collective_device, join_group, open_store
 from torchrl_llm.weights.weight_source import WeightReceipt
+
+
+class CallGroup:
+    """Starts calls at once; their threads end with the process if a call never returns.
+
+    Args:
+        calls: functions without arguments.
+
+    Example:
+        >>> CallGroup([lambda: 1, lambda: 2]).results(timeout_s=5)
+        [1, 2]
+    """
+
+    def __init__(self, calls: Iterable[Callable[[], Any]]) -> None:
+        self._results: dict[int, Any] = {}
+        self._errors: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, call), daemon=True)
+            for index, call in enumerate(calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, call: Callable[[], Any]) -> None:
+        try:
+            self._results[index] = call()
+        except BaseException as error:  # raised in the thread that asks for the results
+            self._errors.append(error)
+
+    def failed(self) -> bool:
+        """Whether any call raised."""
+        return bool(self._errors)
+
+    def returned(self) -> list[Any]:
+        """The results that there are by now, in the order of the calls."""
+        return [self._results[index] for index in sorted(self._results)]
+
+    def raise_failure(self, *, grace_s: float = 0.0) -> None:
+        """Raise the first error of a call.
+
+        Args:
+            grace_s: seconds to wait for calls that are about to fail.
+        """
+        deadline = time.monotonic() + grace_s
+        while not self._errors and time.monotonic() < deadline:
+            if not any(thread.is_alive() for thread in self._threads):
+                return
+            time.sleep(0.005)
+        if self._errors:
+            raise self._errors[0]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all have returned or raised.
+
+        Args:
+            timeout_s: most seconds to wait for all.
+        """
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def results(self, timeout_s: float) -> list[Any]:
+        """The results, in the order of the calls.
+
+        Args:
+            timeout_s: most seconds to wait for all.
+
+        Raises:
+            WeightUpdateError: a call did not return in time.
+            Exception: the first error of a call.
+        """
+        self.wait(timeout_s)
+        self.raise_failure()
+        late = len(self._threads) - len(self._results)
+        if late:
+            raise WeightUpdateError(
+                f"{late} of {len(self._threads)} samplers did not answer within {timeout_s:.3g} s"
+            )
+        return self.returned()
+
 
 _POLL_S = 0.002
 _KEPT = 8  # announcements that stay in the store, for receivers that are late with an answer

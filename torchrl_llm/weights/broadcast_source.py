@@ -1,27 +1,30 @@
-"""A broadcast as its receivers see it: a source that joins the sender's group when it is opened.
+"""Broadcast as its receivers see it: a source that joins the sender's group when it is opened.
+
+Both ends work out from names and shapes alone how weights lie in a few flat buffers: one collective
+for each of hundreds of tensors costs ten times one collective for all of them. Buffers hold one
+dtype and a bounded number of bytes, so a big model never needs its size once more for sending.
 
 Next: :mod:`torchrl_llm.weights.broadcast` for the sender and for how the two work together.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm.errors import WeightUpdateError, WorkerError
-from torchrl_llm.weights.buckets import (
-    Metadata,
-    metadata_from_json,
-    plan_buckets,
-    split,
-)
+from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError, WorkerError
+from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.weights.process_group import (
     WeightGroup,
     bounded,
@@ -29,7 +32,121 @@ from torchrl_llm.weights.process_group import (
     join_group,
     open_store,
 )
+from torchrl_llm.weights.weight_receiver import WeightReceiver
 from torchrl_llm.weights.weight_source import WeightSource
+
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+"""Name to dtype and shape."""
+
+
+class Piece(NamedTuple):
+    """One tensor in a buffer.
+
+    Attributes:
+        name: of the weight.
+        shape: of the weight.
+        offset: of its first element.
+        numel: number of its elements.
+    """
+
+    name: str
+    shape: torch.Size
+    offset: int
+    numel: int
+
+
+class Bucket(NamedTuple):
+    """One buffer.
+
+    Attributes:
+        dtype: of all its elements.
+        numel: number of its elements.
+        pieces: what lies in it, without gaps.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+def plan_buckets(metadata: Metadata, bucket_bytes: int, bucket_tensors: int = 0) -> list[Bucket]:
+    """Which tensors share a buffer; the same on every machine.
+
+    Args:
+        metadata: of all tensors, in any order.
+        bucket_bytes: most bytes a buffer; a tensor that is larger has one of its own.
+        bucket_tensors: most tensors a buffer; 0 for any number.
+
+    Returns:
+        Buffers, by dtype and then by name.
+
+    Example:
+        >>> shape = torch.Size([2])
+        >>> kinds = {"b": (torch.float32, shape), "a": (torch.float32, shape)}
+        >>> [[piece.name for piece in bucket.pieces] for bucket in plan_buckets(kinds, 1024)]
+        [['a', 'b']]
+        >>> [[piece.name for piece in bucket.pieces] for bucket in plan_buckets(kinds, 8)]
+        [['a'], ['b']]
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if bucket_tensors < 0:
+        raise ConfigError(f"bucket_tensors must be at least 0, got {bucket_tensors}")
+    buckets: list[Bucket] = []
+    open_dtype: torch.dtype | None = None
+    pieces: list[Piece] = []
+    numel = 0
+
+    def close() -> None:
+        if pieces:
+            buckets.append(Bucket(open_dtype, numel, tuple(pieces)))
+
+    for name, (dtype, shape) in sorted(metadata.items(), key=lambda x: (str(x[1][0]), x[0])):
+        size = shape.numel()
+        full = (numel + size) * dtype.itemsize > bucket_bytes or len(pieces) == bucket_tensors > 0
+        if dtype != open_dtype or full:
+            close()
+            open_dtype, pieces, numel = dtype, [], 0
+        pieces.append(Piece(name, shape, numel, size))
+        numel += size
+    close()
+    return buckets
+
+
+def flatten(bucket: Bucket, weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The buffer with the values of its tensors, ``[numel]``; a lone tensor is not copied."""
+    parts = [weights[piece.name].reshape(-1) for piece in bucket.pieces]
+    if len(parts) == 1:
+        return parts[0].to(device).contiguous()
+    buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=device)
+    for piece, part in zip(bucket.pieces, parts, strict=True):
+        buffer[piece.offset : piece.offset + piece.numel].copy_(part)
+    return buffer
+
+
+def split(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and views of the tensors in a buffer."""
+    for piece in bucket.pieces:
+        values = buffer[piece.offset : piece.offset + piece.numel]
+        yield piece.name, values.view(piece.shape)
+
+
+def metadata_to_json(metadata: Metadata) -> tuple[str, str]:
+    """Metadata as text, and a short name for it by which its readers may keep it."""
+    rows = [
+        [name, str(dtype).removeprefix("torch."), list(shape)]
+        for name, (dtype, shape) in sorted(metadata.items())
+    ]
+    text = json.dumps(rows)
+    return text, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def metadata_from_json(text: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """What :func:`metadata_to_json` wrote."""
+    return {
+        name: (getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in json.loads(text)
+    }
+
 
 Kind = Literal["full", "delta"]
 
@@ -47,7 +164,7 @@ class Announcement(NamedTuple):
         group: name of the group that it goes through.
         num_receivers: members of the group beside the sender.
         layout: name of the metadata of what is sent.
-        bucket_bytes: see :func:`~torchrl_llm.weights.buckets.plan_buckets`.
+        bucket_bytes: see :func:`~torchrl_llm.weights.broadcast_source.plan_buckets`.
         bucket_tensors: see there.
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
     """
@@ -217,3 +334,114 @@ class BroadcastSource(WeightSource):
             buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=group.device)
             group.broadcast(buffer, timeout_s=deadline.left_s)
             yield from split(bucket, buffer)
+
+
+_WAIT_S = 1.0
+_RECONNECT_S = 0.2
+
+
+class BroadcastReceiver(WeightReceiver):
+    """Takes part in the broadcasts of whatever sender is at an address.
+
+    When the sender dies, the weights and their version stay, and the backend serves on; a new
+    sender at the address is found by the next :meth:`poll_and_apply`.
+
+    Args:
+        backend: gets the weights.
+        address: of the sender's store.
+        port: of the sender's store.
+        timeout_s: most seconds that one update may take.
+    """
+
+    def __init__(
+        self, backend: Backend, *, address: str = "127.0.0.1", port: int, timeout_s: float = 120.0
+    ) -> None:
+        super().__init__(backend)
+        self._address, self._port, self._timeout_s = address, port, timeout_s
+        self._store: dist.Store | None = None
+        self._sender = ""
+        self._next = 1
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """See :meth:`WeightReceiver.poll_and_apply`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                update = self._find_update(left)
+            except WorkerError:
+                # No sender, or one that is dying: there may be another before the time is up.
+                self._store, update = None, None
+                time.sleep(min(_RECONNECT_S, left))
+            if update is not None:
+                self._take(update)
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _find_update(self, timeout_s: float) -> Announcement | None:
+        wait_s = min(timeout_s, _WAIT_S)
+        if self._store is None:
+            self._connect(max(wait_s, 1.0))
+        look = functools.partial(_look, self._store, self._next, wait_s)
+        self._next, text = bounded(look, timeout_s=wait_s + 5, what="the sender's store")
+        if text is None:
+            return None
+        self._next += 1
+        return Announcement(*json.loads(text))
+
+    def _connect(self, limit: float) -> None:
+        store = open_store(self._address, self._port, host=False, timeout_s=limit)
+        sender = bounded(lambda: store.get("sender").decode(), timeout_s=limit, what="the sender")
+        if sender != self._sender:
+            # Of a sender that is new to us the last update counts, if it still waits for somebody.
+            self._next = bounded(lambda: _first_open(store), timeout_s=limit, what="the sender")
+        self._store, self._sender = store, sender
+
+    def _take(self, update: Announcement) -> None:
+        source = BroadcastSource(
+            self._address, self._port, self._sender, update, timeout_s=self._timeout_s
+        )
+        try:
+            receipts = self.apply_weights(source, version=update.version)
+        except TorchRLLLMError as error:
+            self._answer(update, {"error": str(error)})
+            raise
+        self._answer(update, {"receipts": receipts})
+
+    def _answer(self, update: Announcement, answer: dict[str, Any]) -> None:
+        store = self._store
+
+        def send() -> None:
+            if "error" in answer:
+                store.add(f"refusals/{update.sequence}", 1)
+            # The answer first, then the count: whoever counts may read.
+            number = store.add(f"numbers/{update.sequence}", 1)
+            store.set(f"answers/{update.sequence}/{number}", json.dumps(answer))
+            store.add(f"answers/{update.sequence}", 1)
+
+        try:
+            bounded(send, timeout_s=self._timeout_s, what="the sender's store")
+        except WorkerError:
+            # The sender is gone; what was loaded stays loaded.
+            self._store = None
+
+
+def _first_open(store: dist.Store) -> int:
+    """The update that is under way, or the next one."""
+    if not store.check(["sequence"]):
+        return 1
+    last = int(store.get("sequence"))
+    return last + 1 if store.check([f"done/{last}"]) else last
+
+
+def _look(store: dist.Store, wanted: int, wait_s: float) -> tuple[int, str | None]:
+    """The number to look for, and its announcement when there is one."""
+    # Updates that went by without this receiver are gone.
+    wanted = max(wanted, _first_open(store))
+    key = f"update/{wanted}"
+    try:
+        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
+    except dist.DistStoreError:  # nothing came in this time
+        return wanted, None
+    return wanted, store.get(key).decode()

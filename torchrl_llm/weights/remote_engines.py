@@ -2,7 +2,7 @@
 
 Both hand their engines a small source that says where the weights are; the engines may be reached
 in any way that carries it (Ray, a pipe, a call in this process). For receivers that cannot be
-called, see :mod:`torchrl_llm.weights.torchrl_schemes`.
+called, see :mod:`torchrl_llm.compat.vllm_weight_sync`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.weights.broadcast import BroadcastSender
-from torchrl_llm.weights.buckets import Metadata
+from torchrl_llm.weights.broadcast_source import Metadata
 from torchrl_llm.weights.canary import CanaryCheck
 from torchrl_llm.weights.double_buffer import DoubleBufferSource, DoubleBufferWriter
-from torchrl_llm.weights.weight_ledger import WeightLedger
+from torchrl_llm.weights.engine_updaters import EngineWeights, Sender
+from torchrl_llm.weights.fingerprint import WeightLedger
 from torchrl_llm.weights.weight_names import Weights, engine_weights
 from torchrl_llm.weights.weight_source import WeightReceipt
 from torchrl_llm.weights.weight_updater import WeightUpdater
-from torchrl_llm.weights.whole_model import EngineWeights, Sender
 
 
 def fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""Weight updates: how the sampling policy gets the weights that were trained.
+"""Updater of a collector's policy: how the sampling policy gets the weights that were trained.
 
-An updater is given to a collector, which calls it in ``update_policy_weights_`` while no policy
-call is running, and then counts a new version of the policy.
-
-Next: :mod:`torchrl_llm.weights.in_process` for one process.
+A collector calls its updater in ``update_policy_weights_`` while no policy call is running, and
+then counts a new version of the policy. The updaters here are for one process and for several
+trainers; :mod:`torchrl_llm.weights.engine_updaters` has those of engines.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -99,3 +99,142 @@ class WeightUpdater(ABC):
         Args:
             policy_or_weights: where they are; ``None`` for the place that the updater knows.
         """
+
+
+Source = nn.Module | TensorDictBase | Mapping[str, Any]
+
+
+def _modules_of(policy: Any) -> list[nn.Module]:
+    """Where the weights may be named from: the model inside the policy, then the policy."""
+    found = [getattr(policy, "model", None), policy]
+    modules = [module for module in found if isinstance(module, nn.Module)]
+    if not modules:
+        raise ConfigError(
+            f"the policy, a {type(policy).__name__}, holds no module in this process, so there are "
+            "no weights to update; give the collector the weight_updater of its engine"
+        )
+    return modules
+
+
+def _model_of(source: Source) -> Source:
+    """The weights' own model, where a whole policy was given."""
+    model = getattr(source, "model", None) if isinstance(source, nn.Module) else None
+    return model if isinstance(model, nn.Module) else source
+
+
+def _paired(policy: Any, source: Source) -> list[tuple[str, Tensor, Tensor]]:
+    """``(name, target, given)`` for each given weight.
+
+    Raises:
+        ConfigError: the names or shapes are not those of the policy's weights.
+    """
+    best: tuple[int, set[str], set[str]] | None = None
+    sources = [_model_of(source), source]
+    for candidate in sources if sources[0] is not source else sources[:1]:
+        given = named_weights(candidate)
+        for module in _modules_of(policy):
+            targets = named_weights(module)
+            unknown = set(given) - set(targets)
+            covered = {targets[name].data_ptr() for name in given if name in targets}
+            # A tied weight has two names and one memory; one name is enough.
+            missing = {
+                name
+                for name, target in targets.items()
+                if name not in given and target.data_ptr() not in covered
+            }
+            if not unknown and not missing:
+                return [(name, targets[name], value) for name, value in given.items()]
+            if best is None or len(unknown) + len(missing) < best[0]:
+                best = (len(unknown) + len(missing), unknown, missing)
+    _, unknown, missing = best
+    raise ConfigError(
+        "the weights are not those of the policy: "
+        f"{len(missing)} of its weights were not given {sorted(missing)[:3]}, and {len(unknown)} "
+        f"were given that it does not have {sorted(unknown)[:3]}"
+    )
+
+
+class SharedWeights(WeightUpdater):
+    """The policy samples with the very tensors that are trained; nothing is copied, ever.
+
+    An update checks it: weights that are given must be the policy's memory.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> policy = nn.Linear(1, 1)
+        >>> collector, updater = SimpleNamespace(policy=policy), SharedWeights()
+        >>> updater.register_collector(collector)
+        >>> updater.push_weights(policy)
+        >>> updater.push_weights(nn.Linear(1, 1))
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: 'weight' of the policy is not the memory of the given \
+weight; build policy and loss on one module, or use InProcessWeights()
+    """
+
+    def push_weights(self, policy_or_weights: Source | None = None) -> None:
+        """Check that the given weights are the policy's own memory.
+
+        Args:
+            policy_or_weights: the trained module or its weights; ``None`` checks nothing.
+
+        Raises:
+            ConfigError: they are other tensors.
+        """
+        if policy_or_weights is None:
+            return
+        for name, target, given in _paired(self.policy, policy_or_weights):
+            if target.data_ptr() != given.data_ptr():
+                raise ConfigError(
+                    f"{name!r} of the policy is not the memory of the given weight; build policy "
+                    "and loss on one module, or use InProcessWeights()"
+                )
+
+
+class InProcessWeights(WeightUpdater):
+    """Copies weights into the policy in place, and skips those that are shared already.
+
+    The default of :class:`~torchrl_llm.collectors.LLMCollector`: with one module for sampling and
+    training nothing is copied, with two the sampler follows the trainer.
+
+    Attributes:
+        num_copied: weights that the last update copied; 0 when all are shared.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> policy, trained = nn.Linear(1, 1), nn.Linear(1, 1)
+        >>> collector, updater = SimpleNamespace(policy=policy), InProcessWeights()
+        >>> updater.register_collector(collector)
+        >>> updater.push_weights(trained)
+        >>> torch.equal(policy.weight, trained.weight), updater.num_copied
+        (True, 2)
+    """
+
+    num_copied: int = 0
+
+    def push_weights(self, policy_or_weights: Source | None = None) -> None:
+        """Copy weights into the policy.
+
+        Args:
+            policy_or_weights: the trained module or its weights; ``None`` for weights that are
+                shared, with nothing to do.
+
+        Raises:
+            ConfigError: names or shapes are not those of the policy's weights.
+        """
+        self.num_copied = 0
+        if policy_or_weights is None:
+            return
+        pairs = _paired(self.policy, policy_or_weights)
+        # All shapes are checked first, so that an error leaves the policy as it was.
+        for name, target, given in pairs:
+            if target.shape != given.shape:
+                raise ConfigError(
+                    f"{name!r} has shape {tuple(target.shape)} in the policy and "
+                    f"{tuple(given.shape)} in the given weights"
+                )
+        with torch.no_grad():
+            for _, target, given in pairs:
+                if target.data_ptr() != given.data_ptr():
+                    target.copy_(given)
+                    self.num_copied += 1

@@ -28,7 +28,7 @@ from torchrl_llm.errors import (
 )
 from torchrl_llm.modules.backends import BigramModel, SamplingParams, TensorSource
 from torchrl_llm.modules.remote import ActorOptions, EnginePool
-from torchrl_llm.modules.remote.store import ObjectStoreSource
+from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource
 from torchrl_llm.weights.fingerprint import weights_digest
 
 from . import engines

@@ -22,7 +22,7 @@ from torchrl_llm.modules.backends import (
     TensorSource,
 )
 from torchrl_llm.modules.remote import ActorOptions, PoolSpec
-from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
+from torchrl_llm.modules.remote.pool_wire import PackedCompletions, PackedIds
 from torchrl_llm.modules.remote.replica import Replica, VersionMismatch, Versions
 
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)

@@ -1,7 +1,7 @@
 """Control plane of vLLM's own server: pause, weights, caches, versions, sleep.
 
 It exists where the server was started with ``VLLM_SERVER_DEV_MODE=1``. Weights are taken by
-:class:`~torchrl_llm.modules.backends.vllm.receiver.WeightReceiver`, which the server has to be
+:class:`~torchrl_llm.weights.vllm_extension.WeightReceiver`, which the server has to be
 given as its worker extension. Neither pickles anything: weights travel as safetensors, in a file
 that both sides see or inside the requests, and the workers answer with the digest of what they got.
 """
@@ -29,10 +29,8 @@ from torchrl_llm.errors import (
     WeightUpdateError,
     WorkerError,
 )
+from torchrl_llm.weights.vllm_loading import EXTENSION
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
-
-EXTENSION = "torchrl_llm.modules.backends.vllm.receiver.WeightReceiver"
-"""What ``--worker-extension-cls`` must be for weights to be taken."""
 
 InFlight = Literal["wait", "keep", "abort"]
 

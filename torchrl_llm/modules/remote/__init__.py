@@ -5,9 +5,9 @@ from __future__ import annotations
 from torchrl_llm._ray import ActorOptions, RemoteObject
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot
 from torchrl_llm.modules.remote.pool import EnginePool
+from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource
 from torchrl_llm.modules.remote.replica import Replica
 from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor
-from torchrl_llm.modules.remote.store import ObjectStoreSource
 
 __all__ = [
     "ActorOptions",

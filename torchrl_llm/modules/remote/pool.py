@@ -36,11 +36,10 @@ from torchrl_llm.modules.backends.backend_port import (
     SamplingParams,
 )
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
-from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
 from torchrl_llm.modules.remote.dispatch import Balancing, Dispatcher, Part
+from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource, PackedCompletions, PackedIds
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
 from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor, free_place
-from torchrl_llm.modules.remote.store import ObjectStoreSource
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
 

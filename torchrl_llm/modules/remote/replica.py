@@ -17,7 +17,7 @@ from torchrl_llm._ray import get
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
-from torchrl_llm.modules.remote.completion_wire import PackedCompletions, PackedIds
+from torchrl_llm.modules.remote.pool_wire import PackedCompletions, PackedIds
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
 

@@ -20,16 +20,11 @@ from typing import Any, Literal, NamedTuple
 from torchrl._utils import logger
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, get, require_ray
-from torchrl_llm.errors import (
-    ConfigError,
-    ResourceError,
-    WeightUpdateError,
-    WorkerError,
-)
+from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.remote.balancer import LoadSnapshot
+from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource
 from torchrl_llm.modules.remote.replica import Replica, ReplicaFacts, ReplicaStatus
-from torchrl_llm.modules.remote.store import ObjectStoreSource
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _STARTERS = 256

@@ -60,7 +60,7 @@ def engine(cluster):
         compile=False,
         interval_s=0.5,
         env_vars={"OMP_NUM_THREADS": "1"},
-        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker_class.vLLMWorker",
+        worker_extension_cls="torchrl_llm.weights.vllm_extension.vLLMWorker",
         **ENGINE,
     ) as engine:
         yield engine
@@ -256,10 +256,7 @@ def test_engine_args_are_read_in_every_form():
     from vllm import EngineArgs
 
     model = str(embedded_model_path())
-    for given in (
-        EngineArgs(model=model, max_model_len=64),
-        {"model": model, "max_model_len": 64},
-    ):
+    for given in (EngineArgs(model=model, max_model_len=64), {"model": model, "max_model_len": 64}):
         made = AsyncVLLM(given)
         assert made.model_name == model
         assert made.spec.factory.func is ServedEngine

@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop, EngineRequest
-from torchrl_llm.modules.backends.vllm.sleep import SleepState
+from torchrl_llm.modules.backends.vllm.local_engine import SleepState
 
 
 class FakeEngine:
@@ -289,9 +289,7 @@ def test_many_updates_and_callers_never_wait_for_each_other_in_a_circle():
         return [ask(loop, (1 + i % 5, (caller, i))) for i in range(30)]
 
     found = in_threads(
-        *(lambda c=c: call(c) for c in range(12)),
-        lambda: update("wait"),
-        lambda: update("keep"),
+        *(lambda c=c: call(c) for c in range(12)), lambda: update("wait"), lambda: update("keep")
     )
     for caller in range(12):
         assert found[caller] == [[(caller, i)] for i in range(30)]

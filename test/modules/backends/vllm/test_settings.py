@@ -15,11 +15,7 @@ from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
 from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends.server import EXTENSION
 from torchrl_llm.modules.backends.vllm import build, engine_arguments, engine_environment
-from torchrl_llm.modules.backends.vllm.engine_environment import (
-    PRIVATE_NAMES,
-    prepare_vllm,
-    undisturbed,
-)
+from torchrl_llm.modules.backends.vllm.build import PRIVATE_NAMES, prepare_vllm, undisturbed
 
 NAMES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND")
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
-from torchrl_llm.modules.backends.vllm.slots import slots_known, weight_slots
-from torchrl_llm.modules.backends.vllm.weight_loading import load_into_vllm_model
+from torchrl_llm.weights.vllm_layout import slots_known, weight_slots
+from torchrl_llm.weights.vllm_loading import load_into_vllm_model
 from torchrl_llm.weights.weight_source import TensorSource
 
 

@@ -30,7 +30,7 @@ def test_single_weights_arrive_through_a_group():
     llm = make_vllm_worker(
         model_name=embedded_model_path(),
         make_ray_worker=False,
-        worker_extension_cls="torchrl_llm.modules.backends.vllm.worker_class.vLLMWorker",
+        worker_extension_cls="torchrl_llm.weights.vllm_extension.vLLMWorker",
         **SETTINGS,
     )
     with pytest.raises(ConfigError, match="call init_weight_update_group"):

@@ -5,12 +5,14 @@ Nothing here imports vLLM before an engine is built.
 
 from __future__ import annotations
 
+from torchrl_llm._imports import lazy
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
 from torchrl_llm.modules.backends.vllm.build import build_engine, engine_arguments
-from torchrl_llm.modules.backends.vllm.lora_adapter import active_adapter
-from torchrl_llm.modules.backends.vllm.sharing import SharedStorage
-from torchrl_llm.modules.backends.vllm.weight_loading import load_into_vllm_model, load_weights
 
+_LAZY = {
+    "torchrl_llm.weights.shared_engine": "SharedStorage",
+    "torchrl_llm.weights.vllm_loading": "active_adapter load_into_vllm_model load_weights",
+}
 __all__ = [
     "SharedStorage",
     "VLLMBackend",
@@ -20,3 +22,4 @@ __all__ = [
     "load_into_vllm_model",
     "load_weights",
 ]
+__getattr__ = lazy(__name__, _LAZY)

@@ -26,6 +26,7 @@ from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
+from torchrl_llm.modules.backends.vllm.build import build_engine
 from torchrl_llm.modules.backends.vllm.engine_loop import IN_FLIGHT, EngineRequest, InFlight
 from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.modules.remote.dispatch import Part
@@ -312,10 +313,7 @@ class AsyncVLLM(EnginePool):
         return found if actor_index is None else found[actor_index]
 
     def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
     ) -> list[Any]:
         """Call a method of every worker of every replica, while these do nothing else.
 
@@ -479,3 +477,61 @@ def _num_gpus(num_devices: int | None, gpus: float) -> float:
         return 1.0 if gpus else 0.0
     # The devices of a vLLM that computes on the CPU are processes.
     return 0.0 if _on_cpu() else float(num_devices)
+
+
+def make_vllm_worker(
+    *,
+    model_name: str | os.PathLike[str],
+    devices: Sequence[int] | None = None,
+    num_devices: int | None = None,
+    make_ray_worker: bool = True,
+    enforce_eager: bool = False,
+    enable_fp32_output: bool = False,
+    **options: Any,
+) -> Any:
+    """One engine: in a Ray actor, or in this process.
+
+    Args:
+        model_name: name or folder of a model.
+        devices: CUDA devices of an engine in this process; Ray chooses those of its actors itself.
+        num_devices: how many GPUs; by default one where there is any, or as many as ``devices``.
+        make_ray_worker: whether it runs in an actor.
+        enforce_eager: no CUDA graphs and no compilation.
+        enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
+        **options: further ones of :class:`~torchrl_llm.modules.AsyncVLLM` for an actor, else of
+            :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
+
+    Returns:
+        An :class:`~torchrl_llm.modules.AsyncVLLM` of one replica, or a ``vllm.LLM``; a
+        :class:`~torchrl_llm.modules.vLLMWrapper` takes both.
+
+    Raises:
+        MissingExtraError: vLLM or Ray is not installed.
+        ConfigError: for devices where they have no effect, or that contradict ``num_devices``.
+        ResourceError: Ray is not running or has too little, or the model does not fit.
+    """
+    if devices is not None and num_devices not in (None, len(devices)):
+        raise ConfigError(f"num_devices={num_devices} contradicts devices={list(devices)}")
+    if make_ray_worker:
+        if devices is not None:
+            raise ConfigError("Ray chooses the devices of its actors: give num_devices instead")
+        return AsyncVLLM.from_pretrained(
+            model_name,
+            num_devices=num_devices,
+            compile=not enforce_eager,
+            enable_fp32_output=enable_fp32_output,
+            **options,
+        )
+    if devices is not None:
+        if torch.cuda.is_initialized():
+            raise ConfigError(
+                "devices= must be chosen before this process uses CUDA; set CUDA_VISIBLE_DEVICES"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return build_engine(
+        model_name,
+        num_devices=num_devices or (1 if devices is None else len(devices)),
+        enforce_eager=enforce_eager,
+        enable_fp32_lm_head=enable_fp32_output,
+        **options,
+    )

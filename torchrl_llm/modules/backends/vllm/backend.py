@@ -32,7 +32,7 @@ from torchrl_llm.modules.backends.backend_port import (
 )
 from torchrl_llm.modules.backends.vllm.build import build_engine
 from torchrl_llm.modules.backends.vllm.engine_loop import EngineRequest, InFlight
-from torchrl_llm.modules.backends.vllm.local import LocalEngine
+from torchrl_llm.modules.backends.vllm.local_engine import LocalEngine
 from torchrl_llm.modules.backends.vllm.requests import (
     NATIVE_ARGUMENTS,
     completion_of,
@@ -42,6 +42,7 @@ from torchrl_llm.modules.backends.vllm.requests import (
     scoring_arguments,
 )
 from torchrl_llm.modules.model_loading import load_tokenizer
+from torchrl_llm.weights.vllm_loading import check_engine, load_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
 _HERE: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -402,14 +403,10 @@ class VLLMBackend(Backend):
 
     def check_updates(self) -> None:
         """See :meth:`Backend.check_updates`."""
-        from torchrl_llm.modules.backends.vllm.weight_loading import check_engine
-
         check_engine(self.engine)
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; between two steps of the engine."""
-        from torchrl_llm.modules.backends.vllm.weight_loading import load_weights
-
         # It goes on sampling until they are here.
         incoming = open_source(source, version=version)
         with self.exclusive():

@@ -1,8 +1,7 @@
-"""All weights into engines: the way that always works, and what the cheaper ways share with it.
+"""Updaters of engines: all weights, those that changed, or the LoRA adapter alone.
 
-Next: :mod:`~torchrl_llm.weights.shared_engine` (nothing is copied),
-:mod:`~torchrl_llm.weights.delta_weights` (what changed) and
-:mod:`~torchrl_llm.weights.adapter_weights` (LoRA) for less work than this.
+Each push is proven: the engine answers with the digest of what it got, and computes what the
+trainer computes. Next: :mod:`~torchrl_llm.weights.shared_engine`, where nothing is copied.
 """
 
 from __future__ import annotations
@@ -11,18 +10,27 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
+from torchrl_llm._imports import require
 from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.backend_port import Backend
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.weights.canary import CanaryCheck
-from torchrl_llm.weights.weight_ledger import WeightLedger
-from torchrl_llm.weights.weight_names import engine_weights
-from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
+from torchrl_llm.weights.fingerprint import WeightDigest, WeightLedger
+from torchrl_llm.weights.weight_names import engine_weights, normalized_name, whole_tensor
+from torchrl_llm.weights.weight_source import (
+    AdapterSource,
+    DeltaSource,
+    TensorSource,
+    WeightReceipt,
+    WeightSource,
+)
 from torchrl_llm.weights.weight_updater import WeightUpdater
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -190,3 +198,174 @@ class EngineWeights(WeightUpdater):
 
 def _update(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:
     return backend.update_weights(source, version=version)
+
+
+@register("weights", "delta")
+class DeltaWeights(EngineWeights):
+    """Sends the tensors whose digest is another than at the last push.
+
+    Each engine is told which weights the changes are a change of, and refuses them when it holds
+    others (it was rebuilt, or missed a version); it is then sent all weights. The first push is
+    whole. Hashing reads every weight once, which is cheaper than sending it anywhere.
+
+    Attributes:
+        num_sent: tensors of the last push, to the engine that got most.
+        num_bytes_sent: of the last push, to all engines together.
+
+    Example:
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> trained = FakeBackend(vocab_size=16, eos_token_ids=(2,), seed=1).module
+        >>> updater = DeltaWeights(FakeBackend(vocab_size=16, eos_token_ids=(2,)), model=trained)
+        >>> updater.push_weights()
+        >>> first = updater.num_sent
+        >>> _ = next(trained.parameters()).data.mul_(2)
+        >>> updater.push_weights()
+        >>> first, updater.num_sent
+        (2, 1)
+    """
+
+    num_sent: int = 0
+    num_bytes_sent: int = 0
+    _held: WeakKeyDictionary[Backend, dict[str, int]] | None = None
+
+    def _check(self, backend: Backend) -> None:
+        super()._check(backend)
+        if not self._fingerprint:
+            raise ConfigError("DeltaWeights finds what changed by its fingerprint: leave that on")
+
+    def _sender(self, weights: Weights, version: int) -> Sender:
+        named = engine_weights(weights, dtype=self._dtype)
+        digest = WeightDigest()
+        for name, value in named.items():
+            digest.update(name, value)
+        if self._held is None:
+            self._held = WeakKeyDictionary()
+        self.num_sent = self.num_bytes_sent = 0
+
+        def send(backend: Backend) -> list[WeightReceipt]:
+            receipts = self._send_to(backend, named, digest, version)
+            self._held[backend] = digest.parts
+            return receipts
+
+        return send
+
+    def _send_to(
+        self, backend: Backend, named: dict[str, Tensor], digest: WeightDigest, version: int
+    ) -> list[WeightReceipt]:
+        parts, held = digest.parts, self._held.pop(backend, {})
+        if held.keys() == parts.keys():
+            changed = {name: value for name, value in named.items() if held[name] != parts[name]}
+            base = WeightDigest.of_parts(held)
+            try:
+                source = self._counted(DeltaSource(changed, base=base, result=digest.value))
+                receipts = backend.update_weights(source, version=version)
+            except WeightUpdateError:
+                # It holds others than it was sent: built anew, or loaded by somebody else.
+                pass
+            else:
+                self._count_sent(changed)
+                return receipts
+        self._count_sent(named)
+        source = self._counted(TensorSource(named, digest=digest.value))
+        return backend.update_weights(source, version=version)
+
+    def _count_sent(self, sent: dict[str, Tensor]) -> None:
+        self.num_sent = max(self.num_sent, len(sent))
+        self.num_bytes_sent += sum(value.numel() * value.element_size() for value in sent.values())
+
+
+@register("weights", "adapter")
+class AdapterWeights(EngineWeights):
+    """Sends the adapter of a PEFT model to engines that have the model's base weights.
+
+    An engine with LoRA (vLLM with ``enable_lora=True``, or a
+    :class:`~torchrl_llm.modules.backends.TransformersBackend` on a PEFT model of its own) takes the
+    adapter as it is. With ``merge`` the engine needs none: it gets the full weights of the adapted
+    layers, each with the adapter added, and keeps the others.
+
+    The engine must have been built from the model's base; nothing but a ``canary`` would notice
+    another one.
+
+    Args:
+        *backends: see :class:`EngineWeights`.
+        model: the PEFT model; needed here or in :meth:`push_weights`.
+        merge: send merged weights.
+        canary: see :class:`EngineWeights`; its reference must score with the adapter.
+        ledger: see :class:`EngineWeights`.
+    """
+
+    def __init__(
+        self,
+        *backends: Backend,
+        model: nn.Module | None = None,
+        merge: bool = False,
+        canary: CanaryCheck | None = None,
+        ledger: WeightLedger | None = None,
+    ) -> None:
+        self._merge = merge
+        super().__init__(*backends, model=model, canary=canary, ledger=ledger)
+
+    def _check(self, backend: Backend) -> None:
+        # An adapter leaves the weights of its base alone.
+        if self._merge:
+            super()._check(backend)
+
+    def _sender(self, weights: Any, version: int) -> Sender:
+        if isinstance(weights, LLMWrapperBase):
+            weights = weights.backend.module
+        weights = _unwrapped(weights)
+        if not isinstance(weights, nn.Module) or not isinstance(
+            getattr(weights, "active_adapter", None), str
+        ):
+            raise ConfigError(
+                "AdapterWeights pushes a PEFT model with one active adapter, got "
+                f"{type(weights).__name__}; a model without adapter goes by EngineWeights"
+            )
+        source = self._counted(_merged(weights) if self._merge else _adapter(weights))
+        return lambda backend: backend.update_weights(source, version=version)
+
+
+def _adapter(model: nn.Module) -> WeightSource:
+    peft = require("peft", extra="peft", feature="AdapterWeights")
+    name = model.active_adapter
+    state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name)
+    config = {key: _plain(value) for key, value in model.peft_config[name].to_dict().items()}
+    config["inference_mode"] = True
+    weights = {key: whole_tensor(value.detach()) for key, value in sorted(state.items())}
+    return AdapterSource(weights, config=config)
+
+
+def _unwrapped(weights: Any) -> Any:
+    """The model inside DDP and ``torch.compile``, which PEFT's own functions do not look into."""
+    while isinstance(weights, nn.Module):
+        inside = weights._modules.get("_orig_mod") or weights._modules.get("module")
+        if inside is None:
+            break
+        weights = inside
+    return weights
+
+
+def _merged(model: nn.Module) -> WeightSource:
+    """The merged weights of the adapted layers alone."""
+    adapted = {
+        normalized_name(path)
+        for path, part in model.named_modules()
+        if hasattr(part, "base_layer") or hasattr(part, "modules_to_save")
+    }
+    weights = {
+        name: value
+        for name, value in engine_weights(model).items()
+        if name.rpartition(".")[0] in adapted
+    }
+    return TensorSource(weights, kind="delta")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: PEFT's configuration holds sets and enums."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,11 +1,13 @@
-"""New weights for experts, of which vLLM's kernels have the old ones in a layout of their own.
+"""Layout of weights in a vLLM model: where each lies, and what has a form of its own.
+
+vLLM keeps query, key and value in one matrix, gate and up in another, and pads the vocabulary. A
+weight by its Hugging Face name is then a run of rows of vLLM's parameter: a view that may be
+written to, hashed, or made the storage of the trainer's own parameter. Slots answer only for what
+is known to lie like this: plain dense decoders in a floating dtype on one device.
 
 vLLM turns the experts of a mixture into its kernel's layout once, after the first loading. Whatever
 its loaders write there later lies in the wrong places, and nothing raises. So new experts are
-loaded beside those that the kernel has, turned as the first ones were, and copied over them.
-
-Next: :mod:`torchrl_llm.modules.backends.vllm.weight_loading`, which does this in the middle of a
-load.
+loaded next to those that the kernel has, turned as the first ones were, and copied over them.
 """
 
 from __future__ import annotations
@@ -13,11 +15,107 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
+
+# Families whose parameters are all named and cut as their Hugging Face twins are, by test.
+_FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+
+class WeightSlots(NamedTuple):
+    """The memory of a vLLM model by Hugging Face names.
+
+    Attributes:
+        slots: name to a view of the engine's memory; names that are tied have the same view.
+        padding: rows of the vocabulary that no token has.
+    """
+
+    slots: dict[str, Tensor]
+    padding: list[Tensor]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether this is one worker's part of a model, of which other processes have the rest.
+
+    Args:
+        model: vLLM's.
+    """
+    return any(
+        getattr(part, "tp_size", 1) != 1 or type(part).__name__ == "PPMissingLayer"
+        for part in model.modules()
+    )
+
+
+def slots_known(model: nn.Module) -> bool:
+    """Whether :func:`weight_slots` knows this family of models.
+
+    Args:
+        model: vLLM's.
+    """
+    return type(model).__name__ in _FAMILIES
+
+
+def weight_slots(model: nn.Module) -> WeightSlots:
+    """Find every weight of a vLLM model.
+
+    Args:
+        model: vLLM's own implementation, after loading.
+
+    Returns:
+        Views of its parameters; they stay valid as long as the engine lives.
+
+    Raises:
+        ConfigError: another family, an engine on several devices, quantized weights, or weights
+            that vLLM packed into another form when it started.
+    """
+    if not slots_known(model):
+        raise ConfigError(
+            f"the place of each weight is known in {sorted(_FAMILIES)}, not in "
+            f"{type(model).__name__}; bring the weights by EngineWeights"
+        )
+    fused = model.packed_modules_mapping
+    slots: dict[str, Tensor] = {}
+    padding: list[Tensor] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            # An engine with LoRA wraps its layers.
+            name = path.replace(".base_layer", "")
+            _check(f"{name}.{leaf}", module, parameter)
+            parent, _, last = name.rpartition(".")
+            if last in fused:
+                sizes = module.output_sizes
+                for part, rows in zip(fused[last], parameter.data.split(sizes), strict=True):
+                    slots[f"{parent}.{part}.{leaf}"] = rows
+            elif hasattr(module, "org_vocab_size"):
+                size = module.org_vocab_size
+                slots[f"{name}.{leaf}"] = parameter.data[:size]
+                padding.append(parameter.data[size:])
+            else:
+                slots[f"{name}.{leaf}"] = parameter.data
+    return WeightSlots(slots, padding)
+
+
+def _check(name: str, module: nn.Module, parameter: Tensor) -> None:
+    if getattr(module, "tp_size", 1) != 1:
+        raise ConfigError(
+            f"{name} is spread over {module.tp_size} devices; bring its weights by EngineWeights "
+            "(weight_sync.type=load)"
+        )
+    if parameter.numel() == 0:
+        raise ConfigError(
+            f"vLLM packed {name} into a form of its own when it started, which nothing can be "
+            "loaded into; let torchrl_llm build the engine (it turns packing off), or call "
+            "torchrl_llm.modules.backends.vllm.build before"
+        )
+    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+        raise ConfigError(
+            f"{name} is quantized ({parameter.dtype}); its weights cannot be replaced"
+        )
+
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _EXPERTS = "UnquantizedFusedMoEMethod"
