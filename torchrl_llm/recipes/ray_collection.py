@@ -165,7 +165,7 @@ class RayCollection(ChannelCollector):
         batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
         pacer: see there.
         timeout_s: see there.
-        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_updaters`.
+        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_weights`.
     """
 
     def __init__(

@@ -15,15 +15,16 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
+from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
 
 JOIN_TIMEOUT_S = 60.0
 """Seconds that the members of a group have to come together, unless the caller says otherwise."""
@@ -33,6 +34,90 @@ JOIN_TIMEOUT_S = 60.0
 _WATCHDOG = timedelta(days=1)
 
 T = TypeVar("T")
+
+
+class CallGroup:
+    """Starts calls at once, each in a thread that nobody has to wait for.
+
+    The threads end with the process if a call never returns.
+
+    Args:
+        calls: functions without arguments.
+
+    Example:
+        >>> CallGroup([lambda: 1, lambda: 2]).results(timeout_s=5)
+        [1, 2]
+    """
+
+    def __init__(self, calls: Iterable[Callable[[], Any]]) -> None:
+        self._results: dict[int, Any] = {}
+        self._errors: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, call), daemon=True)
+            for index, call in enumerate(calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, call: Callable[[], Any]) -> None:
+        try:
+            self._results[index] = call()
+        except BaseException as error:  # raised in the thread that asks for the results
+            self._errors.append(error)
+
+    def failed(self) -> bool:
+        """Whether any call raised."""
+        return bool(self._errors)
+
+    def returned(self) -> list[Any]:
+        """The results that there are by now, in the order of the calls."""
+        return [self._results[index] for index in sorted(self._results)]
+
+    def raise_failure(self, *, grace_s: float = 0.0) -> None:
+        """Raise the first error of a call.
+
+        Args:
+            grace_s: seconds to wait for calls that are about to fail.
+        """
+        deadline = time.monotonic() + grace_s
+        while not self._errors and time.monotonic() < deadline:
+            if not any(thread.is_alive() for thread in self._threads):
+                return
+            time.sleep(0.005)
+        if self._errors:
+            raise self._errors[0]
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait until all have returned or raised.
+
+        Args:
+            timeout_s: most seconds to wait for all.
+
+        Returns:
+            How many have not.
+        """
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return len(self._threads) - len(self._results) - len(self._errors)
+
+    def results(self, timeout_s: float) -> list[Any]:
+        """The results, in the order of the calls.
+
+        Args:
+            timeout_s: most seconds to wait for all.
+
+        Raises:
+            WeightUpdateError: a call did not return in time.
+            Exception: the first error of a call.
+        """
+        late = self.wait(timeout_s)
+        self.raise_failure()
+        if late:
+            raise WeightUpdateError(
+                f"{late} of {len(self._threads)} samplers did not answer within {timeout_s:.3g} s"
+            )
+        return self.returned()
 
 
 def bounded(call: Callable[[], T], *, timeout_s: float, what: str) -> T:
@@ -50,26 +135,14 @@ def bounded(call: Callable[[], T], *, timeout_s: float, what: str) -> T:
         >>> bounded(lambda: 3, timeout_s=1, what="three")
         3
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # handed to the caller below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name=f"bounded-{what}")
-    thread.start()
-    thread.join(max(0.0, timeout_s))
-    if errors:
-        # The store and the collectives raise these, and a RuntimeError for a peer that is gone.
-        if isinstance(errors[0], (dist.DistError, RuntimeError)):
-            raise WorkerError(f"{what}: {_first_line(errors[0])}") from None
-        raise errors[0]
-    if not results:
+    calls = CallGroup([call])
+    if calls.wait(timeout_s):
         raise WorkerError(f"{what}: no answer within {timeout_s:.3g} s")
-    return results[0]
+    try:
+        calls.raise_failure()
+    except RuntimeError as error:  # of the store, of the collectives, and of a peer that is gone
+        raise WorkerError(f"{what}: {_first_line(error)}") from None
+    return calls.returned()[0]
 
 
 def _first_line(error: BaseException) -> str:
@@ -91,7 +164,7 @@ def open_store(
         ResourceError: the port is taken.
         WorkerError: no host answers at this address.
     """
-    limit = timedelta(seconds=max(timeout_s, 0.001))
+    limit = _limit(timeout_s)
     if host:
         try:
             return dist.TCPStore(
@@ -130,7 +203,7 @@ class Pending:
         # Whoever holds the work holds the group's connections open, and an error holds this frame.
         work, self._work = self._work, None
         try:
-            work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+            work.wait(_limit(timeout_s))
         except RuntimeError as error:
             raise WorkerError(f"{self._what}: {_first_line(error)}") from None
         finally:
@@ -177,12 +250,10 @@ class WeightGroup:
             src: rank that sends.
             timeout_s: most seconds that it may take.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        options.timeout = timedelta(seconds=max(timeout_s, 0.001))
         what = f"broadcast in a group of {self.world_size}"
         try:
-            return Pending(self._joined().broadcast([tensor], options), what)
+            work = self._joined().broadcast([tensor], _broadcast_options(src, timeout_s))
+            return Pending(work, what)
         except RuntimeError as error:
             raise WorkerError(f"{what}: {_first_line(error)}") from None
 
@@ -231,9 +302,12 @@ def join_group(
     """
     device = torch.device(device)
     prefixed = dist.PrefixStore(name, store)
-    make = _make_nccl if device.type == "cuda" else _make_gloo
+    if device.type == "cuda":
+        make = partial(_make_nccl, prefixed, rank, world_size, device, timeout_s)
+    else:
+        make = partial(_make_gloo, prefixed, rank, world_size, address, timeout_s)
     group = bounded(
-        lambda: make(prefixed, rank, world_size, address, device, timeout_s),
+        make,
         timeout_s=timeout_s + 1,
         what=f"member {rank} of {world_size} of a group for weights",
     )
@@ -241,12 +315,7 @@ def join_group(
 
 
 def _make_gloo(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    address: str,
-    device: torch.device,
-    timeout_s: float,
+    store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float
 ) -> dist.ProcessGroup:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -258,23 +327,28 @@ def _make_gloo(
 
 
 def _make_nccl(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    address: str,
-    device: torch.device,
-    timeout_s: float,
+    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _WATCHDOG
     torch.cuda.set_device(device)
     group = dist.ProcessGroupNCCL(store, rank, world_size, options)
     # NCCL connects at the first collective; a small one here makes a late member fail here.
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    work = group.broadcast([torch.zeros(1, device=device)], options)
-    work.wait(timedelta(seconds=timeout_s))
+    work = group.broadcast([torch.zeros(1, device=device)], _broadcast_options(0, timeout_s))
+    work.wait(_limit(timeout_s))
     return group
+
+
+def _broadcast_options(src: int, timeout_s: float) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = src, 0
+    options.timeout = _limit(timeout_s)
+    return options
+
+
+def _limit(timeout_s: float) -> timedelta:
+    # To torch, no time at all means for ever.
+    return timedelta(seconds=max(timeout_s, 0.001))
 
 
 def stateless_init_process_group(
@@ -286,7 +360,7 @@ def stateless_init_process_group(
     *,
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> WeightGroup:
-    """A group of its own, beside any other that the processes are in.
+    """A group of its own, next to any other that the processes are in.
 
     Args:
         master_address: of rank 0; ``None`` for this machine.
@@ -328,25 +402,10 @@ def stateless_init_process_group(
     )
 
 
-async def stateless_init_process_group_async(
-    master_address: str | None,
-    master_port: int | str | None,
-    rank: int,
-    world_size: int,
-    device: torch.device | str | int | None = None,
-    *,
-    timeout_s: float = JOIN_TIMEOUT_S,
-) -> WeightGroup:
+@wraps(stateless_init_process_group, assigned=())
+async def stateless_init_process_group_async(*args: Any, **kwargs: Any) -> WeightGroup:
     """:func:`stateless_init_process_group` without holding up the event loop."""
-    return await asyncio.to_thread(
-        stateless_init_process_group,
-        master_address,
-        master_port,
-        rank,
-        world_size,
-        device,
-        timeout_s=timeout_s,
-    )
+    return await asyncio.to_thread(stateless_init_process_group, *args, **kwargs)
 
 
 def collective_device(device: torch.device | str | int | None = None) -> torch.device:
