@@ -17,11 +17,9 @@ Written for both, run on gloo: no CUDA device was at hand when this was made.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,8 +39,17 @@ from torchrl_llm.weights.broadcast_source import (
     split,
 )
 from torchrl_llm.weights.fingerprint import WeightDigest
-from torchrl_llm.weights.process_group import WeightGroup, collective_device, join_group, open_store
+from torchrl_llm.weights.process_group import (
+    CallGroup,
+    WeightGroup,
+    collective_device,
+    join_group,
+    open_store,
+)
 from torchrl_llm.weights.weight_source import WeightReceipt
+
+_POLL_S = 0.002
+_KEPT = 8  # announcements that stay in the store, for receivers that are late with an answer
 
 
 class BroadcastSender:
