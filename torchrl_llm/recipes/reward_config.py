@@ -18,20 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm import rewards
 from torchrl_llm._registry import constructor_arguments, find, import_named, is_file, names
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import ensure, from_mapping, naming
-from torchrl_llm.rewards import (
-    BatchScorer,
-    Component,
-    CompositeReward,
-    FormatReward,
-    JudgeReward,
-    RewardParser,
-    Scorer,
-    WrittenReward,
-)
 from torchrl_llm.rewards.judge import endpoint_judge
 
 __all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]
@@ -45,7 +36,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 # The keys of every component: the arguments of :class:`~torchrl_llm.rewards.Component`.
 _TERMS = {
     name: (parameter.annotation, parameter.default)
-    for name, parameter in constructor_arguments(Component).items()
+    for name, parameter in constructor_arguments(rewards.Component).items()
     if name != "scorer"
 }
 _Terms = make_dataclass("_Terms", [(name, *term) for name, term in _TERMS.items()], kw_only=True)
@@ -87,7 +78,7 @@ def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
     parts = {name: _component(name, part, make=False) for name, part in checked.items()}
     if parts:
         with naming(_PATH):
-            CompositeReward(_with_task(parts))
+            rewards.CompositeReward(_with_task(parts))
     return checked
 
 
@@ -117,17 +108,17 @@ def add_components(env: TaskEnv, settings: Settings) -> TaskEnv:
     """
     if settings:
         parts = {name: _component(name, part, make=True) for name, part in settings.items()}
-        env.append_transform(CompositeReward(_with_task(parts), set_done_if_answer=False))
+        env.append_transform(rewards.CompositeReward(_with_task(parts), set_done_if_answer=False))
     return env
 
 
-def _with_task(parts: Mapping[str, Component]) -> dict[str, Component]:
+def _with_task(parts: Mapping[str, rewards.Component]) -> dict[str, rewards.Component]:
     """The task first, whose success counts."""
-    task = parts.get(TASK, Component(WrittenReward()))
+    task = parts.get(TASK, rewards.Component(rewards.WrittenReward()))
     return {TASK: task} | {name: part for name, part in parts.items() if name != TASK}
 
 
-def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> Component:
+def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> rewards.Component:
     path = f"{_PATH}.{name}"
     ensure(hasattr(settings, "items"), f"{path} is a group of keys, got {settings!r}")
     options = {key: value for key, value in settings.items() if key not in _TERMS}
@@ -138,12 +129,12 @@ def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> Compone
                 set(settings) <= {"weight"},
                 f"the task's own reward has a weight and no other key here, got {list(settings)}",
             )
-            scorer: Any = WrittenReward()
+            scorer: Any = rewards.WrittenReward()
         else:
             scorer = _scorer(name, options, make=make)
-        if isinstance(scorer, BatchScorer) and "run" not in given:
+        if isinstance(scorer, rewards.BatchScorer) and "run" not in given:
             given["run"] = "threads"  # it waits for others
-        return Component(scorer, **vars(from_mapping(_Terms, given)))
+        return rewards.Component(scorer, **vars(from_mapping(_Terms, given)))
 
 
 def _scorer(name: str, options: dict[str, Any], *, make: bool) -> Any:
@@ -176,13 +167,13 @@ def _of_user(path: Any, options: Mapping[str, Any], *, make: bool) -> Any:
 
 def _in_place_of(target: type) -> Any:
     """A scorer of the same kind as a class whose own constructor may take long."""
-    if issubclass(target, BatchScorer):
-        return JudgeReward(list)
+    if issubclass(target, rewards.BatchScorer):
+        return rewards.JudgeReward(list)
     ensure(
-        issubclass(target, (Scorer, RewardParser)) or "__call__" in dir(target),
+        issubclass(target, (rewards.Scorer, rewards.RewardParser)) or "__call__" in dir(target),
         f"{target.__name__} is no Scorer, BatchScorer or RewardParser, nor can it be called",
     )
-    return FormatReward()
+    return rewards.FormatReward()
 
 
 def _check_call(target: Callable[..., Any], options: Mapping[str, Any], *before: Any) -> None:

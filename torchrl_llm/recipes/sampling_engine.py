@@ -9,12 +9,7 @@ import torch
 from torchrl_llm._registry import find
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
-from torchrl_llm.recipes.builders import (
-    RecipeConfig,
-    device_of,
-    samples_in_bfloat16,
-    wrapper_options,
-)
+from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.groups import EngineConfig, WeightSyncConfig
 from torchrl_llm.weights import (
     CanaryCheck,
@@ -29,7 +24,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _TF32_NATS = 1e-3
 
 
-class SamplerConfig(RecipeConfig, Protocol):
+class SamplerConfig(builders.RecipeConfig, Protocol):
     """The groups that are read here, besides those of every recipe."""
 
     inference_model: EngineConfig
@@ -47,7 +42,7 @@ def sync_type(config: SamplerConfig) -> str:
     if config.train_model.lora.enabled:
         return "adapter"
     engine = config.inference_model
-    one_memory = device_of(config).type == "cpu" and engine.num_devices == 1
+    one_memory = builders.device_of(config).type == "cpu" and engine.num_devices == 1
     one_memory = one_memory and engine.backend == "vllm"
     return "shared" if one_memory else "load"
 
@@ -67,7 +62,7 @@ def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
     """
     options = config.inference_model.engine_options
     # Shared memory has one type; else the engine samples in the precision of the autocast.
-    low = samples_in_bfloat16(config) and sync != "shared"
+    low = builders.samples_in_bfloat16(config) and sync != "shared"
     options["dtype"] = "bfloat16" if low else config.train_model.dtype
     if sync == "shared":
         options["load_format"] = "dummy"  # it gets the trainer's weights at once
@@ -94,7 +89,7 @@ def make_canary(config: SamplerConfig, policy: TransformersWrapper, sync: str) -
     dtype = torch.float32
     if is_vllm:
         dtype = getattr(torch, engine_arguments(config, sync)["dtype"])
-    if dtype == torch.float32 and device_of(config).type != "cpu":
+    if dtype == torch.float32 and builders.device_of(config).type != "cpu":
         return CanaryCheck(policy, dtype=dtype, tolerance=_TF32_NATS)
     return CanaryCheck(policy, dtype=dtype)
 
@@ -145,7 +140,7 @@ def make_sampler(
     options = engine_arguments(config, sync) if is_vllm else {}
     make = find("backends", config.inference_model.backend)
     backend = make(config.model.name, tokenizer=policy.tokenizer, **options)
-    sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **wrapper_options(config))
+    sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **builders.wrapper_options(config))
     canary = None
     if config.weight_sync.verify:
         canary = make_canary(config, policy, sync)
