@@ -1,4 +1,4 @@
-"""Environments: chats, data sets, rewards and transforms."""
+"""Environments: chats, tasks, games, remote worlds and transforms."""
 
 from torchrl_llm._imports import lazy
 from torchrl_llm.envs.chat_env import ChatEnv

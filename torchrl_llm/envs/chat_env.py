@@ -1,10 +1,10 @@
-"""Chat environments: a conversation a row, moved from one turn to the next.
+"""Chat environments: one conversation per row, moved from one turn to the next.
 
 :class:`ChatEnv` starts conversations from a ``query`` and turns the policy's output into the next
 prompt. It gives no reward and ends nothing: transforms do
 (:mod:`torchrl_llm.rewards`, :mod:`torchrl_llm.envs.transforms`).
 
-Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a data set.
+Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a dataset.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ChatEnv(EnvBase):
     :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
 
     In history mode the sampled token ids ride inside the conversations. In text and tokens mode
-    they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"`` beside them;
-    in text mode all three are empty at reset.
+    they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"``; in text
+    mode all three are empty at reset.
 
     Args:
         input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
@@ -262,7 +262,7 @@ class ChatEnv(EnvBase):
                 out.set(name, torch.where(stepped.unsqueeze(-1), out.get(name), before))
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing is random here; a data set is seeded by its loader."""
+        """Nothing is random here; a dataset is seeded by its loader."""
 
     # Resume
 
@@ -309,18 +309,18 @@ class _Loader:
 
 
 class DatasetChatEnv(TransformedEnv):
-    """A :class:`ChatEnv` whose conversations start from the rows of a data set.
+    """A :class:`ChatEnv` whose conversations start from the rows of a dataset.
 
     It is a ``TransformedEnv`` over a :class:`~torchrl_llm.envs.ChatEnv` with a
     :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`; append further transforms to it.
     Subclasses turn the rows of a file into ``query`` and ``answer`` in :meth:`make_row`.
 
     Args:
-        dataset: a sequence of dicts, a JSON-lines file, several of these, or the id of a data set
+        dataset: a sequence of dicts, a JSON-lines file, several of these, or the id of a dataset
             on the hub; see :func:`~torchrl_llm.data.row_files.load_rows`.
         shuffle: whether each epoch has an order of its own.
-        name: configuration of a hub data set.
-        split: split of a hub data set; ``train`` if not given.
+        name: configuration of a hub dataset.
+        split: split of a hub dataset; ``train`` if not given.
         num_envs: ``B``, conversations at a time.
         repeats: how many conversations each row starts; they share a ``group_id``.
         batch_size_dl: how many rows ``collate_fn`` sees at a time.
@@ -425,7 +425,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the data set as the environment hands it out; the row itself here."""
+        """A row of the dataset as the environment hands it out; the row itself here."""
         return row
 
     @classmethod

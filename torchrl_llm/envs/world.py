@@ -27,15 +27,10 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.data.failures import place_of, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
-from torchrl_llm.envs.actions import ActionParser, ActionTool, CallAction
+from torchrl_llm.envs.actions import ActionError, ActionParser, ActionTool, CallAction
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards.reward_parser import (
-    acting_rows,
-    add_reward_specs,
-    raise_flags,
-    write_errors,
-)
+from torchrl_llm.rewards import reward_parser
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -106,13 +101,20 @@ class WorldTransform(Transform):
     Args:
         parser: reads actions.
         with_reward: write the reward and what goes with it.
+        accept_cut: read answers that were cut at their limit of tokens like others.
         tool_role: role of the messages that answer a tool call.
     """
 
     def __init__(
-        self, parser: ActionParser, *, with_reward: bool = True, tool_role: str = "tool"
+        self,
+        parser: ActionParser,
+        *,
+        with_reward: bool = True,
+        accept_cut: bool = False,
+        tool_role: str = "tool",
     ) -> None:
         super().__init__()
+        self.accept_cut = accept_cut
         self.parser = parser
         self.with_reward = with_reward
         self.tool_role = tool_role
@@ -136,7 +138,7 @@ class WorldTransform(Transform):
         turns: Sequence[ModelTurn],
         reactions: Sequence[Reaction],
     ) -> None:
-        """Write what a world of this kind tells beside; nothing by default.
+        """Write what else a world of this kind tells; nothing by default.
 
         Args:
             td: all rows.
@@ -153,8 +155,23 @@ class WorldTransform(Transform):
         nothing = [False] * size
         cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
         answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
-        rows = acting_rows(td, next_td)
+        rows = reward_parser.acting_rows(td, next_td)
         return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
+
+    def answer(self, turn: ModelTurn) -> Mapping[str, Any]:
+        """The message of a turn.
+
+        Args:
+            turn: what the model did.
+
+        Raises:
+            ActionError: there is none, or one that was cut.
+        """
+        if turn.message is None:
+            raise ActionError("There is no answer.")
+        if turn.cut and not self.accept_cut:
+            raise ActionError(CUT_OFF)
+        return turn.message
 
     def reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
         """The message that tells what came of a turn; a tool's where it answers a call.
@@ -197,7 +214,7 @@ class WorldTransform(Transform):
         """Adds the reward's keys."""
         if not self.with_reward:
             return reward_spec
-        return add_reward_specs(reward_spec, ["reward"], "success")
+        return reward_parser.add_reward_specs(reward_spec, ["reward"], "success")
 
 
 def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
@@ -212,7 +229,7 @@ def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> N
     td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(cell))
     td.set("success", torch.tensor(success, device=td.device).view(cell))
     td.set("reward_valid", torch.tensor([e is None for e in errors], device=td.device))
-    write_errors(td, [_told(error) for error in errors])
+    reward_parser.write_errors(td, [_told(error) for error in errors])
 
 
 def _told(error: Exception | None) -> tuple[str, str, str]:
@@ -227,7 +244,9 @@ def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> Non
     terminated = flag([reaction is not None and reaction.terminated for reaction in reactions])
     truncated = flag([reaction is not None and reaction.truncated for reaction in reactions])
     truncated &= ~terminated
-    raise_flags(td, terminated=terminated, truncated=truncated, done=terminated | truncated)
+    reward_parser.raise_flags(
+        td, terminated=terminated, truncated=truncated, done=terminated | truncated
+    )
     reason = td.get("truncation_reason")
     fresh = truncated & (reason == TruncationReason.NONE)
     td.set("truncation_reason", reason.masked_fill(fresh, int(TruncationReason.ENV)))

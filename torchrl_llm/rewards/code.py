@@ -2,10 +2,10 @@
 
 The code never runs in this process, and its tests run in another process than the code does
 (:mod:`torchrl_llm.rewards.code_judge`), so neither can be reached by it. Whatever the code does
-is a :class:`CodeResult`, a failure of the code; a failure of the sandbox is none, and makes the
+is a :class:`CodeResult`, a failure of the code; a failure of the sandbox is not one, and makes the
 reward invalid.
 
-Next: :mod:`torchrl_llm.rewards.code` is a task.
+Next: :class:`torchrl_llm.envs.datasets.hub_tasks.HumanEvalEnv` is a task.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ _NEUTRAL = Outcome(RewardScore(0.0))
 
 
 class CompositeReward(RewardParser):
-    """The weighted sum of several components, and each of them beside it.
+    """The weighted sum of several components, written together with each of them.
 
-    The components of a step run at the same time, each where it says. Written, beside the keys of
+    The components of a step run at the same time, each where it says. Written, next to the keys of
     :class:`~torchrl_llm.rewards.RewardParser`, which tell of the sum, for each component
 
     - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where it failed;
@@ -202,12 +202,12 @@ class CompositeReward(RewardParser):
         def run(name: str) -> None:
             results[name] = parts[name].outcomes(samples, self._pools[name])
 
-        beside = [name for name, part in parts.items() if part.run != "inline"]
-        threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in beside]
+        threaded = [name for name, part in parts.items() if part.run != "inline"]
+        threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in threaded]
         for thread in threads:
             thread.start()
         for name in parts:
-            if name not in beside:
+            if name not in threaded:
                 run(name)
         for thread in threads:
             thread.join()
@@ -448,7 +448,7 @@ class WrittenReward(Scorer):
 
 
 def _flat(values: Tensor | None, size: int) -> Tensor:
-    """A number a row, 0 where there is none or where it is NaN."""
+    """One number per row, 0 where there is none or where it is NaN."""
     return torch.zeros(size) if values is None else values.reshape(size, -1)[:, 0].nan_to_num()
 
 
@@ -456,7 +456,7 @@ class TokenRewards(RowTransform):
     """Puts the reward of each token in the place of the row's reward, in a replay buffer.
 
     An environment's rewards have one shape for all rows, so
-    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and the tokens' beside
+    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and the tokens' next to
     it. Append this last, which in a buffer means that it runs first: the turns of a conversation
     are then joined, and advantages assigned, with rewards ``[R, 1]``.
 
@@ -489,7 +489,7 @@ class TokenRewards(RowTransform):
 
     @property
     def written(self) -> Path:
-        """A mark beside the tokens' rewards; those of joined turns are no longer all there."""
+        """A mark next to the tokens' rewards; those of joined turns are no longer all there."""
         return (*self.token_key[:-1], "in_place")
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:

@@ -87,7 +87,7 @@ _WORD = re.compile(r"\S+")
 
 @register("rewards", "length")
 class LengthReward(Scorer):
-    r"""1.0 for a length between two limits, falling in a straight line to 0.0 beside them.
+    r"""1.0 for a length between two limits, falling in a straight line to 0.0 outside.
 
     With ``shortest`` :math:`a`, ``longest`` :math:`b` and ``cushion`` :math:`c`, a response of
     length :math:`n` gets :math:`\max(0, 1 - \max(a - n, n - b, 0) / c)`; with a cushion of 0 it is
@@ -96,7 +96,7 @@ class LengthReward(Scorer):
     Args:
         longest: the upper limit.
         shortest: the lower limit.
-        cushion: how far beside the limits the reward is gone.
+        cushion: how far outside the limits the reward is 0.0.
         unit: ``"tokens"`` of the response, the one that ended it included; ``"words"``, what is
             between white space; or ``"characters"``.
 
@@ -138,7 +138,7 @@ class LengthReward(Scorer):
     def score(self, sample: Sample) -> float:
         """See :class:`LengthReward`."""
         length = self.length(sample)
-        beside = max(self.shortest - length, length - self.longest, 0)
+        outside = max(self.shortest - length, length - self.longest, 0)
         if not self.cushion:
-            return float(not beside)
-        return max(0.0, 1 - beside / self.cushion)
+            return float(not outside)
+        return max(0.0, 1 - outside / self.cushion)

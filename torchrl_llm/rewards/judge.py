@@ -142,7 +142,7 @@ class JudgeReward(BatchScorer):
             there is none.
         highest: the best score; a score outside of 0 to this is no score.
         retries: how often a judge that failed, or could not be read, is asked again.
-        cache_size: how many answers are remembered; 0 for none, if the judge is to be asked anew
+        cache_size: how many answers are remembered; 0 for none, if the judge is to be asked again
             each time.
 
     Raises:
@@ -264,7 +264,7 @@ class WrapperGrader(Grader):
 
     Args:
         wrapper: a :class:`~torchrl_llm.modules.TransformersWrapper`, for example, that generates;
-            how it samples is its own business (temperature 0 gives the same score each time).
+            the wrapper decides how it samples (temperature 0 gives the same score each time).
         batch_size: conversations at a time; all of them if not given.
 
     Raises:
@@ -307,14 +307,14 @@ class EndpointGrader(Grader):
         url: ``http://host:port``, with or without ``/v1``.
         model: name of the model there.
         api_key: sent as a bearer token.
-        options: fields of the request beside ``model`` and ``messages``, such as
+        options: fields of the request next to ``model`` and ``messages``, such as
             ``{"temperature": 0, "max_tokens": 512}``, which are the default.
         timeout: seconds that a request may take, with those that were sent again.
         max_retries: how often it is sent again.
         concurrency: requests at a time.
 
     Raises:
-        ConfigError: an address that is none, options that are not the user's to set, or impossible
+        ConfigError: a malformed address, options that are not the user's to set, or impossible
             numbers.
 
     Example:

@@ -20,7 +20,7 @@ from torchrl_llm.sandbox.workers import WorkerPool
 
 _CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
 _MEMORY_BYTES = 2 << 30
-# The longest reference of the data set has less than a tenth of it.
+# The longest reference of the dataset has less than a tenth of it.
 _MAX_LENGTH = 2000
 # Boxes that are looked at, from the end, until one is complete.
 _MAX_BOXES = 32

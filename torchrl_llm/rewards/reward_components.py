@@ -37,7 +37,7 @@ class Sample:
         answer: the row's answer; ``None`` where it has none.
         num_tokens: tokens of the response, the one that ended it included; ``None`` where the rows
             have no tokens.
-        finish_reason: how the response ended; ``None`` where nobody knows.
+        finish_reason: how the response ended; ``None`` where it is not known.
         columns: the columns that the scorer asked for, by name.
     """
 
@@ -101,7 +101,7 @@ class BatchScorer(ABC):
             samples: the rows.
 
         Returns:
-            One score a row, or, where it failed, the exception. What is raised fails all rows.
+            One score per row, or, where it failed, the exception. What is raised fails all rows.
         """
 
 
@@ -129,7 +129,7 @@ class Component:
         scorer: a :class:`Scorer`, a :class:`BatchScorer`, a
             :class:`~torchrl_llm.rewards.RewardParser`, or a function of a :class:`Sample`.
         weight: what its value is multiplied with. Zero only records the value, and its failures
-            harm nobody.
+            do no harm.
         optional: whether the reward does without it where it fails, the weights of the others
             growing in proportion; otherwise its failure makes the whole reward invalid.
         run: ``"inline"``, one row after another; ``"threads"``, for what waits (for a server);

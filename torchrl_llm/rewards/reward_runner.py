@@ -137,7 +137,7 @@ def run_rows(
         timeout: seconds that a row may take, from its own start; needs threads.
 
     Returns:
-        An outcome a row, in order.
+        One outcome per row, in order.
 
     Raises:
         ConfigError: a time limit without threads, or one that is not above zero.

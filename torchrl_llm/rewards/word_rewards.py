@@ -117,7 +117,7 @@ class TextReversalRewardParser(RewardParser):
 
     Args:
         format_reward: reward of an answer block.
-        partial_reward: what a wrong answer may have beside it.
+        partial_reward: what a wrong answer may have in addition.
         kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tasks over data sets, one module each, and the loading that they share."""
+"""Tasks over datasets, and the loading that they share."""
 
 from torchrl_llm.data.row_files import GeneratedRows, RowLoader, load_rows, read_jsonl
 from torchrl_llm.envs.datasets.hub_tasks import GSM8KEnv, HumanEvalEnv, IFEvalEnv, MATHEnv

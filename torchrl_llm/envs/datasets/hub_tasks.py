@@ -45,6 +45,7 @@ class GSM8KEnv(TaskEnv):
     DATASET = "openai/gsm8k"
     NAME = "main"
     COLUMNS = ("question", "answer")
+    REWARD = GSM8KRewardParser
     SYSTEM_PROMPT = (
         "Solve the problem. Think step by step between <think> and </think>, then give the final "
         "number, and nothing else, between <answer> and </answer>."
@@ -52,16 +53,12 @@ class GSM8KEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``question`` and ``answer`` of the data set as ``query``, ``answer`` and ``solution``."""
+        """``question`` and ``answer`` of the dataset as ``query``, ``answer`` and ``solution``."""
         question, text = row["question"], row["answer"]
         if not isinstance(question, str) or not isinstance(text, str):
             raise DataError(f"question and answer must be strings, got {question!r} and {text!r}")
         solution, _, answer = text.rpartition("####")
         return {"query": question, "answer": answer.strip(), "solution": solution.strip()}
-
-    def make_reward(self) -> GSM8KRewardParser:
-        """See :class:`~torchrl_llm.rewards.GSM8KRewardParser`."""
-        return GSM8KRewardParser()
 
 
 @register("tasks", "math")
@@ -91,6 +88,7 @@ class MATHEnv(TaskEnv):
     DATASET = "DigitalLearningGmbH/MATH-lighteval"
     NAME = "default"
     COLUMNS = ("problem",)
+    REWARD = MATHRewardParser
     SYSTEM_PROMPT = (
         "Solve the problem. Think step by step between <think> and </think>, then give the final "
         "answer in LaTeX, and nothing else, between <answer> and </answer>."
@@ -98,7 +96,7 @@ class MATHEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The data set's columns as ``query``, ``answer``, ``solution``, ``level``, ``subject``."""
+        """The dataset's columns as ``query``, ``answer``, ``solution``, ``level``, ``subject``."""
         problem, solution = row["problem"], row.get("solution") or ""
         answer = row.get("answer")
         if not isinstance(problem, str) or not isinstance(solution, str):
@@ -117,10 +115,6 @@ class MATHEnv(TaskEnv):
             "level": str(row.get("level", "")),
             "subject": str(row.get("subject") or row.get("type") or ""),
         }
-
-    def make_reward(self) -> MATHRewardParser:
-        """See :class:`~torchrl_llm.rewards.MATHRewardParser`."""
-        return MATHRewardParser()
 
 
 @register("tasks", "humaneval")
@@ -150,6 +144,7 @@ class HumanEvalEnv(TaskEnv):
 
     DATASET = "openai/openai_humaneval"
     COLUMNS = ("prompt", "entry_point", "test")
+    REWARD = HumanEvalRewardParser
     SYSTEM_PROMPT = (
         "Complete the Python function of the user. Answer with the whole function, its imports "
         "included, in one block that begins with ```python and ends with ```."
@@ -168,7 +163,7 @@ class HumanEvalEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A problem of the data set as the environment hands it out."""
+        """A problem of the dataset as the environment hands it out."""
         task_id = str(row.get("task_id", row["entry_point"]))
         answer = {name: row[name] for name in ("entry_point", "test", "prompt")}
         try:
@@ -181,10 +176,6 @@ class HumanEvalEnv(TaskEnv):
             "task_id": task_id,
             "solution": row.get("canonical_solution", ""),
         }
-
-    def make_reward(self) -> HumanEvalRewardParser:
-        """See :class:`~torchrl_llm.rewards.code.HumanEvalRewardParser`."""
-        return HumanEvalRewardParser()
 
 
 @register("tasks", "ifeval")
@@ -229,7 +220,7 @@ class IFEvalEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the data set, see :func:`~torchrl_llm.rewards.ifeval.ifeval_scorer.read_row`."""
+        """A row of the dataset, see :func:`~torchrl_llm.rewards.ifeval.ifeval_scorer.read_row`."""
         read = read_row(row)
         return read | {"key": torch.tensor(read["key"])}
 

@@ -21,11 +21,8 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.rewards.number_rewards import (
-    ArithmeticRewardParser,
-    CountdownProblem,
-    CountdownRewardParser,
-)
+from torchrl_llm.rewards import number_rewards
+from torchrl_llm.rewards.number_rewards import CountdownProblem
 from torchrl_llm.tools.calculator import Calculator
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -87,16 +84,13 @@ class ArithmeticEnv(TaskEnv):
     """
 
     COLUMNS = ("query", "answer")
+    REWARD = number_rewards.ArithmeticRewardParser
 
     @classmethod
     def generate(cls, split: str) -> GeneratedRows:
         """The problems of a split."""
         pairs = addition_pairs(split)
         return GeneratedRows(lambda index: addition_problem(*pairs[index]), len(pairs))
-
-    def make_reward(self) -> ArithmeticRewardParser:
-        """See :class:`~torchrl_llm.rewards.ArithmeticRewardParser`."""
-        return ArithmeticRewardParser()
 
 
 _FIRST, _SECOND = range(100, 1000), range(10, 100)
@@ -170,6 +164,7 @@ class CalculatorEnv(TaskEnv):
     """
 
     COLUMNS = ("query", "answer")
+    REWARD = number_rewards.ArithmeticRewardParser
     SYSTEM_PROMPT = "Use the calculator."
     MAX_AUXILIARY_TURNS = 2
 
@@ -182,10 +177,6 @@ class CalculatorEnv(TaskEnv):
     def make_tools(self) -> Sequence[Transform]:
         """The calculator."""
         return [ToolTransform([Calculator()], max_auxiliary_turns=self.MAX_AUXILIARY_TURNS)]
-
-    def make_reward(self) -> ArithmeticRewardParser:
-        """See :class:`~torchrl_llm.rewards.ArithmeticRewardParser`."""
-        return ArithmeticRewardParser()
 
 
 _NUM_ROWS = {"train": 2**18, "test": 1024}
@@ -277,7 +268,7 @@ class CountdownEnv(TaskEnv):
             files with the columns ``target`` and ``numbers`` (or ``nums``).
 
     Raises:
-        ConfigError: settings without problems, or settings beside data of your own, on which they
+        ConfigError: settings without problems, or settings next to data of your own, on which they
             would have no effect.
 
     Example:
@@ -290,6 +281,7 @@ class CountdownEnv(TaskEnv):
     """
 
     COLUMNS = ("target",)
+    REWARD = number_rewards.CountdownRewardParser
     SYSTEM_PROMPT = (
         "Write an arithmetic expression that is equal to the target. Use only the given numbers, "
         "each at most once, the signs + - * / and parentheses. Think step by step between <think> "
@@ -348,10 +340,6 @@ class CountdownEnv(TaskEnv):
             "query": f"Make {target} of the numbers {listed}.",
             "answer": f"target={target}, numbers={','.join(map(str, numbers))}",
         }
-
-    def make_reward(self) -> CountdownRewardParser:
-        """See :class:`~torchrl_llm.rewards.CountdownRewardParser`."""
-        return CountdownRewardParser()
 
 
 def _is_whole(value: Any) -> bool:

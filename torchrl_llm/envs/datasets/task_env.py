@@ -34,8 +34,9 @@ class TaskEnv(DatasetChatEnv):
     """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
 
     A task writes ``DATASET`` (or :meth:`generate`, where it makes its rows itself), ``COLUMNS``,
-    ``SYSTEM_PROMPT``, :meth:`make_row` and :meth:`make_reward`; one with tools or several turns
-    also :meth:`make_tools`, ``MAX_STEPS`` and ``MAX_AUXILIARY_TURNS``.
+    ``SYSTEM_PROMPT``, ``REWARD`` (or :meth:`make_reward`, where the reward has arguments) and
+    :meth:`make_row`; one with tools or several turns also :meth:`make_tools`, ``MAX_STEPS`` and
+    ``MAX_AUXILIARY_TURNS``.
 
     Tool transforms that are appended later are put in front of the reward and the limit, which both
     look at what the tools have said of a turn.
@@ -43,7 +44,7 @@ class TaskEnv(DatasetChatEnv):
     Args:
         dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
         data_files: a JSON-lines file or several of them, instead of ``dataset``.
-        name: configuration of a hub data set.
+        name: configuration of a hub dataset.
         split: split of the data; see the task.
         compute_reward: append the task's reward.
         max_steps: turns after which an episode is cut, those that only called tools to think not
@@ -57,6 +58,7 @@ class TaskEnv(DatasetChatEnv):
 
     DATASET: ClassVar[str | None] = None
     NAME: ClassVar[str | None] = None
+    REWARD: ClassVar[type[RewardParser] | None] = None
     MAX_STEPS: ClassVar[int | None] = 1
     MAX_AUXILIARY_TURNS: ClassVar[int] = 0
 
@@ -169,5 +171,7 @@ class TaskEnv(DatasetChatEnv):
         return dataset
 
     def make_reward(self) -> RewardParser:
-        """The task's reward."""
-        raise ConfigError(f"{type(self).__name__} has no reward: pass compute_reward=False")
+        """The task's reward: a ``REWARD`` with its defaults, if not overridden."""
+        if self.REWARD is None:
+            raise ConfigError(f"{type(self).__name__} has no reward: pass compute_reward=False")
+        return self.REWARD()

@@ -158,7 +158,7 @@ class LetterCountingEnv(TaskEnv):
             and ``answer``.
 
     Raises:
-        ConfigError: for another difficulty or split, or a difficulty beside data of your own, on
+        ConfigError: for another difficulty or split, or a difficulty next to data of your own, on
             which it would have no effect.
 
     Example:
@@ -168,6 +168,7 @@ class LetterCountingEnv(TaskEnv):
     """
 
     COLUMNS = ("query", "answer")
+    REWARD = LetterCountingRewardParser
 
     def __init__(
         self,
@@ -185,10 +186,6 @@ class LetterCountingEnv(TaskEnv):
     def generate(cls, split: str, difficulty: int = 1) -> GeneratedRows:
         """Problems of a split."""
         return _checked_rows(partial(_problem_row, split=split, difficulty=difficulty), split)
-
-    def make_reward(self) -> LetterCountingRewardParser:
-        """See :class:`~torchrl_llm.rewards.word_rewards.LetterCountingRewardParser`."""
-        return LetterCountingRewardParser()
 
 
 def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) -> Mapping[str, str]:
@@ -230,8 +227,8 @@ class TextReversalEnv(TaskEnv):
             and ``answer``.
 
     Raises:
-        ConfigError: for another split or a text without words, or ``max_words`` beside data of your
-            own, on which it would have no effect.
+        ConfigError: for another split or a text without words, or ``max_words`` next to data
+            of your own, on which it would have no effect.
 
     Example:
         >>> td = TextReversalEnv(shuffle=False, max_words=1).reset()
@@ -240,6 +237,7 @@ class TextReversalEnv(TaskEnv):
     """
 
     COLUMNS = ("query", "answer")
+    REWARD = TextReversalRewardParser
 
     def __init__(
         self,
@@ -257,10 +255,6 @@ class TextReversalEnv(TaskEnv):
     def generate(cls, split: str, max_words: int = 3) -> GeneratedRows:
         """Texts of a split."""
         return _checked_rows(partial(reversal_problem, split=split, max_words=max_words), split)
-
-    def make_reward(self) -> TextReversalRewardParser:
-        """See :class:`~torchrl_llm.rewards.word_rewards.TextReversalRewardParser`."""
-        return TextReversalRewardParser()
 
 
 _FILE = Path(__file__).parents[2] / "assets" / "words.txt"

@@ -2,7 +2,7 @@
 
 A :class:`Game` says how a state begins from a seed, which actions it allows and what each of them
 leads to. The same seed and the same actions lead to the same states always, opponents included, so
-a state that was written down (:meth:`Game.dump`) goes on elsewhere as if nothing had happened.
+a state that was written down (:meth:`Game.dump`) can be continued anywhere.
 
 :func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.game_env` makes an
 environment for language models of a game, :mod:`torchrl_llm.envs.games.tic_tac_toe` is one.
@@ -66,8 +66,8 @@ class Game(ABC, Generic[State]):
         action_name: what an action is called, ``"move"``; one word.
         action_help: how an action is written, for the player.
         invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
-            game is given up, it must add up to no more than the worst end: nobody shall gain by
-            answering nonsense.
+            game is given up, it must add up to no more than the worst end: answering nonsense
+            must not pay.
         forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.

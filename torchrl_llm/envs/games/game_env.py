@@ -28,7 +28,7 @@ from torchrl_llm.envs.actions import (
     make_action_parser,
 )
 from torchrl_llm.envs.games.game import Agent, Game, IllegalAction, play
-from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
+from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError
 
 STATE_KEY = "game_state"
@@ -44,7 +44,7 @@ class _Played(Reaction):
 
 
 class GameSteps(WorldTransform):
-    """Plays a game with the answers of the model, one game a row.
+    """Plays a game with the answers of the model, one game per row.
 
     Beside what every :class:`~torchrl_llm.envs.world.WorldTransform` writes:
 
@@ -77,13 +77,12 @@ class GameSteps(WorldTransform):
         accept_cut: bool = False,
         with_reward: bool = True,
     ) -> None:
-        super().__init__(parser, with_reward=with_reward)
+        super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if not abs(invalid_reward) < float("inf"):
             raise ConfigError(f"invalid_reward must be finite, got {invalid_reward}")
         self.game = game
         self.invalid_reward = invalid_reward
         self.stop_on_invalid = stop_on_invalid
-        self.accept_cut = accept_cut
 
     def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> list[_Played]:
         """See :meth:`~torchrl_llm.envs.world.WorldTransform.react`."""
@@ -102,25 +101,14 @@ class GameSteps(WorldTransform):
                 outcome = self.game.step(state, action)
             except (ActionError, IllegalAction) as error:
                 return self._invalid(text, action, str(error))
-            return _Played(
-                observation=outcome.observation,
-                reward=outcome.reward,
-                terminated=outcome.terminated,
-                truncated=outcome.truncated,
-                success=outcome.success,
-                state=self.game.dump(outcome.state),
-                action=action,
-            )
+            told = {**outcome._asdict(), "state": self.game.dump(outcome.state)}
+            return _Played(**told, action=action)
         except Exception as error:  # a game that fails is data, whatever it raised
             told = "The game has failed."
             return _Played(observation=told, error=error, state=text, action=action, legal=False)
 
     def _action(self, turn: ModelTurn) -> str:
-        if turn.message is None:
-            raise ActionError("There is no answer.")
-        if turn.cut and not self.accept_cut:
-            raise ActionError(CUT_OFF)
-        return self.game.normalize(self.parser.parse(turn.message))
+        return self.game.normalize(self.parser.parse(self.answer(turn)))
 
     def _invalid(self, state: str, action: str, why: str) -> _Played:
         return _Played(
@@ -171,7 +159,7 @@ def _write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool
 
 
 class GameEnv(WorldEnv):
-    """A game that language models play, one game a row.
+    """A game that language models play, one game per row.
 
     Each row is a seed: it starts a game, whose first observation is the user's message after a
     system prompt with the rules and the form of an answer. From then on the model answers with an

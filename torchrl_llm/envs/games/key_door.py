@@ -190,7 +190,7 @@ def _distance(state: KeyDoorState) -> int | None:
 
 @register("tasks", "key_door")
 class KeyDoorEnv(GameEnv):
-    """The maze of key and door as an environment of conversations, one game a row.
+    """The maze of key and door as an environment of conversations, one game per row.
 
     Args:
         size: see :class:`KeyDoor`.

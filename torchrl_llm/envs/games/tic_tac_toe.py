@@ -173,7 +173,7 @@ def _drawn(board: str) -> str:
 
 @register("tasks", "tic_tac_toe")
 class TicTacToeEnv(GameEnv):
-    """Tic-tac-toe as an environment of conversations, one game a row.
+    """Tic-tac-toe as an environment of conversations, one game per row.
 
     Args:
         opponent: see :class:`TicTacToe`.

@@ -4,7 +4,7 @@ A server runs one environment for each connection; nothing of it is imported or 
 messages are JSON: ``reset``, ``step``, ``state`` and ``close`` one way, ``observation``, ``state``
 and ``error`` the other.
 
-How to start a server is the business of OpenEnv's own tools.
+OpenEnv's own tools start a server.
 """
 
 from __future__ import annotations

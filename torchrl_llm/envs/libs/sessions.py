@@ -1,4 +1,4 @@
-"""Worlds that live elsewhere: a session a row, started at reset and stepped at once.
+"""Remote worlds: one session per row, started at reset; all sessions of a batch step at once.
 
 A :class:`Session` is one running world (a connection to a server, a simulator, a container). What
 goes wrong in one is an error of its row; the others go on. Its state is over there, so an episode
@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.actions import ActionError, ActionParser
-from torchrl_llm.envs.world import CUT_OFF, ModelTurn, Reaction, WorldEnv, WorldTransform
+from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
 OPTIONS_KEY = "reset_options"
@@ -68,7 +68,7 @@ class Session(ABC):
             action: what the environment's ``read_action`` made of an answer.
 
         Raises:
-            ActionError: the action is none of this world's, and nothing has happened.
+            ActionError: this world does not know the action, and nothing has happened.
         """
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Session(ABC):
 
 
 class SessionSteps(WorldTransform):
-    """Drives a session a row, those of a batch at once.
+    """Drives one session per row, those of a batch at once.
 
     Args:
         open_session: makes a session; called where a row has none, or lost it.
@@ -102,14 +102,13 @@ class SessionSteps(WorldTransform):
         max_concurrency: int = 64,
         with_reward: bool = True,
     ) -> None:
-        super().__init__(parser, with_reward=with_reward)
+        super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.open_session = open_session
         self.read_action = parser.parse if read_action is None else read_action
         self.data_key = data_key
         self.invalid_reward = invalid_reward
-        self.accept_cut = accept_cut
         self.max_concurrency = max_concurrency
         self._sessions: dict[int, Session] = {}
         self._lost: dict[int, Exception] = {}
@@ -172,24 +171,15 @@ class SessionSteps(WorldTransform):
             error = lost or WorkerError("this row has no session: reset it, also after a resume")
             return Reaction(observation="There is nothing here.", error=error)
         try:
-            if turn.message is None:
-                raise ActionError("There is no answer.")
-            if turn.cut and not self.accept_cut:
-                raise ActionError(CUT_OFF)
-            seen = _checked(session.step(self.read_action(turn.message)))
+            seen = _checked(session.step(self.read_action(self.answer(turn))))
         except ActionError as error:
             told = f"{error} {self.parser.help}"
             return Reaction(observation=told, reward=self.invalid_reward)
         except Exception as error:  # a world that fails is an error of its row
             self._drop(turn.row, error)
             return Reaction(observation="The world has failed.", error=error)
-        return Reaction(
-            observation=seen.text,
-            reward=seen.reward,
-            terminated=seen.terminated,
-            truncated=seen.truncated,
-            success=seen.success,
-        )
+        text, *rest = seen
+        return Reaction(observation=text, **dict(zip(Observed._fields[1:], rest, strict=True)))
 
     def close(self) -> None:
         """Close all sessions; a reset opens new ones."""
@@ -230,7 +220,7 @@ def _close(session: Session) -> None:
 
 
 class SessionEnv(WorldEnv):
-    """Conversations with worlds that live elsewhere, one a row.
+    """Conversations with remote worlds, one per row.
 
     Each row begins an episode with its options: the columns of the row, ``{"seed": 3}`` for one.
     The user's first message is what the world shows, and so is each next one. Three things end an

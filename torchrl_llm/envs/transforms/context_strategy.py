@@ -3,7 +3,7 @@
 A context strategy stands between the environment and the policy and rewrites
 ``("history", "prompt")``. Whoever rewrites history gives up the ids that were sampled in it: the
 row *forks*. The turns so far stay as they were collected, trainable as sampled; the next prompt is
-encoded anew, nothing in it is trained, and its record says why
+encoded again, nothing in it is trained, and its record says why
 (:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
 
@@ -31,7 +31,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = None) -> Chat:
-    """A conversation whose messages were rewritten: it is encoded anew, and its record says why.
+    """A conversation whose messages were rewritten: it is encoded again, and its record says why.
 
     Args:
         messages: what the model sees from now on.
@@ -55,8 +55,8 @@ class ContextStrategy(Transform):
     behind transforms that add messages and before those that tokenize
     (``ChatEnv(with_tokenizer=True)`` keeps its own last).
 
-    In text and tokens mode the environment keeps ``("history", "prompt")`` beside the ids from then
-    on (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), and the record of a fork is found there.
+    In text and tokens mode the environment keeps ``("history", "prompt")`` too from then on
+    (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), and the record of a fork is found there.
 
     Raises:
         ConfigError: at the first prompt, in an environment that has no messages.
@@ -231,7 +231,7 @@ def truncate_thoughts(
     """Put a placeholder for the thoughts of the model.
 
     Only a message that is exactly one thought and then an answer is changed: content of the form
-    ``<think>thought</think>answer``, or a ``reasoning_content`` beside a content or tool calls.
+    ``<think>thought</think>answer``, or a ``reasoning_content`` next to content or tool calls.
     Anything else (a block that never ends, two of them, no answer) stays as it is.
 
     Args:

@@ -1,4 +1,4 @@
-"""Prompts into environments: :class:`DataLoadingPrimer` fills the reset with rows of a data set.
+"""Transform that fills resets with rows of a dataset: :class:`DataLoadingPrimer`.
 
 It draws a row only for the conversations that start, hands each row out ``repeats`` times under one
 ``group_id``, and can stop and continue at any row.
@@ -162,7 +162,7 @@ class _RowFeed:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators do not travel to workers; positions do. A factory builds anew over there.
+        # Iterators do not travel to workers; positions do. A factory builds another one there.
         return {
             "source": self._source,
             "lazy": self._lazy,
@@ -200,9 +200,9 @@ def _row_of_tensordict(row: TensorDictBase) -> Row:
 
 
 class DataLoadingPrimer(Transform):
-    """Fills the reset of an environment with rows of a data set.
+    """Fills the reset of an environment with rows of a dataset.
 
-    Each row's columns (``query``, ``answer``, ...) become keys of the tensordict, beside
+    Each row's columns (``query``, ``answer``, ...) become keys of the tensordict, next to
     ``"group_id"``, int64 ``[B]``, which all repeats of one drawn row share and no other row ever
     has: it is unique over epochs, workers and resumed runs.
 
@@ -399,7 +399,7 @@ class DataLoadingPrimer(Transform):
         for row in rows:
             missing = [name for name in names if name not in row]
             if missing:
-                raise DataError(f"a row of the data set lacks {missing[0]!r}; it has {sorted(row)}")
+                raise DataError(f"a row of the dataset lacks {missing[0]!r}; it has {sorted(row)}")
         columns: dict[str, Any] = {}
         tensors = [name for name in names if isinstance(rows[0][name], Tensor)]
         if tensors:

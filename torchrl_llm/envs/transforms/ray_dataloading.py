@@ -55,7 +55,7 @@ class _Source:
             self._num_drawn = state["num_drawn"]
 
 
-def _elsewhere() -> Iterable[Any]:
+def _no_loader() -> Iterable[Any]:
     raise ConfigError("the rows of a RayDataLoadingPrimer come from its actor")
 
 
@@ -63,7 +63,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     """A :class:`DataLoadingPrimer` whose rows come from one Ray actor, for many environments.
 
     Make it in the process that starts the collectors, and send copies: they are picklable and ask
-    the same actor. Or make it anew in each of them with one ``actor_name``: the first one starts
+    the same actor. Or make one in each of them with one ``actor_name``: the first one starts
     the actor, which ends with that process.
 
     Group ids are unique over all of them, and the conversations of a group may be sampled by
@@ -108,7 +108,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         require_ray("RayDataLoadingPrimer")
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("pass exactly one of dataloader and dataloader_factory")
-        super().__init__(dataloader_factory=_elsewhere, repeats=repeats, **kwargs)
+        super().__init__(dataloader_factory=_no_loader, repeats=repeats, **kwargs)
         options = {
             "dataloader": dataloader,
             "dataloader_factory": dataloader_factory,

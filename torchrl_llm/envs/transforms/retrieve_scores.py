@@ -213,7 +213,7 @@ class RetrieveTeacherLogProb(RowTransform):
     Writes what :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes, under ``("next",
     "teacher_log_probs", "full")``: float32 along ``("tokens", "full")``, nats, 0.0 where not
     scored. With several teachers (multi-teacher on-policy distillation) each row names its own, by
-    the domain of its problem for example: a string in the row, such as a column of the data set.
+    the domain of its problem for example: a string in the row, such as a column of the dataset.
 
     - In a replay buffer append it after what reads it, which is
       :class:`~torchrl_llm.objectives.credit.TeacherKL`; before

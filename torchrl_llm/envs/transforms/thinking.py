@@ -56,7 +56,7 @@ class AddThinkingPrompt(Transform):
         egocentric: whether the default prompt is said by the model to itself; by default if its
             role is ``"assistant"``.
         tokenizer: keeps the sampled ids of an edited turn; the environment's if not given. Without
-            any the whole conversation is encoded anew.
+            any the whole conversation is encoded again.
 
     Raises:
         ConfigError: for arguments that contradict each other; where it is appended, for

@@ -1,4 +1,4 @@
-"""Keeps token ids beside conversations: :class:`IncrementalTokenizer`."""
+"""Transform that keeps the token ids of conversations: :class:`IncrementalTokenizer`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Instruction following that a program can check (IFEval, arXiv:2311.07911).
 
 All 25 instructions of the paper are functions of one file; importing this package registers
-them. The names are those of the data set, so its rows are scored as they are. Where the words of an
+them. The names are those of the dataset, so its rows are scored as they are. Where the words of an
 instruction and common checkers of it part, the words win:
 
 - bullets need white space behind their mark, so ``---`` and ``*emphasis*`` are none;

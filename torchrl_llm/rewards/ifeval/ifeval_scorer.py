@@ -46,7 +46,7 @@ class IFEvalExample(NamedTuple):
         arguments: of each instruction.
         prompt: what the user asked.
         key: number of the prompt.
-        complete: whether the response ended by itself, ``None`` where nobody knows.
+        complete: whether the response ended by itself, ``None`` where it is not known.
     """
 
     instruction_ids: Sequence[str]
@@ -160,7 +160,7 @@ class IFEvalData(TensorClass["nocast"]):
     def from_rows(
         cls, rows: Iterable[Mapping[str, Any]], responses: Iterable[str] | None = None
     ) -> IFEvalData:
-        """Rows of the data set as a batch.
+        """Rows of the dataset as a batch.
 
         Args:
             rows: see :func:`read_row`.
@@ -181,7 +181,7 @@ class IFEvalData(TensorClass["nocast"]):
 
     @classmethod
     def default_spec(cls, shape: Any = (1,), device: torch.device | None = None) -> Composite:
-        """Spec of the columns that the data set has.
+        """Spec of the columns that the dataset has.
 
         Args:
             shape: ``(B,)``.
@@ -198,7 +198,7 @@ class IFEvalData(TensorClass["nocast"]):
 
 
 def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the data set as environments and scorers have it.
+    """A row of the dataset as environments and scorers have it.
 
     Args:
         row: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``. Arguments that are
@@ -237,7 +237,7 @@ _NO_REWARD_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 class _VerdictScore(RewardScore):
-    """A score that keeps its verdict, for the keys that are written beside the reward."""
+    """A score that keeps its verdict, for the keys that are written next to the reward."""
 
     verdict: Verdict
 
@@ -248,7 +248,7 @@ class _VerdictScore(RewardScore):
 
 
 class _ColumnReader:
-    """Responses that stand in a column of their own, beside no conversation."""
+    """Reader of responses that stand in a column, without a conversation."""
 
     def __init__(self, column: NestedKey) -> None:
         self.column = column

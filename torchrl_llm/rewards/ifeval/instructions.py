@@ -1,9 +1,9 @@
 """What an instruction is, how one is checked, and the verdicts on a response.
 
 An instruction knows nothing of environments, rows or rewards. Its module registers it under the
-name that data sets use (``"length_constraints:number_words"``), and :func:`check` calls it with
+name that datasets use (``"length_constraints:number_words"``), and :func:`check` calls it with
 arguments that were read from a row. What a row gets wrong (an unknown name, a missing argument, a
-relation that nobody defined) is a ``RewardError``, never a verdict.
+unknown relation) is a ``RewardError``, never a verdict.
 
 Strict and loose (arXiv:2311.07911, section 2.2): strictly, the response as it is follows the
 instruction; loosely, at least one of eight forms of it does, which forgives an opening sentence
@@ -77,7 +77,7 @@ class Instruction:
     """A named check.
 
     Args:
-        name: the name in data sets, ``"family:kind"``.
+        name: the name in datasets, ``"family:kind"``.
         function: the response, and keyword-only arguments annotated ``int``, ``str``,
             ``list[str]`` or :data:`Relation`, to whether the response follows.
     """

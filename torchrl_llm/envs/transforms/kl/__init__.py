@@ -1,4 +1,4 @@
-"""Divergence from a reference policy: measured beside the rows, penalised in the reward."""
+"""Divergence from a reference policy: measured per row, penalised in the reward."""
 
 from torchrl_llm.envs.transforms.kl.kl_penalty import (
     KLComputation,

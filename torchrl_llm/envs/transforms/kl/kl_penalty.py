@@ -240,7 +240,7 @@ class KLComputation(KLTransform):
     """Measures and penalises the divergence between two columns of log-probs.
 
     For references whose log-probs are stored: by
-    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`, or with a data set.
+    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`, or with a dataset.
 
     Args:
         gen_log_probs_full_key: log-probs under the policy, by default those recorded when it
