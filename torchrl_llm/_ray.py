@@ -193,7 +193,7 @@ class Host:
         return self._find(attribute)
 
     def pid(self) -> int:
-        """Its process; also a sign of life."""
+        """Its process; also a heartbeat."""
         return os.getpid()
 
     def _find(self, path: str) -> Any:

@@ -278,6 +278,8 @@ def test_the_source_of_a_dead_sender_fails_in_time():
 
 
 def test_a_group_of_ones_own_broadcasts_beside_any_other():
+    # An engine of an earlier test may have made a global group in this process.
+    world = torch.distributed.group.WORLD
     port = free_port()
     results = {}
 
@@ -291,7 +293,7 @@ def test_a_group_of_ones_own_broadcasts_beside_any_other():
     for thread in threads:
         thread.join(30)
     assert results[0].tolist() == results[1].tolist() == [1.0, 1.0, 1.0]
-    assert not torch.distributed.is_initialized()
+    assert torch.distributed.group.WORLD is world
 
 
 def test_the_asynchronous_form_does_not_hold_the_loop_up():

@@ -173,7 +173,7 @@ class VLLMWeightSyncScheme:
 
     @property
     def num_receivers(self) -> int:
-        """Processes that take part in each update beside the trainer."""
+        """Processes that take part in each update without the trainer."""
         return self.gpus_per_replica * self.num_replicas
 
     def create_sender(self) -> VLLMWeightSender:
@@ -217,7 +217,7 @@ class VLLMWeightSender(WeightSender):
         Args:
             model_metadata: of what will be sent (:func:`get_model_metadata`); weights are cast to
                 its types.
-            vllm_engine: an engine elsewhere that can be called (a backend, or what has one): it is
+            vllm_engine: a remote engine that can be called (a backend, or what has one): it is
                 then told of each update, and needs no receiver.
         """
         self._metadata = model_metadata

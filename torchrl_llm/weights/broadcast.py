@@ -112,7 +112,7 @@ class BroadcastSender:
         bucket_tensors: int = 0,
         arrived: list[WeightReceipt] | None = None,
     ) -> list[WeightReceipt]:
-        """Broadcast, and have backends elsewhere take part by a call of ``update_weights``.
+        """Broadcast, and have remote backends take part by a call of ``update_weights``.
 
         Args:
             weights: name to tensor.
@@ -130,7 +130,7 @@ class BroadcastSender:
         """
 
         def attempt(deadline: Deadline) -> list[WeightReceipt]:
-            # Asked anew for a second attempt: a pool has lost or rebuilt replicas by then.
+            # Asked again for a second attempt: a pool has lost or rebuilt replicas by then.
             size = sum(backend.num_copies for backend in backends)
             update = self._announce(weights, version, kind, size, bucket_tensors)
             source = BroadcastSource(

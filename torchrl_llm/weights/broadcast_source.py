@@ -162,7 +162,7 @@ class Announcement(NamedTuple):
         version: of the weights.
         kind: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         group: name of the group that it goes through.
-        num_receivers: members of the group beside the sender.
+        num_receivers: members of the group without the sender.
         layout: name of the metadata of what is sent.
         bucket_bytes: see :func:`~torchrl_llm.weights.broadcast_source.plan_buckets`.
         bucket_tensors: see there.

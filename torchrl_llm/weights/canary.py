@@ -28,9 +28,9 @@ from torchrl_llm.weights.canary_rule import (
 
 # Sampled rows begin with so many random tokens, which are not scored.
 _PREFIX = 4
-# The rows beside the first ones, which are scored in doubt, are so many times as many.
+# In doubt further rows are scored: so many times as many as at first.
 _MORE = 3
-# Float32 kernels add up in another order each; beside their own 2**-24 that makes so much of what
+# Float32 kernels add up in another order each; next to their own 2**-24 that makes so much of what
 # rounding to bfloat16 does.
 _FLOAT32_OF_BFLOAT16 = 2.0**-14
 _LOW = (torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
 """Weights through a disc that sender and receivers share: two memory-mapped tensordicts.
 
 The sender writes one of two slots and the receivers read the other, so neither waits for the other.
-A slot has a header beside it, replaced as a whole before and after its tensors are written; a
+A slot has a header next to it, replaced as a whole before and after its tensors are written; a
 reader that finds another header after reading than before throws away what it read. Together with
 the digest in the header this means that no reader ever takes a half-written slot, whoever is killed
 whenever. Both ends look at the headers alone to find the other, so either may be restarted.
@@ -180,7 +180,7 @@ class DoubleBufferWriter:
         _replace(_header_path(self.folder, header.slot), json.dumps(header))
 
     def _slot(self, number: int, weights: Mapping[str, Tensor]) -> TensorDictBase:
-        """The slot's tensordict, made anew where it has no place for just these weights."""
+        """The slot's tensordict, recreated where it has no place for just these weights."""
         path = self.folder / f"slot{number}"
         slot = self._slots.get(number)
         if slot is None or not _alike(slot, weights):
@@ -326,7 +326,7 @@ class DoubleBufferReceiver(WeightReceiver):
 
 
 def _check_files(slot: Path) -> None:
-    """Raise for a file that is missing or short; mapping it would make it anew, full of zeros."""
+    """Raise for a file that is missing or short; mapping it would recreate it, full of zeros."""
     for name, entry in json.loads((slot / "meta.json").read_text()).items():
         if not isinstance(entry, dict):
             continue

@@ -54,7 +54,7 @@ class EngineWeights(WeightUpdater):
         model: what is pushed when :meth:`push_weights` is given nothing.
         canary: compares log-probs after each push.
         ledger: gets version and digest of each proven push.
-        dtype: the type of the engine's weights, to send fewer bytes to engines elsewhere; see
+        dtype: the type of the engine's weights, to send fewer bytes to remote engines; see
             :func:`engine_weights`. In one process the copy casts.
         fingerprint: hash the weights, so that the engine's receipt says what it got and batches can
             be checked against it. On the CPU it costs half of the copy; weights on an
@@ -260,7 +260,7 @@ class DeltaWeights(EngineWeights):
                 source = self._counted(DeltaSource(changed, base=base, result=digest.value))
                 receipts = backend.update_weights(source, version=version)
             except WeightUpdateError:
-                # It holds others than it was sent: built anew, or loaded by somebody else.
+                # It holds others than it was sent: rebuilt, or loaded by somebody else.
                 pass
             else:
                 self._count_sent(changed)

@@ -1,8 +1,10 @@
-"""Fingerprint of weights: what the sender hashed, the receiver must find in what it got.
+"""Fingerprints of weights, and the ledger that keeps the one of each version.
+
+What the sender hashed, the receiver must find in what it got.
 
 It proves that bytes arrived, not that an engine uses them: fused and padded weights inside an
 engine cannot be hashed alike. That is what the canary prompt of :mod:`torchrl_llm.weights` is for.
-A ledger keeps the fingerprint of each version, and batches are checked against it.
+Batches are checked against the ledger.
 """
 
 from __future__ import annotations
@@ -180,8 +182,8 @@ class WeightLedger:
             digests: version to digest, as the sampler had them
                 (:attr:`~torchrl_llm.collectors.transport.channel.Delivery.digests`).
             versions: of the sampled tokens; each needs a digest.
-            proven: refuse versions that are not in the book; without it they pass, as where nobody
-                hashed the first weights.
+            proven: refuse versions that are not in the book; without it they pass, as where the
+                first weights were not hashed.
 
         Raises:
             WeightUpdateError: names the first version that is wrong, and why.

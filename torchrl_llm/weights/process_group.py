@@ -246,7 +246,7 @@ class WeightGroup:
         """Begin to broadcast; every member calls it alike.
 
         Args:
-            tensor: contiguous, on the group's device; read at ``src``, written elsewhere.
+            tensor: contiguous, on the group's device; read at ``src``, written on the other ranks.
             src: rank that sends.
             timeout_s: most seconds that it may take.
         """

@@ -1,4 +1,4 @@
-"""Weights through a Redis, for models that are small beside what it and the network can carry.
+"""Weights through a Redis, for models that are small next to what it and the network can carry.
 
 The learner's :class:`RedisWeightWriter` puts each version there in chunks, under keys of its own,
 and then names it; a :class:`RedisWeightReader` finds the newest one and hands out a source that

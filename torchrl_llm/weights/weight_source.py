@@ -51,7 +51,7 @@ class WeightSource(ABC):
             version, ``adapter`` those of a LoRA adapter.
         digest: of what was sent; a receiver that finds another one refuses. ``None`` where the
             sender could not know it beforehand.
-        reusable: whether it can be opened again later, by an engine that was built anew; what is
+        reusable: whether it can be opened again later, by an engine that was rebuilt; what is
             broadcast comes once.
         hashed: whether the weights are fingerprinted; without it nothing tells what arrived.
         in_hand: whether the tensors are the sender's own, in this process.
@@ -86,7 +86,7 @@ class TensorSource(WeightSource):
     """Weights in hand: for one process, or small enough to be sent with the message.
 
     Without a digest the receiver's stands for both: in one process there is nothing between the
-    two. When it is pickled, to go elsewhere, it takes the digest with it.
+    two. When it is pickled for another process, it takes the digest with it.
 
     Args:
         weights: name to tensor.
@@ -223,7 +223,7 @@ class Incoming(WeightSource):
 
     @property
     def order(self) -> dict[str, Any]:
-        """What a worker elsewhere has to know, as JSON has it, beside the weights."""
+        """What a remote worker has to know besides the weights, as JSON has it."""
         order = {"version": self.version, "kind": self.kind, "digest": self.receipt.digest}
         order |= {"counter": self.counter, "recounted": self.recounted}
         if isinstance(self.source, DeltaSource):

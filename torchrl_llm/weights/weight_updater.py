@@ -35,7 +35,7 @@ def named_weights(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
         ['bias', 'weight']
     """
     if isinstance(source, nn.Module):
-        # A state dict may hold objects beside tensors (extra states); they are no weights.
+        # A state dict may hold objects besides tensors (extra states); they are no weights.
         values: Mapping[str, Any] = source.state_dict(keep_vars=True)
     elif isinstance(source, TensorDictBase):
         values = dict(source.flatten_keys(".").items())

@@ -1,4 +1,4 @@
-"""Engines elsewhere: replicas in Ray actors behind the port of one backend."""
+"""Remote engines: replicas in Ray actors behind the port of one backend."""
 
 from __future__ import annotations
 

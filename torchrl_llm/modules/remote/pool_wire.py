@@ -60,7 +60,7 @@ class PackedCompletions(NamedTuple):
         num_samples: completions a prompt.
         token_ids: int64, of all completions.
         log_probs: float32.
-        versions: int32; ``None`` where nobody counts them yet.
+        versions: int32; ``None`` where none are counted yet.
         lengths: int64, one a completion.
         reasons: int8, one a completion.
         support_ids: int32, the kept ids of all completions; ``None`` where none were recorded.

@@ -1,6 +1,6 @@
 """Keeps the replicas of a pool alive, and knows which weights they must hold.
 
-It runs in an actor of its own that needs no CPU. It asks every replica for a sign of life and for
+It runs in an actor of its own that needs no CPU. It asks every replica for a heartbeat and for
 its load once in ``interval_s``; one that died, does not answer, or gets no further with what was
 asked of it is ended and built again, and gets the current weights before it serves. Clients ask it
 where the replicas are (:meth:`Supervisor.poll`) and tell it of those that failed them.
@@ -43,7 +43,7 @@ class PoolSpec:
         options: what each replica needs, and the limits of its start and of its calls.
         what: what the pool is; begins error messages.
         placement: how Ray spreads the replicas over machines.
-        interval_s: seconds between two signs of life.
+        interval_s: seconds between two heartbeats.
         health_timeout_s: seconds without one after which a replica counts as dead.
         stall_timeout_s: seconds without progress after which a replica that answers, but does not
             get on with its requests, is ended. It must be longer than the longest request of a

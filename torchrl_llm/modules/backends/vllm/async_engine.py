@@ -365,7 +365,7 @@ class AsyncVLLM(EnginePool):
         """Make sure that every replica can reach a sender that broadcasts weights.
 
         The group itself is made by the sender's first update
-        (:class:`~torchrl_llm.collectors.weight_update.vLLMUpdater`), and anew when a member died.
+        (:class:`~torchrl_llm.collectors.weight_update.vLLMUpdater`), and again when a member died.
 
         Args:
             master_address: of the sender.
@@ -453,7 +453,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _argument_names(cls: type) -> set[str]:
-    """Arguments of the pool; what is none of them is an option of vLLM's engine."""
+    """Arguments of the pool; any other name is an option of vLLM's engine."""
     found = {"max_concurrency"}
     for one in (cls, AsyncVLLM, EnginePool):
         parameters = inspect.signature(one.__init__).parameters.values()

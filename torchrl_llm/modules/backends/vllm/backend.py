@@ -91,7 +91,7 @@ class VLLMBackend(Backend):
         seeded: give every response a seed from torch's global generator, which makes sampling
             repeatable whatever else the engine is doing. Without it the engine draws from its own.
         in_flight: what a weight update does with responses that are being sampled: ``"wait"`` for
-            them, ``"keep"`` them and go on with the new weights (their cache is computed anew, and
+            them, ``"keep"`` them and go on with the new weights (their cache is recomputed, and
             each token carries its version), or ``"abort"`` them (their callers get what there is).
         version: number of the weights that the engine has now, unless it was told another.
         timeout_s: seconds that a caller waits while the engine makes no progress.
@@ -433,7 +433,7 @@ class VLLMBackend(Backend):
             self._local.weights_changed(version)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the cache of all prompts; responses that are being sampled compute theirs anew."""
+        """Forget the cache of all prompts; responses that are being sampled recompute theirs."""
         with self.exclusive("keep"):
             self._local.forget_cache()
 

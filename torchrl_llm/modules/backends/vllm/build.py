@@ -47,7 +47,7 @@ PRIVATE_NAMES = (
 _ENVIRONMENT = {
     # The engine runs in this process, so that its weights can be reached.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # An engine that binds threads to cores takes them from whoever trains beside it.
+    # An engine that binds threads to cores takes them from a trainer on the same machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -301,7 +301,7 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
 
 def _add_expert_group() -> None:
-    """Let a mixture of experts be built beside a dense model, whose groups lack that of experts.
+    """Let a mixture of experts be built next to a dense model, whose groups lack that of experts.
 
     The engines of a process share vLLM's groups, which are made for its first model.
     """

@@ -200,7 +200,7 @@ class LocalEngine:
         sleep: whether it can answer.
         version: number of its weights.
         versions: the number behind each label of weights that the engine puts on tokens; empty as
-            long as nobody has said a version.
+            long as no version was set.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -238,7 +238,7 @@ class LocalEngine:
         return EngineStatus(usage, self.loop.steps, self.loop.dead)
 
     def forget_cache(self) -> None:
-        """Drop every cached key and value; what runs computes its own anew.
+        """Drop every cached key and value; what runs recomputes its own.
 
         Otherwise running responses would hold on to blocks of the old weights' cache, which new
         requests could then find. The caller is alone with the engine.

@@ -31,7 +31,7 @@ NATIVE_ARGUMENTS = frozenset(
         "extra_args",
     }
 )
-"""Names that the vLLM backend takes beside the common ones, those of ``vllm.SamplingParams``."""
+"""Names of ``vllm.SamplingParams`` that the vLLM backend takes besides the common ones."""
 
 _REPETITION = frozenset({"max_pattern_size", "min_pattern_size", "min_count"})
 
@@ -199,7 +199,7 @@ def completion_of(
     Args:
         output: vLLM's ``RequestOutput``.
         params: as asked for.
-        versions: number of each label of weights that the engine knows; empty where nobody counts.
+        versions: number of each label of weights that the engine knows; may be empty.
         vocab_size: of the model.
 
     Raises:
