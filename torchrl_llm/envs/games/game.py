@@ -80,7 +80,11 @@ class Game(ABC, Generic[State]):
     invalid_reward: ClassVar[float] = -0.1
     forfeit_reward: ClassVar[float] = -0.1
     state_type: ClassVar[type]
-    rules: str
+
+    @property
+    @abstractmethod
+    def rules(self) -> str:
+        """The rules, see above; a subclass may write them as a plain attribute."""
 
     @abstractmethod
     def reset(self, seed: int) -> State:
