@@ -19,6 +19,7 @@ from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_llm._ray import require_ray
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights, given_weights
 from torchrl_llm.collectors.ray_actor import CollectorActor, InFlight, PackedBatch, actor_options
@@ -86,6 +87,8 @@ class RayLLMCollector(VersionedCollector):
         WorkerError: it did not start in time.
         Exception: what building environment or policy raised in the actor.
     """
+
+    __signature__ = FullSignature(LLMCollector)
 
     def __init__(
         self,

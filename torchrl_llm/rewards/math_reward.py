@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm._imports import require
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.reward_runner import call_reward
@@ -113,6 +114,8 @@ class MATHRewardParser(AnswerBlockParser):
         >>> parser.score("<answer>3</answer>", "4").reward, parser.score("4", "4").reward
         (0.1, 0.0)
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError
 
@@ -91,6 +92,8 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     Environments save the position of the shared loader with their own state. When several are
     restored, the latest of their positions holds.
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,

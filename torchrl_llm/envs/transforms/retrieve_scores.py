@@ -11,6 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_under_budget
@@ -252,6 +253,8 @@ class RetrieveTeacherLogProb(RowTransform):
         >>> [buffer[i]["next", "teacher_log_probs", "full"].tolist() for i in range(2)]
         [[0.0, -0.5], [0.0, -2.0]]
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,

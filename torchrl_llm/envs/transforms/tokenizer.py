@@ -10,6 +10,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
@@ -40,6 +41,8 @@ class IncrementalTokenizer(Transform):
 
     Ragged ids are a lazy stack; read them with :func:`~torchrl_llm.data.ragged.read_rows`.
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,

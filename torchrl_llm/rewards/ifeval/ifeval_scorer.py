@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl import logger
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import ragged_rows, read_rows
@@ -318,6 +319,8 @@ class IfEvalScorer(RewardParser):
         >>> scorer.score("<answer>Well, one</answer>", example).reward
         0.1
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.kl_controllers import ConstantKLController, KLController
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
@@ -271,6 +272,8 @@ class KLComputation(KLTransform):
         (0.85, [0.0, 0.5, 1.0])
     """
 
+    __signature__ = FullSignature()
+
     def __init__(
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
@@ -342,6 +345,8 @@ class RetrieveKL(KLTransform):
         >>> RetrieveKL(ref_model=Coin(), coeff=0.1)(row)["next", "reward"].item()
         0.949999988079071
     """
+
+    __signature__ = FullSignature()
 
     def __init__(
         self,
