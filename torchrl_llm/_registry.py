@@ -247,7 +247,10 @@ class FullSignature:
         found = constructor_arguments(owner if self.of is None else owner.__init__)
         found.pop("self", None)
         if self.of is not None:
-            found = {**found, **constructor_arguments(self.of), **found}
+            handed = constructor_arguments(self.of).items()
+            found |= {
+                name: p for name, p in handed if name not in found and p.default is not p.empty
+            }
         return inspect.Signature(sorted(found.values(), key=lambda p: p.kind))
 
 

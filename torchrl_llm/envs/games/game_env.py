@@ -18,7 +18,6 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
-from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
@@ -210,8 +209,6 @@ class GameEnv(WorldEnv):
         7 O 9
         You are X. Your move.
     """
-
-    __signature__ = FullSignature()
 
     MAX_STEPS: ClassVar[int | None] = 64
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple, SupportsFloat
 
 from tensordict import TensorDictBase
 
-from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.actions import ActionError, ActionParser
@@ -245,8 +244,6 @@ class SessionEnv(WorldEnv):
         kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
             and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
     """
-
-    __signature__ = FullSignature()
 
     MAX_STEPS: ClassVar[int | None] = 32
     # A reset passes the transforms last to first: the rows are drawn, then the worlds begin.

@@ -254,7 +254,7 @@ class RetrieveTeacherLogProb(RowTransform):
         [[0.0, -0.5], [0.0, -2.0]]
     """
 
-    __signature__ = FullSignature()
+    __signature__ = FullSignature(RetrieveLogProb)
 
     def __init__(
         self,

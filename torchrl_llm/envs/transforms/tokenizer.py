@@ -42,7 +42,7 @@ class IncrementalTokenizer(Transform):
     Ragged ids are a lazy stack; read them with :func:`~torchrl_llm.data.ragged.read_rows`.
     """
 
-    __signature__ = FullSignature()
+    __signature__ = FullSignature(ChatFormatter)
 
     def __init__(
         self,
