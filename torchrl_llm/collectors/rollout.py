@@ -174,7 +174,7 @@ def tokens_of_call(acted: TensorDictBase) -> list[int]:
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
-    """What the policy writes anew in every call and neither it nor the environment reads.
+    """What the policy writes again in every call and neither it nor the environment reads.
 
     TorchRL carries such keys into the next step, where they are copied several times.
     """
@@ -224,7 +224,7 @@ class Lockstep(Rollout):
         return stepped
 
     def without_stale(self, carrier: TensorDictBase) -> TensorDictBase:
-        """The carrier without what the policy writes anew, in place."""
+        """The carrier without what the policy writes again, in place."""
         for name in self._stale:
             carrier.pop(name, None)
         return carrier

@@ -1,4 +1,4 @@
-"""Rows of a replay buffer for trainers that read data sets: PyTorch's, Hugging Face's, TRL's."""
+"""Rows of a replay buffer for trainers that read datasets: PyTorch's, Hugging Face's, TRL's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 class TorchRLBufferDataset(IterableDataset):
-    """A replay buffer as an iterable data set of flat dicts, one a row.
+    """A replay buffer as an iterable dataset of flat dicts, one a row.
 
     A nested key becomes one name with dots, ``"tokens.full"``. Tensors keep their own length, text
     is a ``str``, a conversation a list of message dicts.

@@ -122,7 +122,7 @@ def make_gsm8k_env(
     :class:`~torchrl_llm.envs.GSM8KEnv`.
 
     Args:
-        dataset: rows with ``question`` and ``answer``, or the id of a data set on the hub.
+        dataset: rows with ``question`` and ``answer``, or the id of a dataset on the hub.
         num_envs: ``B``.
         repeats: how many rows each question starts.
         batch_size_dl: how many questions the loader reads at a time.

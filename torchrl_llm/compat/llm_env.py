@@ -284,7 +284,7 @@ class LLMEnv(EnvBase):
             out.set(self.rewarded_key, torch.zeros_like(action, dtype=torch.float32))
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing is random here; a data set is seeded by its loader."""
+        """Nothing is random here; a dataset is seeded by its loader."""
 
 
 def _joined(text: Any, more: Any) -> str:

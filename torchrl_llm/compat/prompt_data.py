@@ -76,7 +76,7 @@ class PromptData(TensorClass["nocast"]):
         *,
         tokenizer: Any = None,
     ) -> PromptData:
-        """Tokenize a data set, or find its memory-mapped copy.
+        """Tokenize a dataset, or find its memory-mapped copy.
 
         Args:
             split: see :class:`~torchrl_llm.data.TokenizedDatasetLoader`, as for the others.

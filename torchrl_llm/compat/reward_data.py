@@ -66,7 +66,7 @@ class PairwiseDataset(TensorClass["nocast"]):
         *,
         tokenizer: Any = None,
     ) -> PairwiseDataset:
-        """Tokenize a data set, or find its memory-mapped copy.
+        """Tokenize a dataset, or find its memory-mapped copy.
 
         Args:
             split: see :class:`~torchrl_llm.data.TokenizedDatasetLoader`, as for the others.

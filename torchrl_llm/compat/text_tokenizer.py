@@ -2,7 +2,7 @@
 
 For environments whose observations and actions are strings. Chat environments need none of it:
 :class:`~torchrl_llm.envs.ChatEnv` keeps ids itself, and
-:class:`~torchrl_llm.envs.transforms.IncrementalTokenizer` keeps them beside conversations.
+:class:`~torchrl_llm.envs.transforms.IncrementalTokenizer` keeps them next to conversations.
 
 Shape legend: ``B`` the batch, ``T`` tokens of the longest row, or ``max_length``.
 """
@@ -30,9 +30,9 @@ class Tokenizer(Transform):
     """Writes the token ids of texts, and in the other direction the text of token ids.
 
     Forward (what the environment returns): the texts under ``in_keys`` become int64 ids ``[B, T]``
-    under ``out_keys``, with an int64 ``"attention_mask"`` beside each. Inverse (what the
+    under ``out_keys``, with an int64 ``"attention_mask"`` next to each. Inverse (what the
     environment is given): the ids that the policy wrote under ``out_keys_inv`` become texts under
-    ``in_keys_inv``; ragged ids, and padded ones with an attention mask beside them, are cut to
+    ``in_keys_inv``; ragged ids, and padded ones with an attention mask next to them, are cut to
     their length first.
 
     Masks come from lengths, so the padding id may be any: the end of sequence serves where a
@@ -193,7 +193,7 @@ class Tokenizer(Transform):
 
     @staticmethod
     def _complete_mask(td: TensorDictBase, out_key: NestedKey) -> None:
-        # The ids came without the text, from a data set that was tokenized before.
+        # The ids came without the text, from a dataset that was tokenized before.
         ids, mask_key = td.get(out_key, None), _mask_key(out_key)
         if isinstance(ids, Tensor) and td.get(mask_key, None) is None:
             td.set(mask_key, torch.ones_like(ids))

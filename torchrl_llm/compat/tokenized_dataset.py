@@ -1,8 +1,8 @@
-"""Data sets of text as memory-mapped token ids.
+"""Datasets of text as memory-mapped token ids.
 
 For training on data that lies there: reward models, supervised stages, prompts for
 :class:`~torchrl_llm.data.RolloutFromModel`. Conversations that are sampled go another way: an
-environment over a data set (:class:`torchrl_llm.envs.DatasetChatEnv`).
+environment over a dataset (:class:`torchrl_llm.envs.DatasetChatEnv`).
 
 Next: :mod:`torchrl_llm.compat.infinite_loader` (batches), :mod:`torchrl_llm.compat.prompt_data` (a
 prompt and its label), :mod:`torchrl_llm.compat.reward_data` (a chosen and a rejected answer),
@@ -174,9 +174,9 @@ def _filled(ids: list[int], length: int, value: int, side: str) -> list[int]:
 
 
 class TokenizedDatasetLoader:
-    """Tokenizes a data set once and keeps it memory-mapped on disk.
+    """Tokenizes a dataset once and keeps it memory-mapped on disk.
 
-    The copy lies under ``root_dir``, in a folder named after data set, split, length and a digest
+    The copy lies under ``root_dir``, in a folder named after dataset, split, length and a digest
     of everything that decides its content (the file's size and time, tokenizer, functions): other
     data, another tokenizer or another hook make another copy. It is written aside and moved, so
     that what is there is whole.

@@ -8,7 +8,7 @@ attribute, ``tokens.full``.
 Shape legend: ``B`` rows, ``T`` tokens of prompt and response, ``P`` prompt, ``R`` response;
 ``T``, ``P`` and ``R`` differ from row to row.
 
-``to_tokens``, ``to_text`` and ``to_history`` convert one view into another, for data sets and for
+``to_tokens``, ``to_text`` and ``to_history`` convert one view into another, for datasets and for
 people; inside a rollout the token record of a conversation is kept instead.
 """
 
@@ -396,7 +396,7 @@ def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stack_dim(self: Any) -> int:
-    """Along what the rows are taken apart where ragged ones are put beside them."""
+    """Along what the rows are taken apart where ragged ones are put next to them."""
     return getattr(self._tensordict, "stack_dim", 0)
 
 

@@ -170,7 +170,7 @@ class History(TensorClass["nocast"]):
         content: a string, a :class:`ContentBase`, or a list of content items.
         is_complete: whether the message was ended, by its end-of-turn token for instance.
         tool_calls: ``{"name", "arguments"}`` mappings, with or without the ``"function"`` level.
-        tool_responses: results that a message of role tool carries beside its content.
+        tool_responses: results that a message of role tool carries next to its content.
         tool_call_id: which call a tool message answers.
         name: name of the speaker or tool.
         reasoning_content: reasoning, for templates that write it apart from the content.

@@ -111,7 +111,7 @@ class TokenRecord:
     def forked(cls, cause: str, *, earlier_turns: int = 0) -> TokenRecord:
         """Record of no tokens, for a conversation whose messages were rewritten.
 
-        It covers no message: whoever continues it encodes the whole conversation anew, and the new
+        It covers no message: whoever continues it encodes the whole conversation again, and the new
         record keeps the cause.
 
         Args:

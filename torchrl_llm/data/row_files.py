@@ -279,5 +279,5 @@ class RowLoader:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position; an iterator that is running must be made anew."""
+        """Continue at a saved position; an iterator that is running must be made again."""
         self.seed, self.epoch, self.index = state["seed"], state["epoch"], state["index"]

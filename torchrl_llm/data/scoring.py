@@ -1,6 +1,6 @@
 """What a loss asks of a model: the log-probs of given tokens, and what goes with them.
 
-Losses live above this file and models beside it, so that no loss ever names a wrapper class.
+Losses live above this file and models next to it, so that no loss ever names a wrapper class.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N`` selected tokens, ``D`` hidden size,
 ``V`` vocabulary, ``S`` kept ids of all selected tokens together.
@@ -98,7 +98,7 @@ class HeadStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreExtras:
-    """What a scorer is asked for beside log-probs, all from the one forward.
+    """What a scorer is asked for next to log-probs, all from the one forward.
 
     A scorer that cannot give what is asked raises
     :class:`~torchrl_llm.errors.ConfigError`.

@@ -58,7 +58,7 @@ class PythonExecutorService(Restarted):
             is ended.
 
     Raises:
-        ConfigError: an impossible number, or ``limits`` beside a sandbox that has its own.
+        ConfigError: an impossible number, or ``limits`` next to a sandbox that has its own.
 
     Example:
         >>> service = PythonExecutorService(pool_size=2)

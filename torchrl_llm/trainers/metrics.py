@@ -39,7 +39,7 @@ class MetricsTable:
         loggers: TorchRL loggers that get every number too. One that raises is warned of once and
             asked again at the next step: the run, and the other loggers, go on.
         columns: columns that the header holds from the start, so that a metric which appears
-            later (an evaluation) does not force the file to be written anew.
+            later (an evaluation) does not force the file to be written again.
 
     Attributes:
         failures: class name of a logger to the steps at which it raised.

@@ -1,7 +1,7 @@
 """Sampling whole groups: so many answers of each of so many prompts.
 
 Rows stay in the buffer when they are sampled, so answers of earlier steps can be trained again
-beside new ones: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
+next to new ones: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class _Played(Reaction):
 class GameSteps(WorldTransform):
     """Plays a game with the answers of the model, one game per row.
 
-    Beside what every :class:`~torchrl_llm.envs.world.WorldTransform` writes:
+    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes:
 
     - ``"game_state"``, the state after the turn, as text;
     - ``"game_action"``, the action, empty where there was none, and ``"game_legal"``, bool ``[B]``.

@@ -281,8 +281,8 @@ class GAEAdvantage(BatchStatistics):
         buffer.append_transform(GAEAdvantage())
         buffer.append_transform(RetrieveValues(policy))
 
-    Beside the advantage it writes what the critic should have said, the TD(lambda) return, under
-    ``value_target_key``: :class:`~torchrl_llm.objectives.PPOLoss` reads both.
+    It also writes what the critic should have said, the TD(lambda) return, under
+    ``value_target_key``. :class:`~torchrl_llm.objectives.PPOLoss` reads it and the advantage.
 
     Args:
         gamma: discount per token; with 1, as usual, a reward at the end does not fade with length.
