@@ -106,7 +106,7 @@ def test_a_killed_actor_fails_its_calls_with_its_name_and_soon(cluster):
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"clock 3.*died"):
         remote.result(ref)
-    with pytest.raises(WorkerError, match="a sign of life of clock 3"):
+    with pytest.raises(WorkerError, match="a heartbeat of clock 3"):
         remote.pid()
     assert time.monotonic() - started < 50  # and not with the end of the call
 

@@ -311,7 +311,7 @@ class RemoteObject:
             WorkerError: it died or did not answer in time.
         """
         ref = self._method("pid", lane="control").remote()
-        return self.result(ref, timeout_s=timeout_s, call="a sign of life")
+        return self.result(ref, timeout_s=timeout_s, call="a heartbeat")
 
     def shutdown(self) -> None:
         """End the actor at once; nothing to do where it ended or Ray stopped already."""

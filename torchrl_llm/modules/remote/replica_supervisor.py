@@ -416,7 +416,7 @@ class Supervisor:
             member, incarnation = probes[ref]
             silent = time.monotonic() - (member.probe or (None, time.monotonic()))[1]
             if silent > self._spec.health_timeout_s:
-                self._retire(member, incarnation, f"no sign of life for {silent:.0f} s")
+                self._retire(member, incarnation, f"no heartbeat for {silent:.0f} s")
 
     # -- rebuilding ---------------------------------------------------------------------------
 

@@ -284,7 +284,7 @@ class IfEvalScorer(RewardParser):
     Exactly one answer block adds 0.1, exactly one block of reasoning 0.05. A row with an unknown
     instruction or wrong arguments has no reward: it is invalid, with the error.
 
-    Next to the keys of :class:`~torchrl_llm.rewards.RewardParser`, ``("next", score_key)`` holds the
+    Next to the keys of :class:`~torchrl_llm.rewards.RewardParser`, ``("next", score_key)`` has the
     rows of an :class:`IFEvalScoreData`; ``success`` says that all instructions are followed
     strictly.
 
