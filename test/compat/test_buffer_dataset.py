@@ -1,4 +1,4 @@
-"""A replay buffer as a data set for other trainers."""
+"""A replay buffer as a dataset for other trainers."""
 
 from __future__ import annotations
 

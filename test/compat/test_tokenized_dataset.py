@@ -1,4 +1,4 @@
-"""Tokenized data sets: ids, masks and prompt ends, the copy on disk, batches."""
+"""Tokenized datasets: ids, masks and prompt ends, the copy on disk, batches."""
 
 from __future__ import annotations
 

@@ -284,6 +284,35 @@ def test_a_loss_reads_a_fact(padded, tokenizer, queries, facts):
     assert loss(td).loss_objective.item() == pytest.approx(-_surprise(sampled).mean().item())
 
 
+@pytest.mark.parametrize("send", ["pickle", "safe"])
+def test_a_new_fact_is_one_entry_from_the_backend_to_a_loss(send, tokenizer, facts):
+    policy = _policy(tokenizer)
+    collector = LLMCollector(
+        make_env(2, turns=2, tool="7"),
+        policy=policy,
+        dialog_turns_per_batch=4,
+        total_dialog_turns=4,
+    )
+    packed = pack_rows(split_rollout(next(iter(collector))))
+    if send == "pickle":
+        packed = pickle.loads(pickle.dumps(packed))
+    else:
+        packed, _ = rows_from_bytes(rows_to_bytes(packed))
+    buffer = ReplayBuffer(transform=JoinTurns())
+    buffer.extend(packed.unpack())
+    batch = buffer[:]
+    rows = batch.unbind(0)
+    assert [row["num_turns"].item() for row in rows] == [2, 2]
+    for row in rows:
+        _check(row)
+    ids = torch.cat([row["tokens", "full"] for row in rows])
+    sampled = torch.cat([row["trace", "source"] for row in rows]) == Source.SAMPLED
+    loss = SurprisedLoss(policy, aggregation="token_mean")(batch)
+    # the ratio is one: the objective is minus the mean advantage
+    wanted = -_surprise(ids[sampled]).mean().item()
+    assert loss.loss_objective.item() == pytest.approx(wanted)
+
+
 def test_padding_fills_dense_columns_and_a_response_is_part_of_full(tokenizer, queries, facts):
     td = ChatEnv(batch_size=(2,)).reset(queries("a", "bcd"))
     ragged = _policy(tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3})(td.copy())

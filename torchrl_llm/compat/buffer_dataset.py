@@ -20,7 +20,7 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 class TorchRLBufferDataset(IterableDataset):
-    """A replay buffer as an iterable dataset of flat dicts, one a row.
+    """A replay buffer as an iterable dataset of flat dicts, one per row.
 
     A nested key becomes one name with dots, ``"tokens.full"``. Tensors keep their own length, text
     is a ``str``, a conversation a list of message dicts.

@@ -3,7 +3,7 @@
 One step is one token. Equal prefixes have equal hashes whatever led to them, so a tree of texts
 (:class:`torchrl.data.MCTSForest`) needs nothing but hashes for its nodes.
 
-Conversations are the business of :class:`~torchrl_llm.envs.ChatEnv`.
+:class:`~torchrl_llm.envs.ChatEnv` is the environment for conversations.
 """
 
 from __future__ import annotations

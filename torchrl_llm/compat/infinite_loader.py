@@ -1,4 +1,4 @@
-"""Batches of a dataset that is tokenized already, in an order of its own each pass.
+"""Batches of a tokenized dataset, each pass in another order.
 
 Next: :mod:`torchrl_llm.compat.tokenized_dataset` makes the data.
 """
@@ -41,7 +41,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Batches:
-    """Batches of a dataset in an order of its own each pass; what is left over is dropped."""
+    """Batches of a dataset, each pass in another order; what is left over is dropped."""
 
     def __init__(
         self, data: Any, batch_size: int, device: Any, prefetch: int, seed: int | None

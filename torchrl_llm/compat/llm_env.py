@@ -85,7 +85,7 @@ class LLMEnv(EnvBase):
             raise ConfigError(f"batch_size must be () or (B,), got {size}")
         if from_text and (assign_reward or assign_done):
             raise ConfigError(
-                "assign_reward and assign_done write one value a token, so they need "
+                "assign_reward and assign_done write one value per token, so they need "
                 "from_text=False"
             )
         super().__init__(device=device, batch_size=torch.Size(size))

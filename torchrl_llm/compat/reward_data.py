@@ -22,7 +22,7 @@ class RewardData(TensorClass["nocast"]):
     Args:
         input_ids: int64 ``[N, T]``.
         attention_mask: int64 ``[N, T]``.
-        rewards: float32 ``[N, T]``, one a token, if any.
+        rewards: float32 ``[N, T]``, one per token, if any.
         end_scores: float32 ``[N]``, of the last token, if any.
     """
 

@@ -70,7 +70,7 @@ class RolloutFromModel:
 
     Raises:
         ConfigError: when the model names no end of sequence, or for impossible numbers.
-        RewardError: at a score that is not one number a row.
+        RewardError: at a score that is not one number per row.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer

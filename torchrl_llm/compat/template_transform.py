@@ -153,13 +153,13 @@ def _single(value: Any) -> Any:
 
 
 def _rows(value: Any, count: int, key: NestedKey) -> list[Any]:
-    """One object a row."""
+    """One object per row."""
     if isinstance(value, History):
         return value.chats
     rows = value.tolist() if is_non_tensor(value) else value
     rows = rows if isinstance(rows, list) else [rows] * count
     if len(rows) != count:
-        raise DataError(f"{key!r} must hold one object a row, {count} in all, got {len(rows)}")
+        raise DataError(f"{key!r} must hold one object per row, {count} in all, got {len(rows)}")
     return rows
 
 

@@ -295,7 +295,7 @@ def _mask_key(key: NestedKey) -> NestedKey:
 
 
 def _texts(value: Any, count: int, key: NestedKey) -> list[str]:
-    """One string a row, rows in order."""
+    """One string per row, rows in order."""
     data = value.tolist() if is_non_tensor(value) else value
     texts = _flat(data)
     if len(texts) == 1 and count != 1:

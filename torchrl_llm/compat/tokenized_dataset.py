@@ -345,7 +345,7 @@ class TokenizedDatasetLoader:
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
     wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
     if wrong is not None:
-        raise DataError(f"a row of the data set must be a dict, got {type(wrong).__name__}")
+        raise DataError(f"a row of the dataset must be a dict, got {type(wrong).__name__}")
     names = rows[0].keys()
     missing = next(((i, n) for i, row in enumerate(rows) for n in names if n not in row), None)
     if missing is not None:

@@ -149,7 +149,7 @@ class Column(NonTensorStack):
 
     @classmethod
     def of(cls, items: Iterable[Any]) -> Column:
-        """A column of the given objects, one a row."""
+        """A column of the given objects, one per row."""
         self = cls.__new__(cls)
         items = list(items)
         self.__dict__["_is_locked"] = None
@@ -182,7 +182,7 @@ class Column(NonTensorStack):
         return None
 
     def tolist(self, **kwargs: Any) -> list[Any]:
-        """The objects, one a row, as a new list."""
+        """The objects, one per row, as a new list."""
         items = None if kwargs else self._flat()
         return super().tolist(**kwargs) if items is None else list(items)
 
@@ -343,7 +343,7 @@ class Column(NonTensorStack):
 
 
 def set_as_column(self: Any, key: str, value: Any, **how: Any) -> Any:
-    """``_set_str`` of tensorclasses whose fields are columns: a list, a value a row, becomes one.
+    """``_set_str`` of tensorclasses of columns: a list of one value per row becomes one.
 
     TorchRL's ``step_mdp`` reads a column through its tensorclass, which gives it as a list, and
     sets that list where the column should be.

@@ -396,7 +396,7 @@ def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stack_dim(self: Any) -> int:
-    """Along what the rows are taken apart where ragged ones are put next to them."""
+    """The dimension to unbind when these rows are stacked with ragged ones."""
     return getattr(self._tensordict, "stack_dim", 0)
 
 

@@ -27,7 +27,7 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {site.getusersitepackages()}
 )
-# A reward that names each of its errors again must not fill the log.
+# A reward that gives each of its errors a new name must not fill the log.
 _MOST_KINDS = 100
 _said: set[tuple[str, str]] = set()
 _lock = threading.Lock()

@@ -154,7 +154,7 @@ class TokenizeOptions:
 
 
 class History(TensorClass["nocast"]):
-    """Conversations, one a row.
+    """Conversations, one per row.
 
     ``History(role=..., content=...)`` makes one message, or with lists one conversation, or with
     nested lists a batch of them; :meth:`from_chats` takes message dicts and :meth:`of` chats.

@@ -1,6 +1,6 @@
 """Rows of different length: one-dimensional lazy stacks of plain tensordicts.
 
-A ragged column lives as one tensor a row. These few functions are the only place that builds,
+A ragged column lives as one tensor per row. These few functions are the only place that builds,
 reads, writes or pads such columns; measured choices behind them are in the design page of the docs.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``T`` the longest row.
@@ -61,7 +61,7 @@ def _plain(td: Any) -> TensorDictBase:
 
 
 def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
-    """The tensors of one column, one a row.
+    """The tensors of one column, one per row.
 
     Args:
         td: a tensordict or tensorclass with one batch dimension, ragged (lazy) or dense.

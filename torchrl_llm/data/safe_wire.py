@@ -34,7 +34,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import rebuild_content
 from torchrl_llm.data.record import TokenRecord, rebuild_record
 from torchrl_llm.data.safe_bytes import CLAIM_BYTES, from_bytes, to_bytes
-from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, added_facts
+from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, SUPPORT_COLUMNS, added_facts
 from torchrl_llm.data.wire import (
     PackedRows,
     _Chats,
@@ -54,7 +54,6 @@ _MAX_BATCH_DIMS = 4
 # Values of one hash are compared one by one, and whoever writes a message can choose their hashes.
 _MAX_EQUAL_HASHES = 64
 _ERROR_CHARS = 200
-_SUPPORT_COLUMNS = ("support_ids", "support_counts")
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
 _CLASSES: dict[str, type] = {
     "History": History,
@@ -391,8 +390,8 @@ class _Reader:
         names = set(_typed(columns, dict))
         self.claim(count * len(names))
         _check(names.issuperset(RECORD_COLUMNS), "wrong columns of records")
-        facts = names.difference(RECORD_COLUMNS, _SUPPORT_COLUMNS)
-        _check(len(names & set(_SUPPORT_COLUMNS)) != 1, "wrong columns of records")
+        facts = names.difference(RECORD_COLUMNS, SUPPORT_COLUMNS)
+        _check(len(names & set(SUPPORT_COLUMNS)) != 1, "wrong columns of records")
         unknown = sorted(facts.difference(fact.name for fact in added_facts()))
         _check(not unknown, f"facts {unknown} are not registered here; see register_fact")
         lists = [_typed(part, list) for part in (finish, starts, causes, turns)]

@@ -98,7 +98,7 @@ class HeadStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreExtras:
-    """What a scorer is asked for next to log-probs, all from the one forward.
+    """What a scorer is asked for besides log-probs, all from one forward.
 
     A scorer that cannot give what is asked raises
     :class:`~torchrl_llm.errors.ConfigError`.
@@ -186,7 +186,7 @@ class TokenScorer(ABC):
             sequences: ``B`` int64 tensors of shape ``[T_b]``.
             select: ``B`` bool tensors of shape ``[T_b]``: the positions to score. Position 0 has no
                 prefix and must not be selected.
-            temperature: one value, or float32 ``[B]``, a value a row.
+            temperature: one value, or float32 ``[B]``, one per row.
             entropy: also return the entropy at each selected position.
             extras: what else is wanted.
 

@@ -19,7 +19,7 @@ from torchrl_llm.data.ragged import ragged_rows
 
 
 class ColumnSpec(NonTensor):
-    """A column of objects, one a row, each with a length of its own (messages, characters).
+    """A column of objects, one per row, each with a length of its own (messages, characters).
 
     Its shape is ``(B, -1)``; the values have batch size ``[B]``, for the last dimension lives
     inside the objects.
@@ -65,7 +65,7 @@ class ColumnSpec(NonTensor):
         return self.rand(shape)
 
     def is_in(self, val: Any) -> bool:
-        """Whether ``val`` is non-tensor data with one object a row."""
+        """Whether ``val`` is non-tensor data with one object per row."""
         if not isinstance(val, Tensor) and not is_tensor_collection(val):
             return True  # a tensorclass hands out the bare objects
         return is_non_tensor(val) and val.shape[-len(self.shape[:-1]) :] == self.shape[:-1]

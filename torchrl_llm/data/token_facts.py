@@ -6,7 +6,7 @@ outputs and readers, the input modes, the wire forms and
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` read the table. :func:`register_fact` adds a
 fact of your own, which then travels the whole way from a backend to a loss.
 
-The ids that truncated sampling kept are several numbers a token and have a class of their own,
+The ids that truncated sampling kept are several numbers per token and have their own class,
 :class:`~torchrl_llm.data.scoring.Support`.
 
 Next: :mod:`torchrl_llm.data.record` holds the wired facts of one conversation.
@@ -38,8 +38,8 @@ _TAKEN_NODES = frozenset(
         *("done", "terminated", "truncated", "truncation_reason"),
     )
 )
-# Columns that the wire forms of a record have besides the facts.
-_TAKEN_NAMES = frozenset(("support_ids", "support_counts"))
+# A record's support in the wire forms, next to its facts; most records have none.
+SUPPORT_COLUMNS = ("support_ids", "support_counts")
 # A record is pickled as NumPy arrays.
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -64,8 +64,8 @@ class TokenFact:
         padding: what fills padded columns. ``full`` and what is aligned with it are padded on the
             right, ``prompt`` on the left.
         join: how :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of a
-            trajectory. ``"turns"``: each turn's own values at its response, and elsewhere those of
-            the last turn; ``"last"``: the last turn's column as it is.
+            trajectory. ``"turns"``: each turn's own values at its response, the last turn's at all
+            other tokens; ``"last"``: the last turn's column as it is.
         wired: whether it is part of the token record: a backend returns it, it follows the
             conversation from turn to turn, and both wire forms of records carry it. A fact that is
             not wired is a column that some transform writes.
@@ -261,7 +261,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
     known = _TABLE.get(fact.name)
     if known == fact:
         return known
-    if known is not None or fact.name in _TAKEN_NAMES:
+    if known is not None or fact.name in SUPPORT_COLUMNS:
         raise ConfigError(
             f"a fact is already called {fact.name!r}; choose another name, or drop the old one "
             f"with unregister_fact({fact.name!r})"

@@ -1,7 +1,7 @@
-"""The wire form of rows: flat values and lengths, for pickles, queues and checkpoints.
+"""Wire form of rows: flat values and lengths, for pickles, queues and checkpoints.
 
-Rows live as one small tensor a row and key. Pickled like that, a batch costs twenty times what it
-should, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows
+Rows live as one small tensor per row and key. Pickled like that, a batch costs twenty times too
+much, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows
 into a few long tensors and lists, :func:`unpack_rows` back into the same rows: ragged tensors,
 strings, other objects, chats with their token records, keys that only some rows have, and the
 tensorclass of every node. :func:`own_rows` makes rows safe to keep for long.
@@ -29,20 +29,18 @@ from torchrl_llm.data.column import Chat
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.token_facts import RECORD_COLUMNS
+from torchrl_llm.data.token_facts import RECORD_COLUMNS, SUPPORT_COLUMNS
 
 Path = tuple[str, ...]
 # A storage of this many bytes may be shared: copying flags and ids one by one costs more than a
 # kept row can waste by it.
 SHARED_BYTES = 4096
 _ROW = torch.Size([])
-# Columns of a record's support, which most records lack.
-_SUPPORT = ("support_ids", "support_counts")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """One tensor a row: ``values`` with a leading row dimension, or flat with ``lengths``."""
+    """One tensor per row: ``values`` with a leading row dimension, or flat with ``lengths``."""
 
     rows: list[int] | None
     values: Any
@@ -114,14 +112,14 @@ class _Records:
         if any(r.support is not None for r in records):
             # A record without one has no counts, not even zeros.
             supports = [r.support or Support.whole(0) for r in records]
-            for name, column in zip(_SUPPORT, zip(*supports, strict=True), strict=True):
+            for name, column in zip(SUPPORT_COLUMNS, zip(*supports, strict=True), strict=True):
                 columns[name] = _Tensors.of(None, list(column))
         rest = ("num_messages", "finish_reason", "response_start", "fork_cause", "earlier_turns")
         return cls(columns, *([getattr(r, name) for r in records] for name in rest))
 
     def split(self) -> list[TokenRecord]:
         columns = {name: column.split() for name, column in self.columns.items()}
-        supports = [columns.pop(name, None) for name in _SUPPORT]
+        supports = [columns.pop(name, None) for name in SUPPORT_COLUMNS]
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         if len(columns) > len(RECORD_COLUMNS):
             rows = [_without_lacking(row) for row in rows]
