@@ -174,7 +174,8 @@ class FunctionTool(Tool):
 
     def run(self, call: ToolCall) -> str | ToolOutput:
         """Call the function; what is no string is written as one, by :func:`as_text`."""
-        return as_output(self.function(**call.args))
+        value = self.function(**call.args)
+        return value if isinstance(value, ToolOutput) else as_text(value)
 
 
 def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
