@@ -67,7 +67,9 @@ class Halved(PolicyGradientLoss):
 
 
 class Twice(ConstantCredit):
-    """Two for every row."""
+    """Two for every row, or for every token that has a reward."""
+
+    reads_tokens = True
 
     def __init__(self, *, value: float = 2.0):
         super().__init__(value=value)
@@ -146,6 +148,8 @@ def test_a_loss_of_a_user_is_configured_with_its_own_key(mine):
 
 def test_an_advantage_estimator_of_a_user_writes_advantages(mine):
     config = load_config({"advantage": {"type": f"{mine}:Twice", "value": 3.0}})
+    assert config.advantage.reads_tokens
+    assert not load_config({"advantage": {"type": "group"}}).advantage.reads_tokens
     buffer = ReplayBuffer(transform=config.build_credit())
     reward = {"reward": torch.ones(1, 1), "done": torch.ones(1).bool()}
     buffer.extend(lazy_rows([TensorDict(next=reward, group_id=torch.tensor(0))]))

@@ -51,7 +51,7 @@ class AdvantageConfig(Component):
     @property
     def reads_tokens(self) -> bool:
         """Whether it reads the reward of each token, where rows have one."""
-        return self.type in ("gae", "monte_carlo", "per_step")
+        return getattr(self.target, "reads_tokens", False)
 
 
 _LOSS_GIVEN = (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict
@@ -75,9 +75,14 @@ class CreditAssigner(GroupTransform):
         positive_only: negative advantages become 0.
         keep_zero_advantage: whether trajectories without any advantage are written.
         **options: how rows are grouped, the rest of :class:`CreditOptions`.
+
+    Attributes:
+        reads_tokens: whether the reward of each token is read where rows have one. Recipes give it
+            to an estimator only where this is true.
     """
 
     __signature__ = FullSignature()
+    reads_tokens: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -109,6 +109,8 @@ class PerStepReward(CreditAssigner):
         1.0
     """
 
+    reads_tokens = True
+
     def __init__(self, **options: Unpack[CreditOptions]) -> None:
         super().__init__(1, **options)
 
@@ -155,6 +157,8 @@ class MonteCarloReturn(CreditAssigner):
         >>> MonteCarloReturn(0.5).inv(rows)["advantage"].flatten().tolist()
         [0.5, 1.0]
     """
+
+    reads_tokens = True
 
     def __init__(
         self,
@@ -312,6 +316,8 @@ class GAEAdvantage(BatchStatistics):
         >>> rows["advantage"].flatten().tolist(), rows["value_target", "full"].flatten().tolist()
         ([0.0, 0.5, 0.75], [0.0, 1.0, 1.0])
     """
+
+    reads_tokens = True
 
     def __init__(
         self,
