@@ -447,7 +447,7 @@ def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
 
 def _own(node: TensorDict) -> None:
     leaves = node._tensordict
-    tail = _tail(leaves)
+    tail = _tail(leaves) if "response" in leaves else 0
     for name, value in leaves.items():
         # The two common kinds first, by exact type: this loop sees every tensor that is kept.
         kind = type(value)
@@ -466,12 +466,12 @@ def _own(node: TensorDict) -> None:
 
 def _tail(leaves: dict[str, Any]) -> int:
     """How many values of ``full`` the response is a view of, at its end; 0 where it is none."""
-    response = leaves.get("response")
-    if type(response) is not Tensor or not response.nbytes:
+    full, response = leaves.get("full"), leaves["response"]
+    if type(full) is not Tensor or type(response) is not Tensor or not response.nbytes:
         return 0
-    full = leaves.get("full")
-    if type(full) is not Tensor or full.dtype != response.dtype or len(full) < len(response):
+    if full.data_ptr() + full.nbytes != response.data_ptr() + response.nbytes:
         return 0
-    ends = [tensor.data_ptr() + tensor.nbytes for tensor in (full, response)]
     flat = full.is_contiguous() and response.is_contiguous()
-    return len(response) if flat and ends[0] == ends[1] else 0
+    if not flat or full.dtype != response.dtype or full.shape[0] < response.shape[0]:
+        return 0
+    return response.shape[0]
