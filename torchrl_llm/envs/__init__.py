@@ -1,83 +1,30 @@
 """Environments: chats, tasks, games, remote worlds and transforms."""
 
-from torchrl_llm._imports import lazy
-from torchrl_llm.envs.chat_env import ChatEnv
-from torchrl_llm.envs.datasets.hub_tasks import GSM8KEnv, HumanEvalEnv, IFEvalEnv, MATHEnv
-from torchrl_llm.envs.datasets.number_tasks import ArithmeticEnv, CalculatorEnv, CountdownEnv
-from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
-from torchrl_llm.envs.datasets.word_tasks import LetterCountingEnv, TextReversalEnv
-from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToeEnv
-from torchrl_llm.envs.libs import MLGymWrapper, OpenEnvEnv, make_mlgym
-from torchrl_llm.envs.transforms import (
-    AddThinkingPrompt,
-    DataLoadingPrimer,
-    KLComputation,
-    KLRewardTransform,
-    RayDataLoadingPrimer,
-    RetrieveKL,
-    RetrieveLogProb,
-    TemplateTransform,
-    Tokenizer,
-    as_nested_tensor,
-    as_padded_tensor,
-)
+from __future__ import annotations
 
-__all__ = [
-    "AddThinkingPrompt",
-    "ArithmeticEnv",
-    "ArithmeticRewardParser",
-    "CalculatorEnv",
-    "ChatEnv",
-    "CountdownEnv",
-    "CountdownRewardParser",
-    "DataLoadingPrimer",
-    "DatasetChatEnv",
-    "GSM8KEnv",
-    "GSM8KPrepareQuestion",
-    "GSM8KRewardParser",
-    "GameEnv",
-    "HumanEvalEnv",
-    "HumanEvalRewardParser",
-    "IFEvalData",
-    "IFEvalEnv",
-    "IFEvalScoreData",
-    "IfEvalScorer",
-    "KLComputation",
-    "KLRewardTransform",
-    "KeyDoorEnv",
-    "LLMEnv",
-    "LLMHashingEnv",
-    "LetterCountingEnv",
-    "LetterCountingRewardParser",
-    "MATHEnv",
-    "MATHRewardParser",
-    "MLGymWrapper",
-    "OpenEnvEnv",
-    "RayDataLoadingPrimer",
-    "RetrieveKL",
-    "RetrieveLogProb",
-    "RewardParser",
-    "RewardScore",
-    "TaskEnv",
-    "TemplateTransform",
-    "TextReversalEnv",
-    "TextReversalRewardParser",
-    "TicTacToeEnv",
-    "Tokenizer",
-    "as_nested_tensor",
-    "as_padded_tensor",
-    "make_gsm8k_env",
-    "make_mlgym",
-]
+from torchrl_llm._imports import lazy
 
 _LAZY = {
+    "torchrl_llm.compat.gsm8k_text": "GSM8KPrepareQuestion make_gsm8k_env",
+    "torchrl_llm.compat.hashing_env": "LLMHashingEnv",
+    "torchrl_llm.compat.llm_env": "LLMEnv",
+    "torchrl_llm.envs.chat_env": "ChatEnv",
+    "torchrl_llm.envs.datasets.hub_tasks": "GSM8KEnv HumanEvalEnv IFEvalEnv MATHEnv",
+    "torchrl_llm.envs.datasets.number_tasks": "ArithmeticEnv CalculatorEnv CountdownEnv",
+    "torchrl_llm.envs.datasets.task_env": "DatasetChatEnv TaskEnv",
+    "torchrl_llm.envs.datasets.word_tasks": "LetterCountingEnv TextReversalEnv",
+    "torchrl_llm.envs.games": "GameEnv KeyDoorEnv TicTacToeEnv",
+    "torchrl_llm.envs.libs": "make_mlgym MLGymWrapper OpenEnvEnv",
+    "torchrl_llm.envs.transforms": (
+        "AddThinkingPrompt as_nested_tensor as_padded_tensor DataLoadingPrimer KLComputation "
+        "KLRewardTransform RayDataLoadingPrimer RetrieveKL RetrieveLogProb TemplateTransform "
+        "Tokenizer"
+    ),
     "torchrl_llm.rewards": (
         "ArithmeticRewardParser CountdownRewardParser GSM8KRewardParser HumanEvalRewardParser "
         "IFEvalData IFEvalScoreData IfEvalScorer LetterCountingRewardParser MATHRewardParser "
         "RewardParser RewardScore TextReversalRewardParser"
     ),
-    "torchrl_llm.compat.gsm8k_text": "GSM8KPrepareQuestion make_gsm8k_env",
-    "torchrl_llm.compat.hashing_env": "LLMHashingEnv",
-    "torchrl_llm.compat.llm_env": "LLMEnv",
 }
+__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

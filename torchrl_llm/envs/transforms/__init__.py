@@ -1,72 +1,32 @@
 """Transforms of chat environments: data, versions, turns, tokens, reference log-probs."""
 
-from torchrl_llm._imports import lazy
-from torchrl_llm.envs.transforms.context_strategy import (
-    ContextStrategy,
-    FullDialog,
-    SlidingWindow,
-    TruncatedThinking,
-)
-from torchrl_llm.envs.transforms.dataloading import (
-    DataLoadingPrimer,
-    as_nested_tensor,
-    as_padded_tensor,
-)
-from torchrl_llm.envs.transforms.episode_limits import OverlongPenalty, StepCounter
-from torchrl_llm.envs.transforms.kl import KLComputation, KLRewardTransform, RetrieveKL
-from torchrl_llm.envs.transforms.policy_version import PolicyVersion
-from torchrl_llm.envs.transforms.ray_dataloading import RayDataLoadingPrimer
-from torchrl_llm.envs.transforms.retrieve_scores import (
-    RetrieveLogProb,
-    RetrieveTeacherLogProb,
-    RetrieveValues,
-)
-from torchrl_llm.envs.transforms.thinking import AddThinkingPrompt
-from torchrl_llm.envs.transforms.tokenizer import IncrementalTokenizer
+from __future__ import annotations
 
-__all__ = [
-    "AddThinkingPrompt",
-    "BrowserTransform",
-    "ContextStrategy",
-    "DataLoadingPrimer",
-    "ExecuteToolsInOrder",
-    "FullDialog",
-    "IncrementalTokenizer",
-    "JSONCallParser",
-    "KLComputation",
-    "KLRewardTransform",
-    "MCPToolTransform",
-    "OverlongPenalty",
-    "PolicyVersion",
-    "PythonExecutorService",
-    "PythonInterpreter",
-    "RayDataLoadingPrimer",
-    "RetrieveKL",
-    "RetrieveLogProb",
-    "RetrieveTeacherLogProb",
-    "RetrieveValues",
-    "SimpleToolTransform",
-    "SlidingWindow",
-    "StepCounter",
-    "TemplateTransform",
-    "Tokenizer",
-    "ToolCall",
-    "ToolRegistry",
-    "ToolService",
-    "ToolTransform",
-    "TruncatedThinking",
-    "XMLBlockParser",
-    "as_nested_tensor",
-    "as_padded_tensor",
-]
+from torchrl_llm._imports import lazy
 
 _LAZY = {
+    "torchrl_llm.compat.template_transform": "TemplateTransform",
+    "torchrl_llm.compat.text_tokenizer": "Tokenizer",
+    "torchrl_llm.envs.transforms.context_strategy": (
+        "ContextStrategy FullDialog SlidingWindow TruncatedThinking"
+    ),
+    "torchrl_llm.envs.transforms.dataloading": (
+        "as_nested_tensor as_padded_tensor DataLoadingPrimer"
+    ),
+    "torchrl_llm.envs.transforms.episode_limits": "OverlongPenalty StepCounter",
+    "torchrl_llm.envs.transforms.kl": "KLComputation KLRewardTransform RetrieveKL",
+    "torchrl_llm.envs.transforms.policy_version": "PolicyVersion",
+    "torchrl_llm.envs.transforms.ray_dataloading": "RayDataLoadingPrimer",
+    "torchrl_llm.envs.transforms.retrieve_scores": (
+        "RetrieveLogProb RetrieveTeacherLogProb RetrieveValues"
+    ),
+    "torchrl_llm.envs.transforms.thinking": "AddThinkingPrompt",
+    "torchrl_llm.envs.transforms.tokenizer": "IncrementalTokenizer",
     "torchrl_llm.tools": (
         "BrowserTransform ExecuteToolsInOrder JSONCallParser MCPToolTransform "
         "PythonExecutorService PythonInterpreter SimpleToolTransform ToolCall ToolRegistry "
         "ToolService ToolTransform XMLBlockParser"
     ),
-    "torchrl_llm.compat.template_transform": "TemplateTransform",
-    "torchrl_llm.compat.text_tokenizer": "Tokenizer",
 }
+__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from torchrl_llm.modules.backends.backend_port import (
-    Backend,
-    Completion,
-    EngineStatus,
-    SamplingParams,
-)
-from torchrl_llm.modules.backends.fake import Answer, BigramModel, FakeBackend
-from torchrl_llm.modules.backends.openai import OpenAIBackend
-from torchrl_llm.modules.backends.server import VLLMServer
-from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.modules.backends.transformers import TransformersBackend, sampling_mode
-from torchrl_llm.weights.weight_source import (
-    AdapterSource,
-    DeltaSource,
-    TensorSource,
-    WeightReceipt,
-    WeightSource,
-)
+from torchrl_llm._imports import lazy
 
-__all__ = [
-    "AdapterSource",
-    "Answer",
-    "Backend",
-    "BigramModel",
-    "CausalScorer",
-    "Completion",
-    "DeltaSource",
-    "EngineStatus",
-    "FakeBackend",
-    "OpenAIBackend",
-    "SamplingParams",
-    "TensorSource",
-    "TransformersBackend",
-    "VLLMServer",
-    "WeightReceipt",
-    "WeightSource",
-    "sampling_mode",
-]
+_LAZY = {
+    "torchrl_llm.modules.backends.backend_port": "Backend Completion EngineStatus SamplingParams",
+    "torchrl_llm.modules.backends.fake": "Answer BigramModel FakeBackend",
+    "torchrl_llm.modules.backends.openai": "OpenAIBackend",
+    "torchrl_llm.modules.backends.server": "VLLMServer",
+    "torchrl_llm.modules.backends.token_scorer": "CausalScorer",
+    "torchrl_llm.modules.backends.transformers": "sampling_mode TransformersBackend",
+    "torchrl_llm.weights.weight_source": (
+        "AdapterSource DeltaSource TensorSource WeightReceipt WeightSource"
+    ),
+}
+__all__ = sorted(" ".join(_LAZY.values()).split())
+__getattr__ = lazy(__name__, _LAZY)
