@@ -11,7 +11,9 @@ from hydra import compose, initialize_config_dir
 from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
+from torchrl_llm._registry import _entries
 from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
 from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
@@ -157,6 +159,13 @@ def test_rewards_per_token_reach_the_rules_of_credit_that_read_them(tmp_path, ru
     for row in table[1:]:
         expected = 0.5 * float(row["train/response_length"])
         assert float(row["train/reward_mine"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_registered_scorer_of_tokens_is_known_by_its_name(monkeypatch):
+    monkeypatch.setitem(_entries["rewards"], "halves", Halves)
+    assert RewardComponentsConfig(components={"halves": {}}).per_token
+    assert RewardComponentsConfig(components={"mine": {"type": "halves"}}).per_token
+    assert not RewardComponentsConfig(components={"task": {}, "format": {}}).per_token
 
 
 def test_collectors_elsewhere_get_the_components(mine):

@@ -36,6 +36,15 @@ class ActionParser(ABC):
     form: ClassVar[ActionForm]
     help_format: ClassVar[str]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "parse" in vars(cls) and not hasattr(cls, "help_format"):
+            raise ConfigError(
+                f"{cls.__name__} does not say how the model is to answer: expected the class "
+                "attribute help_format, got none; write for example "
+                'help_format = "Answer with {written}."'
+            )
+
     def __init__(self, name: str, written: str) -> None:
         self.name = name
         self.written = written

@@ -88,8 +88,15 @@ def has_token_rewards(settings: Settings) -> bool:
     Args:
         settings: name to the keys of a component.
     """
-    targets = [part["_target_"] for part in settings.values() if "_target_" in part]
-    return any(getattr(_import(target), "per_token", False) for target in targets)
+    return any(getattr(_named_scorer(*part), "per_token", False) for part in settings.items())
+
+
+def _named_scorer(name: str, part: Mapping[str, Any]) -> Any:
+    """What a component names, as it was imported or registered: not made, not checked."""
+    if "_target_" in part:
+        return _import(part["_target_"])
+    kind = part.get("type", name)
+    return find("rewards", kind) if kind in names("rewards") else None
 
 
 def add_components(env: TaskEnv, settings: Settings) -> TaskEnv:

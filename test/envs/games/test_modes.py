@@ -12,6 +12,7 @@ from torchrl.envs.utils import step_mdp
 
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.envs.actions import ActionParser
 from torchrl_llm.envs.games import KeyDoorEnv, TicTacToeEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper, TransformersWrapper
@@ -161,3 +162,8 @@ def test_a_turn_that_thinks_with_a_tool_is_no_turn_of_the_game(make_tokenizer):
     assert chat[3]["content"] == "3"
     assert chat[6]["content"].endswith("You are X. Your move.")
     assert rows[2]["next", "truncated"].item()
+
+
+def test_an_action_parser_that_tells_the_model_nothing_is_refused_as_a_class():
+    with pytest.raises(ConfigError, match="Mute does not say how the model is to answer"):
+        type("Mute", (ActionParser,), {"parse": lambda self, message: "1"})
