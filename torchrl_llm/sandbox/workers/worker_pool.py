@@ -301,6 +301,7 @@ class _Server:
         self._ready = False
         self._failure = ""
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._control, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
@@ -382,7 +383,8 @@ class _Server:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._control.close()
+        with self._closing:  # two threads may end it at once, and a descriptor is closed once
+            self._control.close()
 
     def stop(self) -> None:
         """End it and all of its processes."""
