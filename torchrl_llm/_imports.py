@@ -43,7 +43,7 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
 def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a package whose names are imported when they are asked for.
 
-    ``dir`` of the package lists them from the start.
+    ``dir`` of the package lists them from the start. They are its ``__all__``, unless it has one.
 
     Args:
         package: ``__name__`` of the package.
@@ -53,8 +53,11 @@ def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
         A function that imports a name when it is first asked for, and keeps it in the package.
 
     Example:
-        >>> lazy("torchrl_llm", {"pathlib": "Path PurePath"})("Path").__name__
+        >>> sys.modules["example"] = ModuleType("example")
+        >>> lazy("example", {"pathlib": "Path PurePath"})("Path").__name__
         'Path'
+        >>> sys.modules.pop("example").__all__
+        ['Path', 'PurePath']
     """
     where = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -65,6 +68,8 @@ def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
         setattr(sys.modules[package], name, found)
         return found
 
+    namespace = vars(sys.modules[package])
+    namespace.setdefault("__all__", sorted(where))
     # What completes names, or lists them for the reference pages, asks for the directory.
-    vars(sys.modules[package])["__dir__"] = lambda: sorted({*vars(sys.modules[package]), *where})
+    namespace["__dir__"] = lambda: sorted({*namespace, *where})
     return __getattr__

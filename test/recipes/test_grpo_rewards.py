@@ -164,6 +164,7 @@ def test_rewards_per_token_reach_the_rules_of_credit_that_read_them(tmp_path, ru
 def test_a_registered_scorer_of_tokens_is_known_by_its_name(monkeypatch):
     monkeypatch.setitem(_entries["rewards"], "halves", Halves)
     assert RewardComponentsConfig(components={"halves": {}}).per_token
+    assert RewardComponentsConfig(components={"halves": {"type": None}}).per_token
     assert RewardComponentsConfig(components={"mine": {"type": "halves"}}).per_token
     assert not RewardComponentsConfig(components={"task": {}, "format": {}}).per_token
 

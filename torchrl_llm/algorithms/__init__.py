@@ -17,5 +17,4 @@ _LAZY = {
         "make_scalerl make_sft"
     ),
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

@@ -23,5 +23,4 @@ _LAZY = {
     "torchrl_llm.data.scoring": "HeadStates ScoreExtras Support TokenScorer TokenScores",
     "torchrl_llm.data.token_facts": "register_fact TokenFact unregister_fact",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

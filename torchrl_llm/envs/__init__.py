@@ -26,5 +26,4 @@ _LAZY = {
         "RewardParser RewardScore TextReversalRewardParser"
     ),
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

@@ -29,5 +29,4 @@ _LAZY = {
     ),
     "torchrl_llm.weights.vllm_extension": "vLLMWorker",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

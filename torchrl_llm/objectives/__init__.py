@@ -34,5 +34,4 @@ _LAZY = {
     ),
     "torchrl_llm.objectives.token_loss": "LLMLossOutput TokenLoss",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

@@ -88,15 +88,8 @@ def has_token_rewards(settings: Settings) -> bool:
     Args:
         settings: name to the keys of a component.
     """
-    return any(getattr(_named_scorer(*part), "per_token", False) for part in settings.items())
-
-
-def _named_scorer(name: str, part: Mapping[str, Any]) -> Any:
-    """What a component names, as it was imported or registered: not made, not checked."""
-    if "_target_" in part:
-        return _import(part["_target_"])
-    kind = part.get("type", name)
-    return find("rewards", kind) if kind in names("rewards") else None
+    parts = [_target(name, part) for name, part in settings.items() if name != TASK]
+    return any(getattr(part, "per_token", False) for part in parts)
 
 
 def add_components(env: TaskEnv, settings: Settings) -> TaskEnv:
@@ -144,24 +137,31 @@ def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> rewards
         return rewards.Component(scorer, **vars(from_mapping(_Terms, given)))
 
 
-def _scorer(name: str, options: dict[str, Any], *, make: bool) -> Any:
-    target, kind = options.pop("_target_", None), options.pop("type", None)
-    ensure(target is None or kind is None, "type and _target_ both say what scores; pass one")
-    if target is not None:
-        return _of_user(target, options, make=make)
+def _target(name: str, settings: Mapping[str, Any]) -> Any:
+    """What a component names, imported or registered: not called, its arguments not checked."""
+    path, kind = settings.get("_target_"), settings.get("type")
+    ensure(path is None or kind is None, "type and _target_ both say what scores; pass one")
+    if path is not None:
+        return _import(path)
     kind = name if kind is None else kind
     ensure(
         kind in names("rewards"),
         f"type must be one of {names('rewards')}, got {kind!r}; or give _target_, what to import: "
         "package.module:name or path/to/file.py:name",
     )
-    make = find("rewards", kind)
-    _check_call(make, options)
-    return make(**options)
+    return find("rewards", kind)
 
 
-def _of_user(path: Any, options: Mapping[str, Any], *, make: bool) -> Any:
-    target = _import(path)
+def _scorer(name: str, options: dict[str, Any], *, make: bool) -> Any:
+    target = _target(name, options)
+    path, _ = options.pop("_target_", None), options.pop("type", None)
+    if path is not None:
+        return _of_user(path, target, options, make=make)
+    _check_call(target, options)
+    return target(**options)
+
+
+def _of_user(path: str, target: Any, options: Mapping[str, Any], *, make: bool) -> Any:
     if inspect.isclass(target):
         _check_call(target, options)
         return target(**options) if make else _in_place_of(target)

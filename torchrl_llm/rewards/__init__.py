@@ -23,5 +23,4 @@ _LAZY = {
     "torchrl_llm.rewards.reward_parser": "RewardParser RewardScore",
     "torchrl_llm.rewards.word_rewards": "LetterCountingRewardParser TextReversalRewardParser",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

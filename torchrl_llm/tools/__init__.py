@@ -22,5 +22,4 @@ _LAZY = {
     ),
     "torchrl_llm.tools.tool_transform": "ToolTransform",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

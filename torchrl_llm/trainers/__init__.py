@@ -22,5 +22,4 @@ _LAZY = {
     "torchrl_llm.trainers.progress": "ProgressBar StopRequest",
     "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig TrainingRun",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

@@ -28,5 +28,4 @@ _LAZY = {
         "ToolService ToolTransform XMLBlockParser"
     ),
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

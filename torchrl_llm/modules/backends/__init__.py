@@ -15,5 +15,4 @@ _LAZY = {
         "AdapterSource DeltaSource TensorSource WeightReceipt WeightSource"
     ),
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)

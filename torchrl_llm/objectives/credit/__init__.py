@@ -19,5 +19,4 @@ _LAZY = {
     "torchrl_llm.objectives.credit.spo": "SPOAdvantage",
     "torchrl_llm.objectives.credit.teacher": "TeacherKL",
 }
-__all__ = sorted(" ".join(_LAZY.values()).split())
 __getattr__ = lazy(__name__, _LAZY)
