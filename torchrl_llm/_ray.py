@@ -225,6 +225,8 @@ class RemoteObject:
         Exception: what the factory raised.
     """
 
+    _ended = False
+
     def __init__(
         self,
         factory: Callable[[], Any],
@@ -279,6 +281,7 @@ class RemoteObject:
             WorkerError: the actor died or did not answer in time.
             Exception: what the method raised.
         """
+        self._check_running(method)
         return self.result(self.submit(method, *args, **kwargs), timeout_s=timeout_s, call=method)
 
     def submit(self, method: str, *args: Any, lane: Lane | None = None, **kwargs: Any) -> Any:
@@ -301,6 +304,7 @@ class RemoteObject:
 
     def read(self, attribute: str, *, timeout_s: float | None = None) -> Any:
         """Value of an attribute of the object; raises as :meth:`call` does."""
+        self._check_running(attribute)
         ref = self._method("read", lane="control").remote(attribute)
         return self.result(ref, timeout_s=timeout_s, call=attribute)
 
@@ -315,9 +319,15 @@ class RemoteObject:
 
     def shutdown(self) -> None:
         """End the actor at once; nothing to do where it ended or Ray stopped already."""
+        self._ended = True
         ray = require_ray(self.what, running=False)
         if ray.is_initialized():
             ray.kill(self.handle)
+
+    def _check_running(self, call: str) -> None:
+        # Ray kills in its own time, and until then the actor still answers.
+        if self._ended:
+            raise WorkerError(f"{call} of {self.what}: it was shut down")
 
     def _method(self, name: str, *, lane: Lane | None) -> Any:
         method = getattr(self.handle, name)
