@@ -1,7 +1,14 @@
-"""Finder of modules under the paths that they had before: an old path gives the new module.
+"""Finder of paths that this package has no file for: old ones, and those of TorchRL.
 
-The table is ``assets/moved_modules.txt``, a line ``old new`` for each module. It is read when a
-module of this package is asked for that does not exist.
+The table is ``assets/moved_modules.txt``, a line for each path. Its first word is the path, below
+``torchrl_llm.``; the others say where it leads:
+
+- ``old new``: the module ``new`` itself, under a second path.
+- ``old new other:Name,Name``: a module that has the names of ``new`` and some of ``other``; the
+  first word may be of the second kind too. ``other:Old=New`` gives ``New`` under the name ``Old``.
+- ``path path other:Name``: the file at ``path``, which stays, with names of ``other`` added.
+
+Names are imported when they are asked for, so a line makes no circle and loads nothing.
 """
 
 from __future__ import annotations
@@ -10,26 +17,28 @@ import importlib
 import sys
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _TABLE = Path(__file__).parent / "assets" / "moved_modules.txt"
 
 
 @cache
-def moved_modules() -> dict[str, str]:
-    """Old dotted path to new dotted path, below ``torchrl_llm.``.
+def moved_modules() -> dict[str, tuple[str, ...]]:
+    """Path to the words that say where it leads, all below ``torchrl_llm.``.
 
     Example:
         >>> moved_modules()["envs.sandbox"]
-        'sandbox'
+        ('sandbox',)
     """
-    return dict(line.split() for line in _TABLE.read_text(encoding="utf-8").splitlines())
+    lines = _TABLE.read_text(encoding="utf-8").splitlines()
+    return {path: tuple(words) for path, *words in map(str.split, lines)}
 
 
 class _Alias(Loader):
-    """Loader that answers an old path with the module of the new one."""
+    """Loader that answers a path with another module."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -45,17 +54,77 @@ class _Alias(Loader):
             module.__path__ = []  # what was a package has old paths below it
 
 
+class _Gathered(Loader):
+    """Loader of a module whose names are those of others."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self._words = words
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []  # there may be paths below it
+        _add_names(module, self._words)
+
+
 class _MovedFinder(MetaPathFinder):
-    """Finder of old paths, asked first: the new folder of an old package has the same files."""
+    """Finder of these paths, asked first: the new folder of an old package has the same files."""
 
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        if package != "torchrl_llm" or rest not in moved_modules():
+        words = moved_modules().get(rest) if package == "torchrl_llm" else None
+        if words is None:
             return None
-        return ModuleSpec(fullname, _Alias(f"torchrl_llm.{moved_modules()[rest]}"))
+        if words[0] == rest:
+            return _with_names(PathFinder.find_spec(fullname, path, target), words[1:])
+        one = len(words) == 1 and ":" not in words[0]
+        loader = _Alias(f"torchrl_llm.{words[0]}") if one else _Gathered(words)
+        return ModuleSpec(fullname, loader)
+
+
+def _with_names(spec: ModuleSpec, words: tuple[str, ...]) -> ModuleSpec:
+    """The spec of a file that gets names of other modules once it has run."""
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _add_names(module, words)
+
+    spec.loader.exec_module = exec_module
+    return spec
+
+
+def _add_names(module: ModuleType, words: tuple[str, ...]) -> None:
+    """Let a module answer for names of others, in the order of the words."""
+    own = getattr(module, "__getattr__", None)
+    listed = getattr(module, "__dir__", None) if own else None
+    whole = [word for word in words if ":" not in word]
+    pairs = [word.split(":") for word in words if ":" in word]
+    named = [(target, name.partition("=")) for target, names in pairs for name in names.split(",")]
+    where = {name: (target, other or name) for target, (name, _, other) in named}
+
+    def __getattr__(name: str) -> Any:
+        targets = [where[name]] if name in where else [(target, name) for target in whole]
+        for target, theirs in [] if name.startswith("__") else targets:
+            found = getattr(importlib.import_module(f"torchrl_llm.{target}"), theirs, module)
+            if found is not module:
+                setattr(module, name, found)
+                return found
+        if own is not None:
+            return own(name)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        names = {*vars(module), *where, *(listed() if listed else ())}
+        for target in whole:
+            names |= set(dir(importlib.import_module(f"torchrl_llm.{target}")))
+        return sorted(names)
+
+    module.__getattr__, module.__dir__ = __getattr__, __dir__
 
 
 def install() -> None:
-    """Make the old paths importable; a second call does nothing."""
+    """Make the paths importable; a second call does nothing."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedFinder())
