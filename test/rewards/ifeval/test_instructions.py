@@ -115,8 +115,9 @@ TABLE = [
     (
         "detectable_format:constrained_response",
         {},
-        ["My answer is yes.", "my answer is MAYBE.", "Hm.\n\n**My answer is no.** Sorry."],
-        ["My answer is yes", "Yes.", "", "My answer is perhaps.", "My answer is: no."],
+        ["My answer is yes.", "my answer is MAYBE.", "Hm.\n\n**My answer is no.** Sorry.", "Well: my answer is no."],
+        ["My answer is yes", "Yes.", "", "My answer is perhaps.", "My answer is: no."]
+        + ["I doubt that my answer is yes.", "Is it so that **my answer is no.**", "my answer is no.x"],
     ),
     (
         "detectable_format:number_highlighted_sections",
@@ -143,7 +144,7 @@ TABLE = [
         "detectable_format:title",
         {},
         ["<<A title>>\ntext", "text <<été>>", "# <<One>> <<Two>>"],
-        ["<A title>", "", "<<>>", "<< >> <<<>>>", "<<a\nb>>", ">>a<<", "<<a"],
+        ["<A title>", "", "<<>>", "<< >> <<<>>>", "<<a\nb>>", ">>a<<", "<<a", "<<a title", "<<a>", ">> <<a b"],
     ),
     (
         "language:response_language",
@@ -250,3 +251,10 @@ def test_a_huge_response_takes_linear_time(name):
     arguments = next(row[1] for row in TABLE if row[0] == name)
     for piece in PIECES:
         check(name, "x" + piece * (200_000 // len(piece)) + "x", arguments)
+
+
+def test_the_numbers_of_a_list_are_no_words_of_a_language():
+    # Three words are too few for the detector, whatever numbers stand before them.
+    listed = "1. yes 2. no 3. maybe 4. 5. 6."
+    assert check("change_case:english_lowercase", listed)
+    assert not check("change_case:english_lowercase", listed.replace("yes", "für"))

@@ -9,19 +9,24 @@ import json
 import re
 import threading
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.ifeval.instructions import Relation, holds, instruction
 from torchrl_llm.rewards.ifeval.text import (
+    count_lettered_words,
+    each_sentence,
     split_paragraphs,
     split_parts,
-    split_sentences,
     split_words,
 )
 
-_OPTIONS = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
+# An option is a sentence of its own: what precedes it ends a line or a sentence, markup aside.
+_OPTION = re.compile(r"my answer is (?:yes|no|maybe)\.(?!\w)", re.IGNORECASE)
+_BEFORE_OPTION = re.compile(r"[^\w\n.!?:\u2026]*(?:[\n.!?:\u2026]|\Z)")
+_WINDOW = 16
 _BULLET = re.compile(r"^[ \t]*[*-][ \t]+\S", re.MULTILINE)
 # Bold first, or its inner stars would be read as an empty highlight.
 _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
@@ -38,9 +43,15 @@ def has_number_of_bullets(response: str, *, num_bullets: int) -> bool:
 
 @instruction("detectable_format:constrained_response")
 def is_constrained(response: str) -> bool:
-    """Whether it holds one of *My answer is yes.*, *... is no.* and *... is maybe.* in any case."""
-    folded = response.casefold()
-    return any(option in folded for option in _OPTIONS)
+    """Whether a sentence is *My answer is yes.*, *... is no.* or *... is maybe.*, in any case.
+
+    *I doubt that my answer is yes.* is none of them.
+    """
+    for option in _OPTION.finditer(response):
+        before = response[max(0, option.start() - _WINDOW) : option.start()]
+        if _BEFORE_OPTION.match(before[::-1]):
+            return True
+    return False
 
 
 @instruction("detectable_format:number_highlighted_sections")
@@ -87,7 +98,7 @@ def has_title(response: str) -> bool:
     """Whether a title stands on one line between double angular brackets, ``<<title>>``."""
     for line in response.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
-        if begin >= 0 and line[begin:end].strip("<> \t"):
+        if 0 <= begin < end and line[begin:end].strip("<> \t"):
             return True
     return False
 
@@ -198,7 +209,8 @@ def has_number_of_words(response: str, *, relation: Relation, num_words: int) ->
 @instruction("length_constraints:number_sentences")
 def has_number_of_sentences(response: str, *, relation: Relation, num_sentences: int) -> bool:
     """Whether there are at least, or less than, so many sentences."""
-    return holds(len(split_sentences(response)), relation, num_sentences)
+    counted = sum(1 for _ in islice(each_sentence(response), num_sentences))
+    return holds(counted, relation, num_sentences)
 
 
 @instruction("length_constraints:number_paragraphs")
@@ -302,7 +314,7 @@ def is_in_language(response: str, *, language: str) -> bool:
 
 
 def _is_english(text: str) -> bool:
-    if len(split_words(text)) < _FEWEST_WORDS:
+    if count_lettered_words(text, _FEWEST_WORDS) < _FEWEST_WORDS:
         return text.isascii()
     # Words in capitals are invisible to the detector.
     return detect_language(text.lower()) == "en"

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
 
 
 def _set(words: str) -> frozenset[str]:
@@ -25,8 +28,11 @@ _END = re.compile(
     rf"(?<![{_MARKS}])(?P<mark>[{_MARKS}]++)[\"'\u201d\u2019\u00bb)\]}}*_]*+(?=\s|$)"
     r"|[\u3002\uff01\uff1f]++[\u300d\u300f\u201d\u2019\uff09]*+"
 )
-_LINE_START = re.compile(r"(?:^|\n)[ \t]*$")
-_LAST_WORD = re.compile(r"[^\s(\[{\"'\u201c\u2018*_]*$")
+# Both are read from the mark backwards.
+_LINE_START = re.compile(r"[ \t]*(?:\n|\Z)")
+_LAST_WORD = re.compile(r"[^\s(\[{\"'\u201c\u2018*_]*")
+_LETTER = re.compile(r"[^\W\d_]")
+_WINDOW = 16
 _NEXT_WORD = re.compile(r"[\s\"'\u201c\u2018(\[*_]*(\w*)")
 # They stand before a name or a number and end no sentence.
 _NEVER_LAST = _set(
@@ -74,39 +80,71 @@ def split_sentences(text: str) -> list[str]:
         >>> split_sentences("Dr. No paid 4.50 dollars. 1. Did he? Yes!")
         ['Dr. No paid 4.50 dollars.', '1. Did he?', 'Yes!']
     """
-    sentences, start, seen, lettered = [], 0, 0, False
+    return list(each_sentence(text))
+
+
+def each_sentence(text: str) -> Iterator[str]:
+    """The sentences of :func:`split_sentences` one by one, for who needs only the first few."""
+    start, seen, lettered = 0, 0, False
     # A text in lower case throughout begins its sentences in lower case too.
     lower = text.islower()
     for match in _END.finditer(text):
-        if match["mark"] == "." and not _ends(text, match, lower):
+        begin, end = match.span()
+        if match["mark"] == "." and not _ends(
+            text[max(0, begin - 2 * _WINDOW) : begin], text[end : end + 4 * _WINDOW], lower
+        ):
             continue
-        lettered = lettered or any(c.isalpha() for c in text[seen : match.end()])
-        seen = match.end()
+        lettered = lettered or _has_letter(text, seen, end)
+        seen = end
         # Without a letter, it is the number of a list and belongs to what follows.
         if lettered:
-            sentences.append(text[start:seen].strip())
+            yield text[start:seen].strip()
             start, lettered = seen, False
     rest = text[start:].strip()
-    return [*sentences, rest] if any(c.isalpha() for c in rest) else sentences
+    if _has_letter(rest, 0, len(rest)):
+        yield rest
 
 
-def _ends(text: str, match: re.Match[str], lower: bool) -> bool:
-    """Whether a full stop ends a sentence; a text in lower case has no other hint than words."""
+def _has_letter(text: str, start: int, end: int) -> bool:
+    """Whether a letter stands between two places; fractions and raised digits are none."""
+    found = _LETTER.search(text, start, end)
+    while found is not None and not found[0].isalpha():
+        found = _LETTER.search(text, found.end(), end)
+    return found is not None
+
+
+@lru_cache(maxsize=4096)
+def _ends(before: str, behind: str, lower: bool) -> bool:
+    """Whether a full stop ends a sentence, by what stands around it; asked often of one mark.
+
+    A text in lower case has no other hint than words.
+    """
     # No abbreviation is longer; the bound keeps the time linear in a text without spaces.
-    last = _LAST_WORD.search(text[max(0, match.start() - 16) : match.start()])[0]
+    last = _LAST_WORD.match(before[: -_WINDOW - 1 : -1])[0][::-1]
     word = last.lower()
     if word in _NEVER_LAST:
         return False
-    begin = match.start() - len(last)
-    if last.isdigit() and _LINE_START.search(text[max(0, begin - 16) : begin]):
+    rest = before[: len(before) - len(last)]
+    if last.isdigit() and _LINE_START.match(rest[: -_WINDOW - 1 : -1]):
         return False  # the number of a list
     # "I" is a pronoun more often than an initial.
     initial = len(last) == 1 and last.isalpha() and last.isupper() and last != "I"
     if not initial and word not in _MAYBE_LAST:
         return True
-    following = _NEXT_WORD.match(text, match.end())[1]
+    following = _NEXT_WORD.match(behind)[1]
     starts = following.lower() in _STARTERS and (lower or following[0].isupper())
     return not following or starts
+
+
+def count_lettered_words(text: str, enough: int) -> int:
+    """How many words have a letter, so that the numbers of a list are none; no more than enough.
+
+    Example:
+        >>> count_lettered_words("1. uno 2. dos 3. tres", 2), count_lettered_words("1. uno", 2)
+        (2, 1)
+    """
+    words = (word for word in split_words(text) if _has_letter(word, 0, len(word)))
+    return sum(1 for _ in islice(words, enough))
 
 
 def split_paragraphs(text: str) -> list[str]:
