@@ -32,8 +32,8 @@ FLOORS = {
     "cli": 4,
     "compat": 4,
 }
-ROOT_HELPERS = {"errors", "_http", "_imports", "_moved", "_registry", "_ray", "_redis", "assets"}
-ROOT_HELPERS |= {"__version__"}
+ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
+ROOT_HELPERS |= {"__version__", "assets"}
 # What a room may take from its own floor.
 SAME_FLOOR = {
     "tools": {"sandbox"},

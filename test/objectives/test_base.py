@@ -62,6 +62,27 @@ def test_outputs_of_micro_batches_can_be_added():
         torch.testing.assert_close(metrics[name], value)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_line_of_torchrls_recipes_is_the_loss_and_not_diluted_by_metrics(reduction):
+    gradients = []
+    for backward in (
+        lambda out: out.total_loss(),
+        lambda out: getattr(out, reduction)(reduce=True),
+    ):
+        model = TableActor([-9.0, -1.0, -2.0])
+        loss = ReinforceLoss(model, entropy_coeff=0.1)
+        output = loss(make_rows(make_row([0, 1], 1, advantage=3.0), make_row([0, 2], 1)))
+        backward(output).backward()
+        gradients.append(model.table.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert getattr(output, reduction)().entropy == output.entropy  # of each field, as before
+    per_token = ReinforceLoss(TableActor([-1.0] * 3), aggregation="none")(
+        make_rows(make_row([0, 1], 1, advantage=3.0), make_row([0, 2], 1, advantage=1.0))
+    )
+    expected = getattr(per_token.loss_objective, reduction)()
+    assert getattr(per_token, reduction)(reduce=True) == expected
+
+
 def test_training_mode_and_gradients_can_be_off():
     with torch.no_grad():
         output = ReinforceLoss(TableActor([-1.0] * 4))(make_rows(make_row([0, 1], 1)))

@@ -73,7 +73,7 @@ def k3_kl_token_estimate(target_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     return k3(target_log_prob - log_prob)
 
 
-class DistillationLossOutput(TensorClass["nocast"], LLMLossOutput):
+class DistillationLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of :class:`DistillationLoss`; scalars.
 
     Attributes:

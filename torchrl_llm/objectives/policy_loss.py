@@ -49,7 +49,7 @@ from torchrl_llm.objectives.loss_rows import (
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
 
 
-class PolicyLossOutput(TensorClass["nocast"], LLMLossOutput):
+class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a policy-gradient loss; fields are float32 scalars.
 
     Attributes:

@@ -89,7 +89,7 @@ def _reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:
     return loss_B if reduction == "none" else getattr(loss_B, reduction)()
 
 
-class SFTLossOutput(TensorClass["nocast"], LLMLossOutput):
+class SFTLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of :class:`SFTLoss`; float32 scalars.
 
     Attributes:

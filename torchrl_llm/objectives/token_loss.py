@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_llm._log import tell_once
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
@@ -44,6 +45,51 @@ class LLMLossOutput:
         """The sum of the ``loss_*`` terms and of nothing else: what to call ``backward`` on."""
         terms = [value for key, value in self.items() if key.startswith("loss_")]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+    def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """With ``reduce=True`` the loss, as one number; else the mean of each field.
+
+        TorchRL's recipes call ``loss.mean(reduce=True).backward()``, which is there the mean over
+        loss terms and metrics together, so that each metric makes the step smaller. Here it is the
+        mean of :meth:`total_loss`. The log says so once.
+
+        Args:
+            args: those of ``TensorDict.mean``.
+            reduce: return one number.
+            kwargs: those of ``TensorDict.mean``.
+
+        Example:
+            >>> import torch
+            >>> from torchrl_llm.objectives import SFTLossOutput
+            >>> output = SFTLossOutput(loss_sft=torch.tensor(2.0), kl_to_ref=torch.tensor(9.0))
+            >>> output.mean(reduce=True)
+            tensor(2.)
+        """
+        if reduce:
+            return self._one_number("mean").mean(*args, **kwargs)
+        return super().mean(*args, reduce=reduce, **kwargs)
+
+    def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """With ``reduce=True`` the loss, as one number; else the sum of each field.
+
+        The gradient is that of TorchRL's ``loss.sum(reduce=True)``, whose value has the metrics in
+        it, too.
+
+        Args:
+            args: those of ``TensorDict.sum``.
+            reduce: return one number.
+            kwargs: those of ``TensorDict.sum``.
+        """
+        if reduce:
+            return self._one_number("sum").sum(*args, **kwargs)
+        return super().sum(*args, reduce=reduce, **kwargs)
+
+    def _one_number(self, name: str) -> Tensor:
+        tell_once(
+            f"loss.{name}(reduce=True) is the sum of the loss terms, loss.total_loss(); TorchRL "
+            f"takes the {name} over loss terms and metrics"
+        )
+        return self.total_loss()
 
     def metrics(self) -> dict[str, Tensor]:
         """Every field that is there, loss terms included, without gradient."""

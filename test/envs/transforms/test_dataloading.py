@@ -113,10 +113,30 @@ def test_tensors_of_different_lengths_need_a_stack_method():
     rows = [{"query": "a", "x": torch.ones(1)}, {"query": "b", "x": torch.ones(2)}]
     with pytest.raises(DataError, match="stack_method"):
         make_env(rows).reset()
-    env = make_env(rows, stack_method=as_padded_tensor)
-    assert env.reset()["x"].tolist() == [[1, 0], [1, 1], [1, 0]]
+    for method in (as_padded_tensor, "as_padded_tensor"):
+        env = make_env(rows, stack_method=method)
+        assert env.reset()["x"].tolist() == [[0, 1], [1, 1], [0, 1]]
+    env = make_env(rows, size=2, stack_method="as_nested_tensor")
+    assert [row.tolist() for row in env.reset()["x"].unbind()] == [[1], [1, 1]]
+    with pytest.raises(ConfigError, match="as_nested_tensor"):
+        make_env(rows, stack_method="as_paded_tensor")
     nested = as_nested_tensor([TensorDict(x=row["x"]) for row in rows])
     assert [row.tolist() for row in nested["x"].unbind()] == [[1], [1, 1]]
+
+
+def test_padding_is_on_the_left_of_the_given_dimension_as_in_torchrl():
+    rows = [TensorDict(a=torch.ones(2, 1), n=TensorDict(b=torch.tensor(3)), q="x")]
+    rows += [TensorDict(a=torch.full((2, 2), 2.0), n=TensorDict(b=torch.tensor(4)), q="y")]
+    padded = as_padded_tensor(rows, dim=1)
+    assert padded["a"].tolist() == [[[0, 1], [0, 1]], [[2, 2], [2, 2]]]
+    assert padded["n", "b"].tolist() == [3, 4]
+    assert list(padded["q"]) == ["x", "y"]
+    with pytest.raises(DataError, match="one dimension"):
+        as_padded_tensor(rows)
+    with pytest.raises(ConfigError, match="stack_dim"):
+        as_padded_tensor(rows, dim=1, stack_dim=1)
+    with pytest.raises(DataError, match="unbind"):
+        as_padded_tensor([TensorDict(a=torch.ones(2), batch_size=[2])])
 
 
 def test_explicit_primers_choose_the_columns():

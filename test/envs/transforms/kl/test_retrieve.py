@@ -45,6 +45,10 @@ def test_torchrls_older_name_does_the_same():
     made = [make_row([0.0, -0.5, -0.5]), make_row([0.0, -0.25])]
     one = RetrieveKL(ref_model=Scorer(), coeff=0.1)(lazy_rows(made).clone())
     two = KLRewardTransform(Scorer(), coef=0.1)(lazy_rows(made).clone())
+    other = KLRewardTransform(Scorer(), coeff=0.1)(lazy_rows(made).clone())
+    assert [row["next", "reward"] for row in other] == [row["next", "reward"] for row in two]
+    with pytest.raises(ConfigError, match="give one"):
+        KLRewardTransform(Scorer(), coef=0.2, coeff=0.1)
     assert rewards(one) == rewards(two)
     assert divergences(one) == divergences(two)
 

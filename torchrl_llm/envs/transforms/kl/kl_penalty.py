@@ -434,6 +434,7 @@ class KLRewardTransform(RetrieveKL):
         ref_model_factory: makes it instead.
         coef: a number or a controller, see
             :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
+        coeff: the same under the name that :class:`RetrieveKL` has for it; not both.
         in_keys: the reward's name under ``"next"``, ``["reward"]`` by default.
         out_keys: names under ``"next"`` of the penalised reward, and optionally of the divergences
             and of the reference's log-probs; ``["reward", "kl_penalty", "ref_log_probs"]`` by
@@ -465,6 +466,7 @@ class KLRewardTransform(RetrieveKL):
         *,
         ref_model_factory: Callable[[], TokenScorer] | None = None,
         coef: float | KLController = 1.0,
+        coeff: float | KLController | None = None,
         in_keys: Sequence[str] | None = None,
         out_keys: Sequence[str] | None = None,
         log_prob_key: NestedKey = ("log_probs", "full"),
@@ -474,6 +476,10 @@ class KLRewardTransform(RetrieveKL):
         reduction: KLReduction = "sum",
         estimator: KLEstimator = "k1",
     ) -> None:
+        if coeff is not None:
+            if coef != 1.0:
+                raise ConfigError(f"coef and coeff are one thing: got {coef} and {coeff}, give one")
+            coef = coeff
         in_keys = ["reward"] if in_keys is None else list(in_keys)
         out_keys = in_keys if out_keys is None else list(out_keys)
         if len(in_keys) != 1 or len(out_keys) not in (1, 3):
