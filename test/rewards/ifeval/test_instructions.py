@@ -115,9 +115,11 @@ TABLE = [
     (
         "detectable_format:constrained_response",
         {},
-        ["My answer is yes.", "my answer is MAYBE.", "Hm.\n\n**My answer is no.** Sorry.", "Well: my answer is no."],
+        ["My answer is yes.", "my answer is MAYBE.", "Hm.\n\n**My answer is no.** Sorry."]
+        + ["Well: my answer is no."],
         ["My answer is yes", "Yes.", "", "My answer is perhaps.", "My answer is: no."]
-        + ["I doubt that my answer is yes.", "Is it so that **my answer is no.**", "my answer is no.x"],
+        + ["I doubt that my answer is yes.", "Is it so that **my answer is no.**"]
+        + ["my answer is no.x"],
     ),
     (
         "detectable_format:number_highlighted_sections",
@@ -144,7 +146,8 @@ TABLE = [
         "detectable_format:title",
         {},
         ["<<A title>>\ntext", "text <<été>>", "# <<One>> <<Two>>"],
-        ["<A title>", "", "<<>>", "<< >> <<<>>>", "<<a\nb>>", ">>a<<", "<<a", "<<a title", "<<a>", ">> <<a b"],
+        ["<A title>", "", "<<>>", "<< >> <<<>>>", "<<a\nb>>", ">>a<<", "<<a"]
+        + ["<<a title", "<<a>", ">> <<a b"],
     ),
     (
         "language:response_language",

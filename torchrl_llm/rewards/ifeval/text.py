@@ -90,16 +90,15 @@ def each_sentence(text: str) -> Iterator[str]:
     lower = text.islower()
     for match in _END.finditer(text):
         begin, end = match.span()
-        if match["mark"] == "." and not _ends(
-            text[max(0, begin - 2 * _WINDOW) : begin], text[end : end + 4 * _WINDOW], lower
-        ):
-            continue
         lettered = lettered or _has_letter(text, seen, end)
         seen = end
         # Without a letter, it is the number of a list and belongs to what follows.
-        if lettered:
-            yield text[start:seen].strip()
-            start, lettered = seen, False
+        if not lettered:
+            continue
+        before, behind = text[max(0, begin - 2 * _WINDOW) : begin], text[end : end + 4 * _WINDOW]
+        if match["mark"] != "." or _ends(before, behind, lower):
+            yield text[start:end].strip()
+            start, lettered = end, False
     rest = text[start:].strip()
     if _has_letter(rest, 0, len(rest)):
         yield rest
