@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy, answer_four, chatter
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
-from torchrl.envs import RewardSum, SerialEnv
+from torchrl.envs import ParallelEnv, RewardSum, SerialEnv
 
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import read_rows
@@ -31,8 +33,8 @@ class Alternating:
 
 
 def make_env(mode, tokenizer, **kwargs):
-    kwargs = {"num_envs": 4, "max_steps": 2, "shuffle": False} | kwargs
-    return GSM8KEnv(dataset=ROWS, repeats=2, input_mode=mode, tokenizer=tokenizer, **kwargs)
+    kwargs = {"num_envs": 4, "max_steps": 2, "shuffle": False, "repeats": 2} | kwargs
+    return GSM8KEnv(dataset=ROWS, input_mode=mode, tokenizer=tokenizer, **kwargs)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,6 +131,46 @@ def test_a_serial_env_stacks_the_environments(tokenizer):
     td = env.rollout(2, break_when_any_done=False)
     assert td.shape == (2, 1, 2)
     assert td["group_id"][:, 0, 0].unique().numel() == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrapper_answers_and_scores_a_serial_env_as_its_environments(mode, tokenizer, tiny_model):
+    check_pool(SerialEnv, mode, tokenizer, tiny_model)
+
+
+def test_a_wrapper_answers_and_scores_a_parallel_env(tokenizer, tiny_model):
+    pool = partial(ParallelEnv, mp_start_method="fork")
+    check_pool(pool, "history", tokenizer, tiny_model)
+
+
+def check_pool(kind, mode, tokenizer, model):
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode=mode,
+        generate_kwargs={"max_new_tokens": 4, "temperature": 0},
+    )
+    single = partial(make_env, mode, tokenizer, num_envs=3, repeats=1)
+    expected = single().rollout(2, policy)
+    pool = kind(2, single)
+    try:
+        td = pool.rollout(2, policy, break_when_any_done=False)
+    finally:
+        pool.close()
+    assert td.shape == (2, 3, 2)
+    score = policy.get_new_version(generate=False, log_probs_key="scored")
+    score(td)
+    for env in range(2):
+        for step in range(2):
+            got, want = td[env, :, step], expected[:, step]
+            for key in (("tokens", "full"), ("tokens", "response"), ("trace", "turn")):
+                pairs = zip(read_rows(got, key), read_rows(want, key), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+            scored, sampled = (read_rows(got, (node, "full")) for node in ("scored", "log_probs"))
+            source = read_rows(got, ("trace", "source"))
+            for new, old, where in zip(scored, sampled, source, strict=True):
+                mask = where == Source.SAMPLED
+                torch.testing.assert_close(new[mask], old[mask], atol=1e-4, rtol=0)
 
 
 def test_core_transforms_can_be_appended(tokenizer):

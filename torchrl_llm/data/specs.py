@@ -149,3 +149,16 @@ class RaggedSpec(Composite):
     def project(self, val: Any) -> Any:
         """``val`` itself; there is nothing to clip."""
         return val
+
+    def to(self, dest: torch.dtype | torch.device | str | int | None) -> RaggedSpec:
+        """The same spec on another device, as :meth:`torchrl.data.Composite.to`."""
+        moved = {name: leaf.to(dest) for name, leaf in self.items()}
+        to_device = dest is not None and not isinstance(dest, torch.dtype)
+        return type(self)(
+            moved,
+            shape=self.shape,
+            device=dest if to_device else self.device,
+            data_cls=self.data_cls,
+            step_mdp_static=self.step_mdp_static,
+            names=self.names if self._has_names() else None,
+        )

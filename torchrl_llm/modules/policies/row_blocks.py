@@ -89,17 +89,20 @@ def deliver(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
         flat: one-dimensional result: dense root, nodes of columns.
         merge: set only the columns of each node; otherwise a node replaces what it meets.
     """
-    blocks = flat_blocks(target)
-    start = 0
-    for block in blocks:
-        size = block.batch_size[0]
-        part = flat if len(blocks) == 1 else flat[start : start + size]
-        start += size
-        if isinstance(block, LazyStackedTensorDict):
-            for row, values in zip(block.tensordicts, part.unbind(0), strict=True):
-                _set(row, values, merge=merge)
-        else:
-            _set(block, part, merge=merge)
+    if target.batch_dims == 0:
+        _set(target, flat[0], merge=merge)
+    elif isinstance(target, LazyStackedTensorDict) and target.batch_dims == 1:
+        for row, values in zip(target.tensordicts, flat.unbind(0), strict=True):
+            _set(row, values, merge=merge)
+    elif isinstance(target, LazyStackedTensorDict):
+        order = torch.arange(flat.batch_size[0]).view(target.batch_size).unbind(target.stack_dim)
+        for part, rows in zip(target.tensordicts, order, strict=True):
+            deliver(part, flat[rows.reshape(-1)], merge=merge)
+    elif target.batch_dims == 1:
+        _set(target, flat, merge=merge)
+    else:
+        # Rows of a dense batch are copies of what it holds: its nodes are set as a whole.
+        _set_nested(target, flat, merge=merge)
 
 
 def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None:
@@ -109,8 +112,28 @@ def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None
         if present is None or isinstance(value, Tensor):
             target.set(name, value)
             continue
-        node = present._tensordict if is_tensorclass(present) else present
-        _merge(node, value._tensordict if is_tensorclass(value) else value)
+        _merge(_plain(present), _plain(value))
+
+
+def _set_nested(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
+    for name in flat.keys():
+        value, present = flat.get(name), target.get(name, None)
+        if isinstance(value, Tensor):
+            target.set(name, value.reshape(*target.batch_size, *value.shape[1:]))
+            continue
+        node, present = _plain(value), _plain(present)
+        if merge and present is not None:
+            held = [row for block in flat_blocks(present) for row in block.unbind(0)]
+            rows = [row.copy().update(new) for row, new in zip(held, node.unbind(0), strict=True)]
+            node = lazy_rows(rows)
+        # TensorDict stacks ragged rows of rows, but not of classes: the class goes outside. And
+        # TorchRL's step_mdp pairs the parts of old and new nodes, whatever dimension these have.
+        shaped = nest(node, target.batch_size, like=present)
+        target.set(name, type(value)._from_tensordict(shaped) if is_tensorclass(value) else shaped)
+
+
+def _plain(node: Any) -> Any:
+    return node._tensordict if is_tensorclass(node) else node
 
 
 def _merge(node: TensorDictBase, values: TensorDictBase) -> None:
@@ -123,17 +146,24 @@ def _merge(node: TensorDictBase, values: TensorDictBase) -> None:
         node.set(name, column)
 
 
-def nest(flat: TensorDict, shape: torch.Size) -> TensorDictBase:
+def nest(flat: Any, shape: torch.Size, like: Any = None) -> Any:
     """A flat result in a batch shape; dimensions beyond the first are lazy stacks over blocks.
 
     Args:
         flat: batch size ``[N]``.
         shape: its product is ``N``.
+        like: node that is stacked in the same way, if it is a lazy stack of this shape.
     """
     if len(shape) == 0:
         return flat[0]
     if len(shape) == 1:
         return flat
-    step = flat.batch_size[0] // shape[0]
-    parts = [nest(flat[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
-    return LazyStackedTensorDict(*parts, stack_dim=0)
+    lazy = isinstance(like, LazyStackedTensorDict) and like.batch_size == shape
+    dim = like.stack_dim if lazy else 0
+    order = torch.arange(flat.batch_size[0]).view(shape).unbind(dim)
+    inner = like.tensordicts if lazy else [None] * len(order)
+    parts = [
+        nest(flat[rows.reshape(-1)], rows.shape, _plain(part))
+        for rows, part in zip(order, inner, strict=True)
+    ]
+    return LazyStackedTensorDict(*parts, stack_dim=dim)
