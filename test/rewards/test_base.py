@@ -10,11 +10,12 @@ import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy
 from tensordict import TensorDict
-from torchrl.envs import Transform
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import Compose, Transform
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.ragged import ragged_rows
+from torchrl_llm.data.ragged import lazy_rows, ragged_rows
 from torchrl_llm.envs import ChatEnv, DatasetChatEnv, RewardParser, RewardScore
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.reward_parser import extract_block, extract_tags
@@ -377,3 +378,54 @@ def test_blocks_and_tags_are_found_in_linear_time():
     assert extract_tags("<answer>1</answer>") == (None, "1")
     # half a megabyte of opened tags: quadratic search would take minutes
     assert extract_tags("<answer>" * 60_000) == (None, None)
+
+
+class Constant(RewardParser):
+    """The number that it is made with; fails where it is NaN."""
+
+    def __init__(self, value, **kwargs):
+        super().__init__(**kwargs)
+        self.value = value
+
+    def score(self, response, answer):
+        return RewardScore(self.value, success=self.value > 1, has_answer=True)
+
+
+class TestSeveral:
+    @pytest.mark.parametrize("values", [(2.0,), (2.0, 0.5), (0.5, 0.25, 2.0)])
+    def test_rewards_of_one_step_add_up(self, answer, values):
+        env = make_env(["a", "b"], Constant(values[0]))
+        for value in values[1:]:
+            env = env.append_transform(Constant(value))
+        for _ in range(2):  # nothing is carried to the next step
+            td = env.step(answer(env.reset(), "a", "b"))["next"]
+            assert td["reward"].flatten().tolist() == [sum(values)] * 2
+        assert td["reward_answer"].flatten().tolist() == [len(values)] * 2
+        assert td["success"].all()
+        assert td["success"].dtype == torch.bool
+
+    @pytest.mark.parametrize("order", [(math.nan, 2.0), (2.0, math.nan)])
+    def test_a_row_is_valid_where_all_are_and_says_what_failed(self, answer, order):
+        env = make_env(["a"], Constant(order[0])).append_transform(Constant(order[1]))
+        td = env.step(answer(env.reset(), "a"))["next"]
+        assert math.isnan(td["reward"].item())
+        assert not td["reward_valid"].item()
+        assert list(td["error", "type"]) == ["RewardError"]
+
+    def test_in_a_replay_buffer_they_add_up_at_every_sample_and_do_not_pile_up(self):
+        rows = lazy_rows([TensorDict(text={"response": "a"}, answer="a") for _ in range(2)])
+        transforms = [Constant(value, input_mode="text") for value in (2.0, 0.5)]
+        buffer = ReplayBuffer(
+            storage=LazyStackStorage(2), transform=Compose(*transforms), batch_size=2
+        )
+        buffer.extend(rows)
+        for _ in range(2):
+            assert buffer.sample()["next", "reward"].flatten().tolist() == [2.5, 2.5]
+
+    def test_a_reward_of_tokens_is_not_added_to_one_of_the_response(self):
+        td, following = TensorDict(batch_size=[1]), TensorDict(batch_size=[1])
+        td["text"] = TensorDict(response=Column.of(["a"]), batch_size=[1])
+        td["answer"] = Column.of(["a"])
+        following["reward"] = torch.zeros(1, 3, 1)
+        with pytest.raises(DataError, match="CompositeReward"):
+            Constant(1.0, input_mode="text")._step(td, following)

@@ -155,6 +155,11 @@ class CompositeReward(RewardParser):
 
     # -- scoring ----------------------------------------------------------------------------------
 
+    @property
+    def _adds(self) -> bool:
+        # A written reward is one of the parts already.
+        return not self._written
+
     def _outcomes(
         self,
         td: TensorDictBase,

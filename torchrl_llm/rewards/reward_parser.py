@@ -107,6 +107,11 @@ class RewardParser(Transform):
     Rows that are not stepped, and turns that only called tools to think (``("tools",
     "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
 
+    Rewards add up, as TorchRL's do: where a row has a reward of this step already, from another
+    parser or from the environment, floats and seconds are added to those that are there, a success
+    of either is one, and the row is valid if both are. A
+    :class:`~torchrl_llm.rewards.CompositeReward` has weights, and shows the value of each part.
+
     A score that raises, or returns something else than one finite number, gives that row a NaN in
     every float key, ``reward_valid=False`` and the error; the other rows are untouched. The log
     shows it, once for each kind of error.
@@ -126,7 +131,8 @@ class RewardParser(Transform):
         timeout: seconds that a row's score may take, after which the row is invalid; needs threads.
 
     Outside an environment the transform can be called on rows with a response; it then writes
-    ``("next", ...)`` and leaves ``done`` alone.
+    ``("next", ...)``, in place of any reward that is there (rows may be scored again), and leaves
+    ``done`` alone. Of several in one replay buffer each adds to those that it stands behind.
 
     Example:
         >>> from torchrl_llm.envs import DatasetChatEnv
@@ -287,12 +293,26 @@ class RewardParser(Transform):
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
         cells = columns.view(len(columns), len(outcomes), 1, 1)
+        failures = [(o.error, o.message, o.place) for o in outcomes]
+        tell_failures(failures, len(failures))
+        before = next_td if self._adds else next_td.empty()
+        valid_before = before.get("reward_valid", None)
         for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
-            next_td.set(self._names[name], cell)
-        next_td.set(self._names["success"], cells[4].bool())
-        next_td.set("reward_valid", columns[5].bool())
-        next_td.set("reward_seconds", columns[6])
-        write_errors(next_td, [(o.error, o.message, o.place) for o in outcomes])
+            next_td.set(self._names[name], _added(before, self._names[name], cell))
+        success = _added(before, self._names["success"], cells[4])
+        next_td.set(self._names["success"], success.bool())
+        valid = columns[5].bool()
+        if valid_before is not None:
+            valid = valid & valid_before
+            failures = _first_failures(before, valid_before.tolist(), failures)
+        next_td.set("reward_valid", valid)
+        next_td.set("reward_seconds", _added(before, "reward_seconds", columns[6]))
+        _set_errors(next_td, failures)
+
+    @property
+    def _adds(self) -> bool:
+        """Whether a reward that a step has already is kept and added to."""
+        return True
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._write(tensordict, next_tensordict, ends=True)
@@ -311,11 +331,27 @@ class RewardParser(Transform):
         auxiliary = tensordict.get(("next", *_AUXILIARY_KEY), None)
         if auxiliary is not None:
             scores.set(_AUXILIARY_KEY, auxiliary)
+        if self._follows_another():
+            for name in (*self._names.values(), "reward_valid", "reward_seconds", "error"):
+                value = tensordict.get(("next", name), None)
+                if value is not None:
+                    scores.set(name, value)
         self._write(tensordict, scores, ends=False)
         for key, value in scores.items():
             if key != _AUXILIARY_KEY[0]:
                 tensordict.set(("next", key), value)
         return tensordict
+
+    def _follows_another(self) -> bool:
+        """Whether another reward stands before this one in the same chain of a replay buffer."""
+        # The public property refuses chains that are in no environment.
+        container = (self.__dict__.get("_container") or (lambda: None))()
+        for transform in getattr(container, "transforms", ()):
+            if transform is self:
+                return False
+            if isinstance(transform, RewardParser):
+                return True
+        return False
 
     # Specs
 
@@ -353,11 +389,40 @@ def write_errors(td: TensorDictBase, failures: Sequence[tuple[str, str, str]]) -
         td: ``B`` rows.
         failures: type, message and place of each row, empty where all went well.
     """
+    _set_errors(td, failures)
+    tell_failures(failures, len(failures))
+
+
+def _set_errors(td: TensorDictBase, failures: Sequence[tuple[str, str, str]]) -> None:
     node = TensorDict(batch_size=td.batch_size, device=td.device)
     for name, texts in zip(ERROR_KEYS, zip(*failures, strict=True), strict=True):
         node.set(name, Column.of(texts))
     td.set("error", node)
-    tell_failures(failures, len(failures))
+
+
+def _first_failures(
+    td: TensorDictBase, valid: Sequence[bool], failures: Sequence[tuple[str, str, str]]
+) -> list[tuple[str, str, str]]:
+    """Those of an earlier reward where that failed, else the given ones."""
+    columns = [td.get(("error", name), None) for name in ERROR_KEYS]
+    if all(valid) or None in columns:
+        return list(failures)
+    earlier = zip(*(column.tolist() for column in columns), strict=True)
+    rows = zip(earlier, failures, valid, strict=True)
+    return [new if fine else before for before, new, fine in rows]
+
+
+def _added(td: TensorDictBase, name: NestedKey, values: Tensor) -> Tensor:
+    """Values on top of what rows have under a name, if anything."""
+    before = td.get(name, None)
+    if before is None:
+        return values
+    if before.numel() != values.numel():
+        raise DataError(
+            f"a reward of one number per row is added to what the rows have in {name!r}, which is "
+            f"{tuple(before.shape)}; a CompositeReward adds up rewards of tokens and of responses"
+        )
+    return before.reshape(values.shape).to(values) + values
 
 
 def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
