@@ -89,7 +89,10 @@ def test_the_model_reads_a_page_and_goes_on_from_it(site, queries):
     for chat in td["history"].prompt.chats:
         assert chat[-1]["content"].startswith(f"Shop\n{site.url}/\n\nWelcome\n")
         assert "The secret number is 4711." in chat[-1]["content"]
-    td = browse(td, action="click", selector="#two")
+    text = '<tool>browser\n{"action": "click", "selector": "#two"}</tool>'  # as TorchRL asks for it
+    turn = {"role": "assistant", "content": text}
+    td["history"].full = History.of([chat + [turn] for chat in td["history"].prompt.chats])
+    td = env.step_and_maybe_reset(td)[1]
     assert td["history"].prompt[1, -1].content == f"Two\n{site.url}/two\n\nthe second page"
     assert td["tools", "auxiliary"].all()
     assert tools.browser.num_pages == 2
@@ -118,6 +121,7 @@ def test_parts_of_a_page_are_extracted(site, act):
     assert act("extract", selector="h1").content == "Welcome"
     assert act("extract", selector="a", attribute="href").content.split("\n")[0] == "/two"
     assert act("extract", selector="h1", attribute="html").content == "<h1>Welcome</h1>"
+    assert act("extract", selector="h1", extract_type="text", attribute="id").content == "Welcome"
     assert act("extract", selector="video").error == "BrowserError"
 
 
@@ -196,6 +200,8 @@ def test_arguments_are_checked_before_the_browser_sees_them(browser):
     ]
     for (result,) in executor.run([[call] for call in calls]):
         assert result.error == "InvalidArguments"
+    theirs = ToolCall("browser", {"action": "scroll", "scroll_amount": 100})
+    assert not executor.run([[theirs]])[0][0].error
 
 
 def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, act):

@@ -14,6 +14,7 @@ from torchrl_llm.tools import (
     JSONCallParser,
     LlamaParser,
     MessageCallParser,
+    MessageOrTagParser,
     PatternParser,
     SyntaxParser,
     ToolCall,
@@ -343,3 +344,19 @@ def test_a_block_that_closes_itself_and_a_fence_of_any_kind():
     assert JSONCallParser()(fenced)["calls"] == [ToolCall("f", {})]
     assert JSONCallParser()(fenced)["text"] == ""
     assert JSONCallParser()('{"message": "m", "tools": null}')["calls"] == []
+
+
+def test_calls_of_the_message_and_of_its_text_are_read_once_each():
+    own = {"function": {"name": "add", "arguments": {"a": 1}}}
+    text = '<tool>add\n{"a": 1}</tool><tool>add\n{"a": 2}</tool><tool>add\n{a</tool>'
+    parser = MessageOrTagParser()
+    # A message whose calls were split off keeps what the model wrote as "raw".
+    calls = parser.parse({"content": "", "tool_calls": [own], "raw": text}, {})
+    assert [getattr(call, "args", None) for call in calls] == [{"a": 1}, {"a": 2}, None]
+    unread = {"content": text, "tool_calls": [own], "tool_call_errors": ["no JSON"]}
+    assert [getattr(call, "args", None) for call in parser.parse(unread, {})] == [
+        {"a": 1},
+        None,
+        {"a": 2},
+    ]
+    assert parser.parse({"content": "no call"}, {}) == []

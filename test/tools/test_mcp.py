@@ -18,6 +18,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl_llm.data.history import History
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.tools.call_parsers import ToolTagParser
 from torchrl_llm.tools.mcp import MCPServers, MCPToolTransform, _text_of
 from torchrl_llm.tools.mcp_client import MCPServerConfig
 from torchrl_llm.tools.tool_call import ToolCall
@@ -127,6 +128,46 @@ def test_a_conversation_calls_a_server_over_pipes(make_tools, queries, children)
     assert children()
     env.close()
     assert not children()
+
+
+def write(env, td, text):
+    """One turn of the model with this text in every row; the messages that answer it."""
+    turn = {"role": "assistant", "content": text}
+    td["history"].full = History.of([chat + [turn] for chat in td["history"].prompt.chats])
+    td = env.step(td)["next"]
+    return [m["content"] for m in td["history"].prompt.chats[0].messages[2:]]
+
+
+def test_calls_in_torchrls_form_are_answered(make_tools, queries):
+    env = ChatEnv(batch_size=(1,)).append_transform(make_tools())
+    written = 'So:\n<tool>ours.add\n{"a": 1, "b": 2}</tool><tool>ours.echo {"text": "hi"}</tool>'
+    assert write(env, env.reset(queries("a")), written) == ["3", "hi"]
+    assert write(env, env.reset(queries("a")), '<tool>add\n{"a": 2, "b": 2}</tool>') == ["4"]
+    bad, unknown = write(
+        env, env.reset(queries("a")), "<tool>ours.add\n{'a'</tool><tool>theirs.add\n{}</tool>"
+    )
+    assert "cannot be read" in bad
+    assert "no tool 'theirs.add'" in unknown
+    env.close()
+    named = make_tools({"one": OURS, "two": OURS}, tool_call_pattern=r"CALL\[(.*?)\]\((.*?)\)")
+    env = ChatEnv(batch_size=(1,)).append_transform(named)
+    assert write(env, env.reset(queries("a")), 'CALL[two.add]({"a": 3, "b": 2})') == ["5"]
+    # A name that two servers have means the first, as in TorchRL.
+    td = env.reset(queries("a"))
+    assert write(env, td, 'CALL[echo]({"text": "x"})') == ["x"]
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"tool_call_pattern": "(a)(b)", "parser": ToolTagParser()}, "not both"),
+        ({"tool_call_pattern": ToolTagParser()}, "parser=... by its name"),
+    ],
+)
+def test_one_way_to_write_calls_is_given(arguments, problem):
+    with pytest.raises(ConfigError, match=problem):
+        MCPToolTransform({"ours": OURS}, **arguments)
 
 
 def test_a_server_over_http_is_called_and_outlives_the_environment(make_tools, queries, url):

@@ -94,6 +94,28 @@ def test_the_state_of_the_row_is_handed_over_and_cannot_be_changed(told):
     assert "locked" in second
 
 
+def test_the_state_is_read_as_a_dict_is(told):
+    class Look:
+        name, schema_in, schema_out = "look", {}, {}
+
+        def __call__(self, _state=None):
+            if not _state:
+                return {"turn": None}
+            assert "turn" in _state
+            assert ("history", "full") in _state
+            assert "nothing" not in _state
+            assert _state.get("nothing", 5) == 5
+            copy = {**_state}
+            return {"turn": copy["turn"].item(), "said": _state["history", "full"].content[-1]}
+
+    transform = ExecuteToolsInOrder(ToolRegistry([Look()]), XMLBlockParser())
+    _, [[report]] = told(transform, '<tool name="look"></tool>')
+    assert '"turn": 0' in report
+    assert "name=" in report
+    outside = ServiceTool(Look(), name="look", pass_state=True)
+    assert outside.run(ToolCall("look")) == '{"turn": null}'
+
+
 def test_no_state_is_handed_over_where_it_is_not_wanted(told):
     log = []
     transform = ExecuteToolsInOrder(

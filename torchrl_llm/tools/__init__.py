@@ -7,8 +7,8 @@ from torchrl_llm._imports import lazy
 _LAZY = {
     "torchrl_llm.tools.browser": "BrowserTool BrowserTransform",
     "torchrl_llm.tools.call_parsers": (
-        "HermesParser JSONCallParser LlamaParser MessageCallParser PatternParser SyntaxParser "
-        "TextParser ToolParser ToolTagParser XMLBlockParser"
+        "HermesParser JSONCallParser LlamaParser MessageCallParser MessageOrTagParser "
+        "PatternParser SyntaxParser TextParser ToolParser ToolTagParser XMLBlockParser"
     ),
     "torchrl_llm.tools.code_blocks": "CodeBlockParser",
     "torchrl_llm.tools.executor": "ToolExecutor",

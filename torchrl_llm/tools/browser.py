@@ -15,7 +15,7 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.browser_driver import BrowserDriver, BrowserError
 from torchrl_llm.tools.browser_rules import AddressRules
-from torchrl_llm.tools.call_parsers import ToolParser
+from torchrl_llm.tools.call_parsers import MessageOrTagParser, ToolParser
 from torchrl_llm.tools.tool import Restarted, Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
@@ -129,9 +129,22 @@ class BrowserTool(Restarted, Tool):
         """
         self._loop.run(self._driver.start(), timeout_s=self.start_timeout + _GRACE_S)
 
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """``parameters``, and TorchRL's names ``scroll_amount`` and ``extract_type``."""
+        others = {
+            "scroll_amount": {"type": "integer"},
+            "extract_type": {"type": "string", "enum": ["text", "html", "attribute"]},
+        }
+        return {**self.parameters, "properties": {**_PROPERTIES, **others}}
+
     def run(self, call: ToolCall) -> ToolOutput:
         """Carry out an action; its failure is a result."""
         args = dict(call.args)
+        if "scroll_amount" in args:
+            args["amount"] = args["scroll_amount"]
+        if args.get("extract_type", "attribute") != "attribute":
+            args["attribute"] = args["extract_type"]
         action = args.pop("action")
         required, optional = _ACTIONS[action]
         if missing := [name for name in required if name not in args]:
@@ -167,7 +180,7 @@ class BrowserTool(Restarted, Tool):
 
 
 class BrowserTransform(ToolTransform):
-    """Gives a model a web browser.
+    r"""Gives a model a web browser.
 
     Args:
         allowed_domains: hosts that may be reached; ``None`` for every public one. See
@@ -176,7 +189,8 @@ class BrowserTransform(ToolTransform):
         timeout: seconds that an action may take.
         tokenizer: with one, it is checked at once that its chat template writes calls and results.
         tool_name: role of the appended messages.
-        parser: how calls are written; by default as the chat template writes them.
+        parser: how calls are written; by default as the chat template writes them, or as
+            ``<tool>browser\n{"action": ...}</tool>`` in the text.
         executable_path: the browser; by default a Chromium on the path, else Playwright's own.
         chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
         page_chars: characters of a page that are shown at a time.
@@ -216,6 +230,7 @@ class BrowserTransform(ToolTransform):
             chromium_sandbox=chromium_sandbox,
             page_chars=page_chars,
         )
+        parser = MessageOrTagParser() if parser is None else parser
         super().__init__([browser], parser, tool_name=tool_name, timeout=timeout, **kwargs)
         self.browser = browser
         if tokenizer is not None:

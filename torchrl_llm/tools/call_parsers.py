@@ -217,6 +217,40 @@ class ToolTagParser(SyntaxParser):
         super().__init__(SYNTAXES["name_lines"])
 
 
+class MessageOrTagParser(MessageCallParser):
+    r"""The message's own calls, and those written as TorchRL's prompts ask for them.
+
+    What the formatter has read comes first (:class:`MessageCallParser`), then the calls in the text
+    that it has not: ``<tool>name\n{"argument": value}</tool>``, or another syntax.
+
+    Args:
+        text_parser: of the calls in the text; :class:`ToolTagParser` by default.
+
+    Example:
+        >>> message = {"role": "assistant", "content": '<tool>sums.add\n{"a": 1}</tool>'}
+        >>> MessageOrTagParser().parse(message, {})[0].tool
+        'sums.add'
+    """
+
+    def __init__(self, text_parser: TextParser | None = None) -> None:
+        self.text_parser = ToolTagParser() if text_parser is None else text_parser
+
+    def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
+        """Both; a call that both find is one, and so is one that neither can read."""
+        own = super().parse(message, schemas)
+        written = self.text_parser.parse(message, schemas)
+        if not own or not written:
+            return own or written
+        # The text of a message whose calls were split off still holds them.
+        known = [(call.tool, call.args) for call in own if isinstance(call, ToolCall)]
+        unread = len(known) < len(own)
+        return own + [
+            call
+            for call in written
+            if ((call.tool, call.args) not in known if isinstance(call, ToolCall) else not unread)
+        ]
+
+
 class PatternParser(SyntaxParser):
     r"""Calls by a regular expression of your own with two groups, name and JSON arguments.
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchrl._utils import logger
@@ -17,10 +18,10 @@ from torchrl._utils import logger
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
-from torchrl_llm.tools.call_parsers import ToolParser
+from torchrl_llm.tools.call_parsers import MessageOrTagParser, PatternParser, ToolParser
 from torchrl_llm.tools.mcp_client import MCPConnection, MCPServerConfig
 from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
-from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
+from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
 # How much longer than the call itself a thread waits: for a server that is started again.
@@ -228,17 +229,24 @@ async def _close_all(connections: Mapping[str, MCPConnection]) -> None:
 
 
 class MCPToolTransform(ToolTransform):
-    """Gives a model the tools of Model Context Protocol servers.
+    r"""Gives a model the tools of Model Context Protocol servers.
 
     The servers start with this transform, which asks them for their tools, and end with the
     environment (``env.close()``). A server that dies during a call makes a result with an error;
     the next call starts it again. A copy in another process starts servers of its own.
 
+    A call is read as the chat template writes it, and as ``<tool>server.name\n{"argument": value}
+    </tool>`` in the text of a turn. A tool is called by the name in :attr:`schemas`, by
+    ``server.name``, or by ``name`` alone; where several servers have that, the first of them
+    answers.
+
     Args:
         servers: see :class:`MCPServers`.
-        parser: how calls are written; by default as the chat template writes them.
+        tool_call_pattern: a regular expression with two groups, name and JSON arguments, for the
+            calls in the text.
         tool_name: role of the appended messages.
         timeout: seconds that a call may take; the server is told when it is given up.
+        parser: the only way to write calls, in place of the two.
         start_timeout: seconds that a server may take to start and to list its tools.
         tools: names of the tools that the model gets; all by default.
         actions: names of those of which a call is an action of the environment.
@@ -264,16 +272,28 @@ class MCPToolTransform(ToolTransform):
     def __init__(
         self,
         servers: Mapping[str, MCPServerConfig | Mapping[str, Any] | str],
-        parser: ToolParser | None = None,
-        *,
+        tool_call_pattern: str | None = None,
         tool_name: str = "tool",
         timeout: float = 10.0,
+        *,
+        parser: ToolParser | None = None,
         start_timeout: float = 60.0,
         tools: Collection[str] | None = None,
         actions: Collection[str] = (),
         prefix: bool = False,
         **kwargs: Any,
     ) -> None:
+        if tool_call_pattern is not None and not isinstance(tool_call_pattern, str):
+            raise ConfigError(
+                "tool_call_pattern must be a regular expression with two groups, name and JSON "
+                f"arguments, got {type(tool_call_pattern).__name__}; pass parser=... by its name"
+            )
+        if parser is not None and tool_call_pattern is not None:
+            raise ConfigError("pass parser or tool_call_pattern, not both")
+        if parser is None:
+            written = None if tool_call_pattern is None else PatternParser(tool_call_pattern)
+            parser = MessageOrTagParser(written)
+        self.tool_call_pattern = tool_call_pattern
         self.servers = MCPServers(
             servers,
             timeout=timeout,
@@ -289,6 +309,27 @@ class MCPToolTransform(ToolTransform):
         except BaseException:
             self.servers.close()
             raise
+
+    @property
+    def server_configs(self) -> dict[str, MCPServerConfig]:
+        """How each server is reached, by its name."""
+        return self.servers.configs
+
+    def _found(self, message: Any) -> list[ToolCall | BrokenCall]:
+        """The calls, each by the name that its tool has here."""
+        found = super()._found(message)
+        if all(isinstance(call, BrokenCall) or call.tool in self.tools for call in found):
+            return found
+        listed: dict[str, str] = {}
+        for name, tool in self.tools.items():  # in the order of the servers
+            for other in (f"{tool.server}.{tool.remote_name}", tool.remote_name):
+                listed.setdefault(other, name)
+        return [
+            replace(call, tool=listed.get(call.tool, call.tool))
+            if isinstance(call, ToolCall) and call.tool not in self.tools
+            else call
+            for call in found
+        ]
 
     def close(self) -> None:
         """End the servers; a later call starts them again."""

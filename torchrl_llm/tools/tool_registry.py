@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from tensordict import TensorDict, TensorDictBase
+
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
 from torchrl_llm.tools.tool import Tool, as_text, closed_schema
@@ -109,6 +111,45 @@ class ToolRegistry:
         return iter(self._services.values())
 
 
+class RowState(Mapping):
+    """The row that calls a service, to be read as a dict is; a locked tensordict holds it.
+
+    Other attributes are the tensordict's. What is written into it raises.
+
+    Args:
+        row: the row as the policy left it; ``None`` outside of an environment.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> state = RowState(TensorDict({"turn": 3}).lock_())
+        >>> bool(state), state["turn"].item(), state.get("nothing", 0), bool(RowState(None))
+        (True, 3, 0, False)
+    """
+
+    def __init__(self, row: TensorDictBase | None) -> None:
+        self._row = TensorDict().lock_() if row is None else row
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._row[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row.keys(include_nested=isinstance(key, tuple))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row.keys())
+
+    def __len__(self) -> int:
+        return len(self._row.keys())
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._row[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_row":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._row, name)
+
+
 class ServiceTool(Tool):
     """A service, or any function of keywords, as a tool.
 
@@ -164,7 +205,7 @@ class ServiceTool(Tool):
 
     def run(self, call: ToolCall) -> str:
         """Call the function; what it returns is written as JSON."""
-        state = {"_state": call.state} if self._pass_state else {}
+        state = {"_state": RowState(call.state)} if self._pass_state else {}
         return as_text(self.function(**{**call.args, **state}))
 
 
@@ -282,8 +323,8 @@ class ExecuteToolsInOrder(ToolTransform):
         registry: the services.
         parser: how calls are written.
         stop_on_error: do not run the calls behind one that failed.
-        pass_state_to_tools: call a service with ``_state``, the row that calls as a locked
-            tensordict, where it takes that keyword.
+        pass_state_to_tools: call a service with ``_state``, the row that calls (a
+            :class:`RowState`, which is read as a dict is), where it takes that keyword.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Example:
