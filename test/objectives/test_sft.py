@@ -54,6 +54,14 @@ class TestFunctions:
             minor_sft_loss(torch.zeros(1), torch.zeros(2), 0.1, "mean")
 
 
+@pytest.mark.parametrize("keys", [("tokens", "masks"), ("history",)])
+def test_rollouts_of_two_dimensions_are_explained(keys):
+    history = History.from_chats([[{"role": "user", "content": "a"}]] * 2)
+    td = pad([*two_rows().tensordicts]).set("history", TensorDict(full=history, batch_size=[2]))
+    with pytest.raises(DataError, match=r"reshape\(-1\)"):
+        SFTLoss(actor())(td.select(*keys)[None])
+
+
 class TestByHand:
     @pytest.mark.parametrize(
         ("normalize", "reduction", "expected"),

@@ -422,6 +422,15 @@ class TestSeveral:
         for _ in range(2):
             assert buffer.sample()["next", "reward"].flatten().tolist() == [2.5, 2.5]
 
+    def test_rollouts_of_two_dimensions_are_scored(self):
+        text = TensorDict(response=Column.of(["a", "b", "raise", "a"]), batch_size=[4])
+        td = TensorDict(text=text, answer=Column.of("abab"), batch_size=[4]).reshape(2, 2)
+        td = Scripted(input_mode="text")(td)["next"]
+        assert td.batch_size == (2, 2)
+        assert td["reward"][:, :, 0, 0].nan_to_num(-1).tolist() == [[1, 1], [-1, 0]]
+        assert td["reward_valid"].tolist() == [[True, True], [False, True]]
+        assert td["error", "type"][1][0] == "ZeroDivisionError"
+
     def test_a_reward_of_tokens_is_not_added_to_one_of_the_response(self):
         td, following = TensorDict(batch_size=[1]), TensorDict(batch_size=[1])
         td["text"] = TensorDict(response=Column.of(["a"]), batch_size=[1])

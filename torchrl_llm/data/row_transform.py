@@ -88,6 +88,11 @@ class RowView:
             raise DataError(f"the rows have no {path!r}; {advice}")
         return values
 
+    def chats(self) -> list[Any] | None:
+        """The conversation of each row, under ``("history", "full")``; ``None`` without any."""
+        history = self.root.get(("history", "full"), None)
+        return None if history is None else list(history.chats)
+
     def stepped(self) -> list[bool]:
         """Which rows an environment steps; all of them outside of one."""
         mask = None if self.next_rows is None else self.root.get("_step", None)
@@ -183,7 +188,16 @@ class RowTransform(Transform):
 
         Returns:
             The same rows.
+
+        Raises:
+            DataError: for rollouts ``[B, T]``.
         """
+        if tensordict.batch_dims > 1:
+            raise DataError(
+                f"{type(self).__name__} reads rows with one batch dimension, got batch size "
+                f"{tuple(tensordict.batch_size)}; flatten them first, td = td.reshape(-1), or "
+                "append the transform to the environment"
+            )
         missing: Any = tensordict
         if isinstance(tensordict, LazyStackedTensorDict) or not tensordict.batch_dims:
             rows = tensordict.tensordicts if tensordict.batch_dims else [tensordict]

@@ -249,6 +249,25 @@ class TokenRows:
         return values_N
 
 
+def check_one_dimension(td: Any) -> None:
+    """Refuse what is no batch of rows: rollouts ``[B, T]``, and batches of nothing.
+
+    Args:
+        td: rows.
+
+    Raises:
+        DataError: for another number of batch dimensions than one, or no rows.
+    """
+    if len(td.batch_size) != 1:
+        raise DataError(
+            f"a loss reads rows with one batch dimension, got batch size {tuple(td.batch_size)}; "
+            "flatten them first: td.reshape(-1), as LLMCollector(flatten_data=True) and the replay "
+            "buffer do"
+        )
+    if not td.batch_size[0]:
+        raise DataError("the batch has no rows: skip such batches, there is nothing to learn from")
+
+
 def read_token_rows(
     td: Any, keys: RowKeys, strategy: MaskingStrategy, trained_B: Tensor | None = None
 ) -> TokenRows:
@@ -268,13 +287,7 @@ def read_token_rows(
     Raises:
         DataError: when a column that is needed is missing or misaligned.
     """
-    if len(td.batch_size) != 1:
-        raise DataError(
-            f"a loss reads rows with one batch dimension, got batch size {tuple(td.batch_size)}; "
-            "flatten them first, as LLMCollector(flatten_data=True) and the replay buffer do"
-        )
-    if not td.batch_size[0]:
-        raise DataError("the batch has no rows: skip such batches, there is nothing to learn from")
+    check_one_dimension(td)
     ids = read_column(td, keys.action, "the rows must hold token ids")
     stored = [row.shape[0] for row in ids]
     kept = kept_positions(td, keys, stored)

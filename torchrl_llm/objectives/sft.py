@@ -15,14 +15,20 @@ from tensordict import TensorClass, TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
 from torchrl_llm.data.ragged import read_rows, write_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
-from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.flat_columns import key_name, optional_column
-from torchrl_llm.objectives.loss_rows import MaskingStrategy, RowKeys, TokenRows, read_token_rows
+from torchrl_llm.objectives.loss_rows import (
+    MaskingStrategy,
+    RowKeys,
+    TokenRows,
+    check_one_dimension,
+    read_token_rows,
+)
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
 
 Reduction = Literal["mean", "sum", "none"]
@@ -200,7 +206,7 @@ class SFTLoss(TokenLoss):
             raise ConfigError(
                 "minor_sft holds the policy to the reference already: no kl_to_ref_coeff"
             )
-        self.formatter = _formatter(actor_network, tokenizer, tokenizer_kwargs)
+        self.formatter = row_formatter(actor_network, tokenizer, tokenizer_kwargs)
         self.reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length is not False
         self.kl_to_ref_coeff = float(kl_to_ref_coeff or 0.0)
@@ -215,6 +221,7 @@ class SFTLoss(TokenLoss):
             DataError: also when a row that is trained has no token of the assistant, or a weight
                 is no number, negative or not finite.
         """
+        check_one_dimension(tensordict)
         keys = self.tensor_keys
         has_ids = read_rows(tensordict, keys.action, None) is not None
         tokens = tensordict if has_ids else self._encoded(tensordict)
@@ -349,14 +356,10 @@ class SFTLoss(TokenLoss):
         history = tensordict.get(keys.history, None)
         if history is None:
             raise DataError(f"the rows have neither {keys.action!r} nor {keys.history!r}")
-        if self.formatter is None:
-            raise ConfigError(
-                "rows with conversations alone need a tokenizer: pass tokenizer= to SFTLoss"
-            )
-        encoded = self.formatter.encode_batch(history.chats, add_generation_prompt=False)
+        encoded = encode_rows(history.chats, self.formatter, "SFTLoss")
         td = TensorDict(batch_size=tensordict.batch_size)
-        write_rows(td, keys.action, [row.token_ids for row in encoded])
-        write_rows(td, keys.assistant_mask, [row.assistant for row in encoded])
+        write_rows(td, keys.action, encoded.token_ids)
+        write_rows(td, keys.assistant_mask, encoded.assistant)
         return td
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
@@ -366,16 +369,3 @@ class SFTLoss(TokenLoss):
         if self.kl_to_ref_coeff or self.loss_function == "minor_sft":
             self.in_keys.append(keys.ref_log_prob)
         self.out_keys = list(SFTLossOutput.__dataclass_fields__)
-
-
-def _formatter(
-    actor: Any, tokenizer: Any, settings: Mapping[str, Any] | None
-) -> ChatFormatter | None:
-    """The actor's own formatter unless another one is described."""
-    if tokenizer is None and not settings:
-        return getattr(actor, "formatter", None)
-    if tokenizer is None:
-        tokenizer = getattr(actor, "tokenizer", None)
-    if tokenizer is None:
-        raise ConfigError("tokenizer_kwargs need a tokenizer, and the actor has none")
-    return ChatFormatter(tokenizer, **(settings or {}))

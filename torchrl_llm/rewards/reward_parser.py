@@ -33,6 +33,7 @@ _AUXILIARY_KEY = ("tools", "auxiliary")
 _INPUT_MODES = ("history", "text", "tokens")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
+_ROW_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 class RewardScore(NamedTuple):
@@ -322,17 +323,24 @@ class RewardParser(Transform):
         """Score rows outside an environment, in a replay buffer for example.
 
         Args:
-            tensordict: rows ``[B]`` with a response and an answer.
+            tensordict: rows ``[B]`` with a response and an answer, or a rollout ``[B, T]``.
 
         Returns:
             The same rows, with the reward's keys under ``"next"``.
         """
+        if tensordict.batch_dims > 1:
+            flat = self.forward(tensordict.reshape(-1))["next"]
+            for key in (*self._names.values(), *_ROW_KEYS):
+                value = flat.get(key)
+                shape = (*tensordict.batch_size, *value.shape[1:])
+                tensordict.set(("next", key), value.reshape(shape))
+            return tensordict
         scores = TensorDict(batch_size=tensordict.batch_size, device=tensordict.device)
         auxiliary = tensordict.get(("next", *_AUXILIARY_KEY), None)
         if auxiliary is not None:
             scores.set(_AUXILIARY_KEY, auxiliary)
         if self._follows_another():
-            for name in (*self._names.values(), "reward_valid", "reward_seconds", "error"):
+            for name in (*self._names.values(), *_ROW_KEYS):
                 value = tensordict.get(("next", name), None)
                 if value is not None:
                     scores.set(name, value)

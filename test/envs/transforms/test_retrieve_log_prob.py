@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
+from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
-from torchrl_llm.envs.transforms import RetrieveLogProb
+from torchrl_llm.envs.transforms import RetrieveLogProb, RetrieveTeacherLogProb
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.objectives import SFTLoss
 
 
 class Scorer(TokenScorer):
@@ -252,3 +254,52 @@ def test_a_budget_cuts_the_calls_and_changes_nothing(budget, calls):
 def test_an_impossible_budget_is_refused():
     with pytest.raises(ConfigError, match="token_budget"):
         RetrieveLogProb(Scorer(), token_budget=0)
+
+
+class TestLikeTorchRL:
+    """Spellings of TorchRL that must mean the same, or say why not."""
+
+    def test_conversations_alone_are_encoded_as_the_loss_encodes_them(self, tokenizer):
+        chats = [
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+            for text in ("b", "b c d")
+        ]
+        settings = {"return_assistant_tokens_mask": True, "padding": False, "return_dict": True}
+        transform = RetrieveLogProb(Scorer(), tokenizer=tokenizer, tokenizer_kwargs=settings)
+        td = transform(TensorDict(history={"full": History.from_chats(chats)}, batch_size=[2]))
+        loss = SFTLoss(Scorer(), tokenizer=tokenizer, kl_to_ref_coeff=0.1)
+        assert loss(td).kl_to_ref == 0.0  # aligned, or it would be refused
+        encoded = transform.formatter.encode_batch(chats, add_generation_prompt=False)
+        for row, own in zip(read_rows(td, transform.written), encoded, strict=True):
+            assert row.tolist() == (-own.token_ids * own.assistant).tolist()
+
+    def test_several_teachers_get_their_own_conversations(self, tokenizer):
+        chats = [
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+            for text in ("b", "b c d", "e")
+        ]
+        history = History.from_chats(chats)
+        names = NonTensorStack("one", "two", "one")
+        td = TensorDict(history={"full": history}, domain=names, batch_size=[3])
+        transform = RetrieveTeacherLogProb({"one": Scorer(), "two": Scorer()}, tokenizer=tokenizer)
+        alone = RetrieveLogProb(Scorer(), tokenizer=tokenizer)(td.copy())
+        got = read_rows(transform(td), ("next", "teacher_log_probs", "full"))
+        assert [row.tolist() for row in got] == values(alone)
+
+    def test_settings_that_cannot_be_kept_are_refused(self, tokenizer):
+        with pytest.raises(ConfigError, match="add_generation_prompt"):
+            RetrieveLogProb(
+                Scorer(), tokenizer=tokenizer, tokenizer_kwargs={"add_generation_prompt": True}
+            )
+        with pytest.raises(ConfigError, match="padding_side"):
+            RetrieveLogProb(Scorer(), padding_side="both")
+
+    def test_the_name_that_the_model_was_given_is_used(self, rows):
+        model = Scorer()
+        model.log_probs_key = "old_log_probs"
+        td = RetrieveLogProb(model)(rows)
+        assert ("next", "old_log_probs", "full") in td.keys(True)
+
+    def test_rollouts_of_two_dimensions_are_explained(self, rows):
+        with pytest.raises(DataError, match=r"reshape\(-1\)"):
+            RetrieveLogProb(Scorer())(torch.stack([rows, rows]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NonTensorData
@@ -11,7 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._log import tell_once
 from torchrl_llm._registry import FullSignature
+from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_under_budget
@@ -45,6 +47,26 @@ def _in_pieces(
     return found
 
 
+def check_padding_side(padding_side: str) -> None:
+    """Take TorchRL's argument where it says nothing; log that it has no effect where it does.
+
+    Args:
+        padding_side: ``"left"``, which is what TorchRL has by default, or ``"right"``.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if padding_side not in ("left", "right"):
+        raise ConfigError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
+    if padding_side == "right":
+        tell_once("padding_side has no effect: log-probs stand where the tokens stand")
+
+
+def _own_name(model: Any) -> str:
+    name = getattr(model, "log_probs_key", None)
+    return "ref_log_probs" if name in (None, "log_probs") else name
+
+
 class RetrieveLogProb(RowTransform):
     """Scores ``("tokens", "full")`` of each row with a model of its own.
 
@@ -71,11 +93,18 @@ class RetrieveLogProb(RowTransform):
     Args:
         model: anything that scores tokens, a
             :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example.
-        log_probs_full_key: where the log-probs go, a nested key.
+        log_probs_full_key: where the log-probs go, a nested key; by default ``"full"`` of the
+            model's ``log_probs_key`` if that was given a name of its own, and else
+            ``("ref_log_probs", "full")``.
         assistant_only: score the assistant's tokens only, by
             ``("masks", "all_assistant_mask")``; otherwise every token but the first.
+        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`, such
+            as ``chat_template_name``, for rows that have conversations alone.
         detach: score without gradients.
         device: move the model there once, where it is a module.
+        tokenizer: encodes rows that have conversations alone (``("history", "full")``); that of the
+            model by default. Rows with ids are scored as they are.
+        padding_side: without effect, log-probs stand where the tokens stand.
         temperature_key: temperature of each row, float32 ``[B]``; rows without one are scored at 1.
             Where rows have a ``"support"`` (the ids that truncated sampling kept), they are scored
             on it.
@@ -104,16 +133,22 @@ class RetrieveLogProb(RowTransform):
         self,
         model: TokenScorer,
         *,
-        log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        log_probs_full_key: NestedKey | None = None,
         assistant_only: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         detach: bool = True,
         device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: Literal["left", "right"] = "left",
         temperature_key: NestedKey = ("tokens", "temperature"),
         root: bool = False,
         token_budget: int | None = 65536,
     ) -> None:
         super().__init__()
         _check_scorer("model", model, token_budget)
+        check_padding_side(padding_side)
+        if log_probs_full_key is None:
+            log_probs_full_key = (_own_name(model), "full")
         if not isinstance(log_probs_full_key, tuple) or len(log_probs_full_key) != 2:
             raise ConfigError(f"log_probs_full_key must have two parts, got {log_probs_full_key!r}")
         if device is not None:
@@ -124,6 +159,7 @@ class RetrieveLogProb(RowTransform):
             model.to(device)
         self._models = (model,)  # a tuple hides it from nn.Module, see the class
         self.log_probs_full_key = log_probs_full_key
+        self.formatter = row_formatter(model, tokenizer, tokenizer_kwargs)
         self.assistant_only = assistant_only
         self.detach = detach
         self.temperature_key = temperature_key
@@ -153,8 +189,7 @@ class RetrieveLogProb(RowTransform):
         Returns:
             ``B`` float32 tensors ``[T_b]``.
         """
-        sequences = rows.read(("tokens", "full"), "the policy writes them")
-        selected = self._selected(rows, sequences)
+        sequences, selected = self._tokens(rows)
         temperature = rows.read(as_path(self.temperature_key))
 
         def score(piece: list[int], masks: list[Tensor]) -> Tensor:
@@ -182,20 +217,30 @@ class RetrieveLogProb(RowTransform):
         columns = [[column[row] for row in asked] for column in (ids, counts)]
         return ScoreExtras(support=Support.of_rows(*columns, masks))
 
-    def _selected(self, rows: RowView, sequences: list[Tensor]) -> list[Tensor]:
-        if self.assistant_only:
-            selected = rows.read(("masks", "all_assistant_mask"), "the policy writes it")
-        else:
-            selected = [torch.ones_like(ids, dtype=torch.bool) for ids in sequences]
+    def _tokens(self, rows: RowView) -> tuple[list[Tensor], list[Tensor]]:
+        """The ids of each row, and which of them are scored."""
+        sequences = rows.read(("tokens", "full"))
+        assistant = rows.read(("masks", "all_assistant_mask"))
+        if sequences is None:
+            chats = rows.chats()
+            if chats is None:
+                raise DataError("the rows have no ('tokens', 'full'); the policy writes them")
+            sequences, assistant = encode_rows(chats, self.formatter, type(self).__name__)
+        if not self.assistant_only:
+            assistant = [torch.ones_like(ids, dtype=torch.bool) for ids in sequences]
+        elif assistant is None:
+            raise DataError(
+                "the rows have no ('masks', 'all_assistant_mask'); the policy writes it"
+            )
         kept = rows.read(("masks", "all_attention_mask"))
         masks = []
         for row, stepped in enumerate(rows.stepped()):
-            mask = selected[row] & stepped
+            mask = assistant[row] & stepped
             if kept is not None:
                 mask &= kept[row]
             mask[:1] = False  # the first token has no prefix
             masks.append(mask)
-        return masks
+        return sequences, masks
 
     def empty_columns(self) -> dict[Path, Tensor]:
         """No token has a log-prob yet."""
@@ -335,6 +380,10 @@ class _Part(RowView):
     def read(self, path: Path, advice: str | None = None) -> list[Tensor] | None:
         values = self._rows.read(path, advice)
         return None if values is None else [values[row] for row in self._index]
+
+    def chats(self) -> list[Any] | None:
+        chats = self._rows.chats()
+        return None if chats is None else [chats[row] for row in self._index]
 
     def stepped(self) -> list[bool]:
         flags = self._rows.stepped()

@@ -10,7 +10,7 @@ Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``R_b`` tokens of its res
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -25,7 +25,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.specs import RaggedSpec
-from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb
+from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb, check_padding_side
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.kl import KL_ESTIMATORS, KLEstimator
 
@@ -248,6 +248,7 @@ class KLComputation(KLTransform):
             sampled; looked for in the row, then under its ``"next"``.
         ref_log_probs_full_key: log-probs under the reference; looked for under ``"next"``, then in
             the row.
+        padding_side: without effect, divergences stand where the tokens stand.
         kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
@@ -278,9 +279,12 @@ class KLComputation(KLTransform):
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        *,
+        padding_side: Literal["left", "right"] = "left",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_padding_side(padding_side)
         self.gen_log_probs_full_key = as_path(gen_log_probs_full_key)
         self.ref_log_probs_full_key = as_path(ref_log_probs_full_key)
 
@@ -318,7 +322,11 @@ class RetrieveKL(KLTransform):
         ref_model_factory: makes the reference instead.
         assistant_only: score the assistant's tokens only, or all tokens with a prefix. What is
             penalised are the sampled ones either way.
+        tokenizer_kwargs: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
+        detach: score without gradients.
         device: move the models there once.
+        tokenizer: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
+        padding_side: without effect, log-probs stand where the tokens stand.
         gen_log_probs_full_key: where the log-probs of the policy are, or go when a model scores:
             by default ``("log_probs", "full")`` in the row, or ``("gen_log_probs", "full")`` under
             ``"next"``.
@@ -356,7 +364,11 @@ class RetrieveKL(KLTransform):
         gen_model_factory: Callable[[], TokenScorer] | None = None,
         ref_model_factory: Callable[[], TokenScorer] | None = None,
         assistant_only: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        detach: bool = True,
         device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: Literal["left", "right"] = "left",
         gen_log_probs_full_key: NestedKey | None = None,
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         **kwargs: Any,
@@ -366,7 +378,14 @@ class RetrieveKL(KLTransform):
             if gen_model != _RECORDED:
                 raise ConfigError("give gen_model or gen_model_factory, not both")
             gen_model = gen_model_factory()
-        options = {"assistant_only": assistant_only, "device": device}
+        options = {
+            "assistant_only": assistant_only,
+            "tokenizer_kwargs": tokenizer_kwargs,
+            "detach": detach,
+            "device": device,
+            "tokenizer": tokenizer,
+            "padding_side": padding_side,
+        }
         self.reference = RetrieveLogProb(
             made(ref_model, ref_model_factory), log_probs_full_key=ref_log_probs_full_key, **options
         )
@@ -442,7 +461,9 @@ class KLRewardTransform(RetrieveKL):
         log_prob_key: where the policy recorded its log-probs.
         device: move the reference there once.
         add_to_reward: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
+        tokenizer: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
         assistant_only: score the assistant's tokens only.
+        padding_side: without effect, log-probs stand where the tokens stand.
         reduction: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         estimator: see there.
 
@@ -472,7 +493,9 @@ class KLRewardTransform(RetrieveKL):
         log_prob_key: NestedKey = ("log_probs", "full"),
         device: torch.device | str | None = None,
         add_to_reward: bool = True,
+        tokenizer: Any = None,
         assistant_only: bool = True,
+        padding_side: Literal["left", "right"] = "left",
         reduction: KLReduction = "sum",
         estimator: KLEstimator = "k1",
     ) -> None:
@@ -493,6 +516,8 @@ class KLRewardTransform(RetrieveKL):
             ref_model_factory=ref_model_factory,
             assistant_only=assistant_only,
             device=device,
+            tokenizer=tokenizer,
+            padding_side=padding_side,
             gen_log_probs_full_key=as_path(log_prob_key),
             ref_log_probs_full_key=(names[2], "full"),
             coeff=coef,
