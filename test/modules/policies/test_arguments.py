@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from dataclasses import fields
 
 import pytest
+import torch
+from modules.policies.rows_helper import fake_tokens, tokens_td
 
 from torchrl_llm import modules
 from torchrl_llm.errors import ConfigError
@@ -88,6 +91,35 @@ def test_common_arguments_are_taken_over(fake):
     assert params(given, fake) == wanted
 
 
+def test_names_of_vllm_that_torchrl_maps_mean_the_common_ones(fake):
+    found = parse_generate_kwargs({"max_tokens": 3, "n": 4}, fake)
+    assert (found.params.max_new_tokens, found.num_samples) == (3, 4)
+    policy = fake_tokens(generate_kwargs={"max_new_tokens": 5})
+    [response] = policy(tokens_td([5]), max_tokens=2)["tokens"].get("response", as_list=True)
+    assert len(response) <= 2
+
+
+@pytest.mark.parametrize("name", ["output_scores", "return_dict_in_generate", "pad_token_id"])
+def test_names_that_change_nothing_here_are_left_out_with_a_warning(fake, name):
+    with pytest.warns(UserWarning, match=f"{name} has no effect"):
+        assert params({name: 1, "top_k": 3}, fake) == params({"top_k": 3}, fake)
+
+
+def test_one_dictionary_serves_the_policy_that_samples_and_the_one_that_scores():
+    shared = {"max_new_tokens": 2, "temperature": 0.5, "n": 2, "skip_special_tokens": True}
+    out = fake_tokens(generate_kwargs=shared)(tokens_td([5], [6]))
+    scorer = fake_tokens(generate=False, generate_kwargs=shared)
+    flat = out.reshape(-1)
+    scored = scorer(flat)
+    assert scored.batch_size == (4,)
+    assert scored is not flat  # as with TorchRL: several samples are never written in place
+    rows = (x.get(("log_probs", "full"), as_list=True) for x in (scored, flat))
+    for new, old in zip(*rows, strict=True):
+        torch.testing.assert_close(new[1:], old[1:])
+    with pytest.raises(ConfigError, match="did you mean 'top_k'"):
+        fake_tokens(generate=False, generate_kwargs={"topk": 3})
+
+
 def test_greedy_is_said_in_two_ways(fake):
     assert params({"do_sample": False}, fake).greedy
     assert params({"temperature": 0.0}, fake).greedy
@@ -98,8 +130,10 @@ def test_greedy_is_said_in_two_ways(fake):
     ("kwargs", "message"),
     [
         ({"temprature": 1.0}, "did you mean 'temperature'"),
-        ({"max_tokens": 4}, "renamed to 'max_new_tokens'"),
-        ({"n": 4}, "renamed to 'num_samples'"),
+        ({"max_tokens": 4, "max_new_tokens": 5}, "they mean the same, give one"),
+        ({"n": 4, "num_return_sequences": 2}, "they mean the same, give one"),
+        ({"stop": "x"}, "renamed to 'stop_sequences'"),
+        ({"eos_token_id": 2}, "renamed to 'stop_token_ids'"),
         ({"num_beams": 4}, "beam search"),
         ({"length_penalty": 2.0}, "beam search"),
         ({"do_sample": False, "temperature": 0.7}, "greedily"),
@@ -139,3 +173,24 @@ def test_rows_say_when_temperature_does_not_reproduce_their_distribution():
     ):
         params = SamplingParams(max_new_tokens=1, **given)
         assert params.truncates_support == truncates, given
+
+
+def test_attributes_that_torchrls_users_read_answer():
+    class Collector: ...
+
+    policy = fake_tokens(generate_kwargs={"max_tokens": 5}, prefer_tokens=False, min_batch_size=2)
+    assert (policy.return_tokens, policy.return_masks, policy.return_log_probs) == (True,) * 3
+    assert (policy.return_text, policy.return_history, policy.prefer_tokens) == (False,) * 3
+    assert (policy.tokens_key, policy.masks_key, policy.num_samples) == ("tokens", "masks", None)
+    assert policy.input_key == ("tokens", "prompt")
+    assert policy.generate_kwargs == {"max_new_tokens": 5}
+    assert (policy.log_prob_keys, policy.padding_value) == (["log_probs"], 0)
+    state = policy.get_batching_state()
+    assert policy.batching is state["batching_enabled"] is True
+    assert (state["queue_size"], state["pending_futures"], state["timeout"]) == (0, 0, 10.0)
+    assert fake_tokens().get_batching_state()["batching_enabled"] is False
+    collector = Collector()
+    assert policy.collector is None
+    policy.register_collector(collector)
+    assert policy.collector is collector
+    assert pickle.loads(pickle.dumps(policy)).collector is None

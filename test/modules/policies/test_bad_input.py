@@ -89,15 +89,14 @@ def test_a_missing_column_is_named(tokenizer):
         ({"input_mode": "history"}, "needs a tokenizer"),
         ({"chat_template_name": "qwen"}, "chat_template_name has no effect"),
         ({"tokenizer_kwargs": {"a": 1}}, "tokenizer_kwargs has no effect"),
-        ({"generate": False, "num_samples": 2}, "no effect with generate=False"),
-        ({"generate": False, "generate_kwargs": {"top_k": 1}}, "no effect with generate=False"),
+        ({"generate": False, "return_log_probs": False}, "no effect with generate=False"),
         ({"num_samples": 2, "inplace": True}, "cannot go in place"),
         ({"num_samples": 2, "generate_kwargs": {"num_return_sequences": 3}}, "contradict"),
         ({"layout": torch.jagged}, "layout"),
         ({"on_overlong": "cut"}, "on_overlong must be one of"),
         ({"batching": False, "min_batch_size": 2}, "no effect"),
         ({"return_log_probs": True, "generate_kwargs": {"logprobs": False}}, "contradict"),
-        ({"generate_kwargs": {"max_tokens": 4}}, "renamed to 'max_new_tokens'"),
+        ({"generate_kwargs": {"max_length": 4}}, "renamed to 'max_new_tokens'"),
     ],
 )
 def test_arguments_without_effect_or_sense_are_refused_at_construction(options, message):

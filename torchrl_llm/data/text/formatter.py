@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torchrl._utils import logger
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
@@ -31,6 +32,8 @@ from torchrl_llm.data.text.templates import resolve_template
 from torchrl_llm.errors import ConfigError, TemplateError
 
 Messages = Chat | Sequence[Mapping[str, Any]]
+# Tokenizers whose missing markers have been told.
+_TOLD: set[str] = set()
 
 
 class Encoded(NamedTuple):
@@ -150,7 +153,7 @@ class ChatFormatter:
         renderer = Renderer(spec.template, self._codec.shield, variables, Form())
         self.probe = probe_template(renderer, self._codec)
         self._renderer = renderer.with_form(self.probe.form)
-        self._check_markers(spec.template, own=chat_template is not None)
+        self._tell_plain_markers(own=chat_template is not None)
         if self.tools is not None:
             self._check_tools()
         self._composer = Composer(self._renderer, self._codec, self.probe, self.tools)
@@ -171,16 +174,18 @@ class ChatFormatter:
         ids = {c.ids[-1] for c in self.probe.terminal} | self._codec.eos_ids
         return tuple(sorted(ids))
 
-    def _check_markers(self, template: str, *, own: bool) -> None:
-        # A family's or ChatML template was put in for a tokenizer that has none: its end-of-turn
-        # token must exist, or the model could never end a turn.
+    def _tell_plain_markers(self, *, own: bool) -> None:
+        # A family's or ChatML template was put in for a tokenizer that has none, nor its markers.
         if own or getattr(self.tokenizer, "chat_template", None) or self.probe.closers:
             return
-        raise TemplateError(
-            "the tokenizer has no chat template, and the built-in one ends turns with tokens that "
-            "this tokenizer does not have; pass chat_template=..., or add the tokens to tokenizer "
-            "and model"
-        )
+        name = getattr(self.tokenizer, "name_or_path", "")
+        if name not in _TOLD:
+            _TOLD.add(name)
+            logger.warning(
+                f"the tokenizer {name!r} lacks the special tokens of the built-in chat template: "
+                "its markers are encoded as plain text, and only the end-of-text token ends a "
+                "response; pass chat_template, or add the tokens to tokenizer and model"
+            )
 
     def _check_tools(self) -> None:
         lost = "tool calls" if self.probe.call is None else "tool results"

@@ -36,10 +36,12 @@ from torchrl_llm.modules.policies.context_limit import fit_context
 from torchrl_llm.modules.policies.policy_arguments import (
     InputMode,
     PolicyOptions,
+    common_names,
     override_generation,
     settle_generation,
     take_options,
 )
+from torchrl_llm.modules.policies.wrapper_attributes import WrapperAttributes
 
 _READERS: dict[InputMode, type[row_readers.RowReader]] = {
     "history": row_readers.HistoryRows,
@@ -48,7 +50,7 @@ _READERS: dict[InputMode, type[row_readers.RowReader]] = {
 }
 
 
-class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
+class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
     """A policy over any :class:`~torchrl_llm.modules.backends.backend_port.Backend`.
 
     With ``generate=True`` it answers ``(input_mode, "prompt")`` and writes prompt, response and
@@ -93,7 +95,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         self.on_overlong, self.max_prompt_length = chosen.on_overlong, chosen.max_prompt_length
         self.overlong_counts = {"dropped": 0, "truncated": 0}
         self.names = row_readers.KeyNames.of(chosen)
-        self._generate_kwargs = dict(chosen.generate_kwargs or {})
+        self._generate_kwargs = common_names(chosen.generate_kwargs or {}, backend)
         self._arguments = settle_generation(
             self._generate_kwargs,
             backend,
@@ -103,7 +105,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
         )
         self.num_samples = self._arguments.num_samples
         self.return_log_probs = self._arguments.log_probs
-        if chosen.inplace and self.num_samples is not None:
+        if chosen.inplace and self.generate and self.num_samples is not None:
             raise ConfigError(
                 "num_samples adds a dimension, so the output cannot go in place; got "
                 f"inplace={chosen.inplace!r}"
@@ -218,7 +220,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             return self._deliver(tensordict, self._score_rows(blocks), tensordict_out)
         arguments = self._arguments
         if generate_kwargs:
-            merged = {**self._generate_kwargs, **generate_kwargs}
+            merged = {**self._generate_kwargs, **common_names(generate_kwargs, self.backend)}
             arguments = override_generation(merged, self.backend, arguments)
         if self.num_samples is not None and "done" in tensordict.keys():
             raise ConfigError(
@@ -295,7 +297,7 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
     ) -> TensorDictBase:
         if self.pad_output:
             flat = outputs.pad_columns(flat, self.pad_token_id, self.names)
-        if self.num_samples is not None:
+        if self.num_samples is not None and self.generate:
             if out is not None:
                 raise ConfigError("num_samples adds a dimension: tensordict_out cannot hold it")
             return row_blocks.nest(flat, torch.Size([*given.batch_size, self.num_samples]))
@@ -452,8 +454,21 @@ class LLMWrapperBase(TensorDictModuleBase, TokenScorer):
             self.batcher.cleanup(flush=flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        """Whether requests are batched, the settings, and what is queued and running."""
+        """Whether requests are batched, the settings, and what is queued and running.
+
+        TorchRL's names (``batching_enabled``, ``queue_size``, ``timeout``, ...) stand beside ours.
+        """
+        if self.batcher is None:
+            return {"batching": False, "batching_enabled": False}
+        state = self.batcher.state()
+        busy = state["running_items"] > 0
         return {
-            "batching": self.batcher is not None,
-            **(self.batcher.state() if self.batcher else {}),
+            "batching": True,
+            **state,
+            "batching_enabled": True,
+            "queue_size": state["queued_items"],
+            "pending_futures": state["queued_requests"],
+            "timeout": state["timeout_s"],
+            "processing": busy,
+            "lock_state": "locked" if busy else "unlocked",
         }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, Literal, get_args
+from warnings import warn
 
 import torch
 from tensordict.utils import NestedKey
@@ -29,20 +30,33 @@ _OF_A_MODE = {
     "tools": ("history", None),
     "on_rewrite": ("history", "fork"),
 }
+# Names of vLLM that TorchRL takes for the common ones.
+_LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _RENAMED = {
-    "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
-    "n": "num_samples",
+    "eos_token_id": "stop_token_ids",
     "stop": "stop_sequences",
     "stop_strings": "stop_sequences",
     "return_log_probs": "logprobs",
     "guided_decoding": "structured_outputs",
 }
 _BEAMS = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+# What TorchRL's wrappers take for generate() of transformers or for vLLM, and nothing here reads.
+_WITHOUT_EFFECT = {
+    "detokenize": "text columns follow from input_mode",
+    "include_stop_str_in_output": "a response holds every token that was sampled",
+    "output_logits": "logits come from get_dist",
+    "output_scores": "log-probs are written whenever return_log_probs is not False",
+    "pad_token_id": "columns are ragged, and pad_output pads with the tokenizer's id",
+    "prompt_logprobs": "a policy with generate=False scores prompts",
+    "return_dict_in_generate": "the output is a tensordict",
+}
 # Those of sampling are its fields, two of which are spelled otherwise.
 _COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
 _COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
 _COMMON |= {"logprobs", *_BEAMS}
+COMMON_NAMES = {*_COMMON}
+"""Names of generation arguments that every backend takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +234,34 @@ class GenerationArguments:
     num_samples: int | None
 
 
+def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+    """Generation arguments under the common names, without those that have no effect.
+
+    Args:
+        kwargs: see :func:`parse_generate_kwargs`.
+        backend: see :func:`parse_generate_kwargs`.
+
+    Raises:
+        ConfigError: for two values of one thing.
+
+    Example:
+        >>> from torchrl_llm.modules.backends import FakeBackend
+        >>> common_names({"max_tokens": 8}, FakeBackend(vocab_size=8, eos_token_ids=(2,)))
+        {'max_new_tokens': 8}
+    """
+    given = dict(kwargs)
+    for old, new in _LEGACY.items():
+        if old in given and given[old] != given.setdefault(new, given[old]):
+            raise ConfigError(
+                f"{old}={given[old]} contradicts {new}={given[new]}; they mean the same, give one"
+            )
+        given.pop(old, None)
+    for name in sorted(_WITHOUT_EFFECT.keys() & given.keys() - backend.native_arguments):
+        warn(f"generate_kwargs: {name} has no effect, {_WITHOUT_EFFECT[name]}", stacklevel=2)
+        del given[name]
+    return given
+
+
 def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> GenerationArguments:
     """Check generation arguments and make them explicit.
 
@@ -227,6 +269,8 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, ``do_sample``,
     ``stop_sequences``, ``stop_token_ids``, ``seed``, ``ignore_eos``, ``record_support``,
     ``skip_special_tokens``, ``logprobs``; further names are those of ``backend.native_arguments``.
+    ``max_tokens`` and ``n``, vLLM's names, mean ``max_new_tokens`` and ``num_return_sequences``, as
+    in TorchRL. Names of TorchRL's that would change nothing here are left out with a warning.
 
     Args:
         kwargs: names and values; ``None`` means "not given", as everywhere in transformers.
@@ -242,8 +286,9 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
         >>> parse_generate_kwargs({"do_sample": False}, fake).params.greedy
         True
     """
-    _check_names(kwargs, backend)
-    given = {name: value for name, value in kwargs.items() if value is not None}
+    given = common_names(kwargs, backend)
+    _check_names(given, backend)
+    given = {name: value for name, value in given.items() if value is not None}
     for name, neutral in _BEAMS.items():
         if given.pop(name, neutral) != neutral:
             raise ConfigError(
@@ -290,22 +335,26 @@ def settle_generation(
     Args:
         kwargs: see :func:`parse_generate_kwargs`.
         backend: see :func:`parse_generate_kwargs`.
-        generate: whether the policy samples at all.
+        generate: whether the policy samples at all; otherwise the arguments are checked and change
+            nothing, for one dictionary may serve the policy that samples and the one that scores.
         num_samples: the constructor's.
         return_log_probs: the constructor's.
 
     Raises:
         ConfigError: for two values of one thing, or arguments without effect.
     """
-    if not generate and (kwargs or num_samples is not None or return_log_probs is False):
+    if not generate and return_log_probs is False:
         raise ConfigError(
-            "generate_kwargs, num_samples and return_log_probs=False have no effect with "
-            "generate=False, which scores what is there"
+            "return_log_probs=False has no effect with generate=False, which writes log-probs and "
+            "nothing else; leave it out"
         )
     arguments = parse_generate_kwargs(kwargs, backend)
     samples = _agree("num_samples", num_samples, arguments.num_samples)
     if samples is not None and samples < 1:
         raise ConfigError(f"num_samples must be at least 1, got {samples}")
+    if not generate:
+        scoring = SamplingParams(max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+        return GenerationArguments(scoring, False, True, samples)
     log_probs = _agree("return_log_probs (logprobs)", return_log_probs, arguments.log_probs)
     return replace(
         arguments,
