@@ -77,6 +77,11 @@ SYNTAXES = {
     "</tool_call>",
     "keyed": "<tool_call>NAME\n<arg_key>key</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
     "pythonic": '<|calls|>[NAME(key="VALUE")]<|end|>',
+    "bare_pythonic": '[NAME(key="VALUE")]',
+    "name_keyed": '<|calls|>[{"NAME": {"key": "VALUE"}}]',
+    "braces": '<|call>call:NAME{key:<|"|>VALUE<|"|>}<call|>',
+    "invoked": '<calls>\n<invoke name="NAME">\n<parameter name="key">VALUE</parameter>\n</invoke>\n'
+    "</calls>",
 }
 CODE = {"entry_point": "f", "tests": "assert f() == 1", "prelude": "def f():\n"}
 ANSWERS = {

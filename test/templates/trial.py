@@ -211,6 +211,10 @@ class Trial:
         at = own.rfind(head[-1]["content"]) + len(head[-1]["content"])
         header = formatter.probe.header.strip()
         begin = own.find(header, at) + len(header) if header in own[at:] else at
+        if head[-1]["role"] == "tool":  # much may stand behind a result
+            pairs = enumerate(zip(before.rstrip(), own, strict=False))
+            common = own[: next((k for k, (one, other) in pairs if one != other), 0)]
+            begin = max(begin, len(re.sub(r"<[^<>\s]*$", "", common)))
         turn = own[begin:].lstrip("\n")
         for closer in formatter.probe.terminal:
             turn = turn.partition(closer.text)[0]
@@ -252,5 +256,8 @@ class Trial:
         got = squeezed(message["content"])
         if formatter.probe.reasoning is None:  # an inline thought stays in the content
             got = got.rpartition("</think>")[2]
+        beside = squeezed(message.get("reasoning_content") or "")
+        if said and wanted.get("tool_calls") and said in beside:
+            return  # a form that writes the text beside a call as a thought
         if said and said in squeezed(message["raw"]) and got != said:
             faults.append(f"{label}: content {message['content']!r} for {wanted['content']!r}")

@@ -30,8 +30,8 @@ from torchrl_llm.data.text.call_syntax import (
     Pattern,
     Schemas,
     call_of,
-    syntax_of,
 )
+from torchrl_llm.data.text.learnt_calls import syntax_of
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.tool_call import ToolCall
 

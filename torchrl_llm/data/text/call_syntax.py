@@ -2,10 +2,9 @@
 
 A :class:`CallSyntax` takes the calls out of a text. What was meant as a call and cannot be read
 becomes a :class:`BrokenCall`, which the model is told about. ``SYNTAXES`` holds the syntaxes that
-have a name. The syntax of a chat template is learnt from how the template writes one call
-(:func:`syntax_of`): a JSON object or list between two marks, a name followed by a JSON object of
-arguments, nested tags with one tag per argument, or Python call expressions. To teach another
-syntax, write a subclass here and enter it into ``SYNTAXES``.
+have a name. The syntax of a chat template is learnt from how the template writes one call, see
+:mod:`torchrl_llm.data.text.learnt_calls`. To teach another syntax, write a subclass here and enter
+it into ``SYNTAXES``.
 
 Next: :mod:`torchrl_llm.data.text.respond` reads sampled responses with it,
 :mod:`torchrl_llm.tools.call_parsers` has a parser for each name.
@@ -13,7 +12,6 @@ Next: :mod:`torchrl_llm.data.text.respond` reads sampled responses with it,
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from abc import ABC, abstractmethod
@@ -26,9 +24,8 @@ from torchrl_llm.errors import ConfigError
 Schemas = Mapping[str, Mapping[str, Any]]
 # Words that stand for the tool's name and for the value of its argument ``key`` in an example.
 NAME, VALUE = "kqxname", "kqxvalue"
+CALL_ID = "callkqx00"  # nine characters: some templates count them
 
-# The bound keeps the time linear where a name may hold the mark in front of it.
-_NAME_PATTERN = r"([\w.\-/]{1,200}?)"
 _SPACE = re.compile(r"\s*")
 # More errors than these help no model, and each costs a search to the end of the text.
 _MOST_ERRORS = 64
@@ -36,8 +33,6 @@ _MOST_LEVELS = 100
 _NESTS = (dict, list, tuple, set)
 # No real turn has as many calls; a text of empty objects would hold half a million.
 _MOST_VALUES = 4096
-# Python's own parser takes a second and a hundred times the memory for a megabyte.
-_MOST_PYTHON = 1 << 17
 _DECODERS = {strict: json.JSONDecoder(strict=strict) for strict in (True, False)}
 _WINDOW = 256
 # No literal and no escape is longer: an error this near to the end of a window may be its end's.
@@ -100,10 +95,10 @@ class CallSyntax(ABC):
         """
 
 
-# -- syntaxes that are learnt from a template -----------------------------------------------------
+# -- calls behind marks, and bare ones -------------------------------------------------------------
 
 
-class _Marked(CallSyntax):
+class Marked(CallSyntax):
     """Calls that each begin with ``opening``; broken ones stay in the content.
 
     A subclass reads one and says where it ends.
@@ -112,6 +107,7 @@ class _Marked(CallSyntax):
     opening: str
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        """The calls behind each ``opening``."""
         kept: list[str] = []
         calls: list[Call] = []
         broken: list[BrokenCall] = []
@@ -139,18 +135,23 @@ class _Marked(CallSyntax):
         """Read the calls that begin at ``at``; where they end. ValueError if they are broken."""
 
 
-class _TaggedJson(_Marked):
+class TaggedJson(Marked):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and its likes."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        """The object, or the list of objects, between the marks."""
         value, end = self.value_at(text, at)
-        calls = [call_of(v) for v in (value if isinstance(value, list) else [value])]
+        calls = [self.call_of(v) for v in (value if isinstance(value, list) else [value])]
         if not calls:
             raise ValueError("an empty list of tool calls")
         return calls, end
+
+    def call_of(self, value: Any) -> Call:
+        """The call that a value means; ValueError if it means none."""
+        return call_of(value)
 
     def value_at(self, text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
         """The JSON value between the marks that begin at a place, and where they end.
@@ -158,17 +159,18 @@ class _TaggedJson(_Marked):
         Raises:
             ValueError: it is broken, or not between the marks.
         """
-        value, end = _json_at(text, at + len(self.opening), strict=strict)
-        return value, _behind(text, end, self.closing)
+        value, end = json_behind(text, at + len(self.opening), strict=strict)
+        return value, behind_mark(text, end, self.closing)
 
 
-class _BareJson(CallSyntax):
+class BareJson(CallSyntax):
     """The whole turn is one JSON object (Llama 3), or several of them in a row."""
 
     # What Llama writes in front of calls where it also knows built-in tools.
     _opening = "<|python_tag|>"
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        """The calls, if the turn is nothing else."""
         stripped = text.strip()
         marked = stripped.startswith(self._opening)
         stripped = stripped.removeprefix(self._opening).lstrip()
@@ -184,145 +186,6 @@ class _BareJson(CallSyntax):
                 r"[\[{\s]*\"(name|type\"\s*:\s*\"function|function)\"", stripped
             )
             return ParsedCalls(text, [BrokenCall(str(error))] if looks_like else [])
-
-
-class _NamedJson(_Marked):
-    """A name between two marks, and the JSON of its arguments (DeepSeek, newer Mistral)."""
-
-    def __init__(self, opening: str, before: str, middle: str, after: str) -> None:
-        self.opening = opening
-        self._head = re.compile(
-            re.escape(before) + _NAME_PATTERN + _flexible(middle) + r"(?=[{\[])"
-        )
-        self._tail = _marks(after)
-
-    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
-        calls, cursor = [], at
-        while head := self._head.search(text, cursor):
-            gap = text[cursor : head.start()]
-            # What begins with its own opening mark is read separately: it may be broken.
-            begins = text.find(self.opening, cursor, head.end()) >= 0
-            if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
-                break
-            arguments, cursor = _json_at(text, head.end())
-            calls.append(Call(head.group(1), _arguments(arguments)))
-            for mark in self._tail:
-                cursor = _skip(text, cursor, mark)
-        if not calls:
-            raise ValueError(f"no tool name and JSON arguments behind {self.opening!r}")
-        return calls, cursor
-
-
-class _Tags(_Marked):
-    """One tag per argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``."""
-
-    def __init__(self, opening: str, closing: str, *, keyed: bool) -> None:
-        self.opening, self.closing = opening, closing
-        # What stands before a key, between key and value, and behind the last value.
-        if keyed:
-            name, before, self._shut, behind = (
-                r"([^\s<]+)",
-                "<arg_key>",
-                "</arg_key>",
-                "<arg_value>",
-            )
-            end, more, self._newline, self._last = "</arg_value>", before, "", ""
-        else:
-            name, before, self._shut, behind = "<function=([^>]+)>", "<parameter=", ">", "\n?"
-            end, more, self._newline = "</parameter>", f"{before}|</function>", "\n"
-            self._last = "</function>"
-        self._name = re.compile(rf"\s*{name}")
-        self._before = re.compile(rf"\s*{before}")
-        self._behind = re.compile(rf"\s*{behind}" if keyed else behind)
-        self._end = re.compile(rf"{end}(?=\s*(?:{more}|{re.escape(closing)}))")
-
-    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
-        name = self._name.match(text, at + len(self.opening))
-        if name is None:
-            raise ValueError("a tool call without a function name")
-        known = (schemas.get(name.group(1)) or {}).get("properties", {})
-        arguments, cursor = {}, name.end()
-        while (found := self._key_at(text, cursor)) is not None:
-            key, begin = found
-            # What ends a value must be followed by more of the call: it may be a part of the value.
-            ended = self._end.search(text, begin)
-            if ended is None:
-                raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
-            value = text[begin : ended.start()].removesuffix(self._newline)
-            arguments[key] = _typed(value, known.get(key))
-            cursor = ended.end()
-        cursor = _skip(text, cursor, self._last)
-        return [Call(name.group(1), arguments)], _behind(text, cursor, self.closing)
-
-    def _key_at(self, text: str, at: int) -> tuple[str, int] | None:
-        """The key that begins at a place, and where its value begins."""
-        begun = self._before.match(text, at)
-        shut = text.find(self._shut, begun.end()) if begun else -1
-        behind = self._behind.match(text, shut + len(self._shut)) if shut >= 0 else None
-        return (text[begun.end() : shut].strip(), behind.end()) if behind else None
-
-
-class _Pythonic(_Marked):
-    """``[name(key=value)]`` between two marks (LFM2)."""
-
-    def __init__(self, opening: str, closing: str) -> None:
-        self.opening, self.closing = opening, closing
-
-    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
-        start = at + len(self.opening)
-        end = text.find(self.closing, start)
-        if end < 0:
-            raise ValueError(f"a tool call without {self.closing!r}")
-        if end > _MOST_PYTHON:
-            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
-        try:
-            tree = ast.parse(text[start:end].strip(), mode="eval").body
-            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-            calls = []
-            for node in nodes:
-                if not isinstance(node, ast.Call) or node.args:
-                    raise ValueError("expected calls with named arguments")
-                arguments = {str(k.arg): _shallow(ast.literal_eval(k.value)) for k in node.keywords}
-                calls.append(Call(ast.unparse(node.func), arguments))
-        except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(f"not a Python call: {error}") from error
-        return calls, end + len(self.closing)
-
-
-def syntax_of(call: str | None) -> CallSyntax | None:
-    """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``."""
-    if call is None or NAME not in call:
-        return None
-    if "<function=" in call or "<arg_key>" in call:
-        opening, closing = _first_mark(call), _last_mark(call)
-        return _Tags(opening, closing, keyed="<arg_key>" in call)
-    at = call.index(NAME)
-    if re.search(NAME + r"\(key=", call):
-        listed = call.rfind("[", 0, at) >= 0 and call[:at].rstrip().endswith("[")
-        begin = call[:at].rstrip().removesuffix("[") if listed else call[:at]
-        end = call[call.index(VALUE) :].lstrip(VALUE + "\"')")
-        return _Pythonic(begin.strip(), (end.removeprefix("]") if listed else end).strip())
-    for match in re.finditer(r"[\[{]", call[:at]):
-        try:
-            value, end = _json_at(call, match.start())
-        except ValueError:
-            continue
-        if NAME in json.dumps(value):
-            opening, closing = call[: match.start()].strip(), call[end:].strip()
-            return _TaggedJson(opening, closing) if opening else _BareJson()
-    brace = call.find("{", at)
-    if brace < 0:
-        return None
-    before = call[:at]
-    near = re.search(r"(<[^<>]*>|\[[A-Z_]+\]|[^\s<>\]]+)$", before)
-    if near is None:
-        return None
-    try:
-        _, end = _json_at(call, brace)
-    except ValueError:
-        return None
-    opening = _first_mark(before) or before.strip()
-    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
 
 
 # -- syntaxes with a name -----------------------------------------------------------------------
@@ -485,8 +348,8 @@ class _JSONTurn(CallSyntax):
 
 
 SYNTAXES: dict[str, CallSyntax] = {
-    "hermes": _TaggedJson("<tool_call>", "</tool_call>"),
-    "llama": _BareJson(),
+    "hermes": TaggedJson("<tool_call>", "</tool_call>"),
+    "llama": BareJson(),
     "xml_blocks": _XMLBlocks(),
     "name_lines": _NameLines(),
     "json_turn": _JSONTurn(),
@@ -497,27 +360,8 @@ SYNTAXES: dict[str, CallSyntax] = {
 # -- pieces ---------------------------------------------------------------------------------------
 
 
-_MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
-
-
-def _marks(text: str) -> list[str]:
-    return _MARKS.findall(text)
-
-
-def _first_mark(text: str) -> str:
-    return next(iter(_marks(text)), "")
-
-
-def _last_mark(text: str) -> str:
-    return next(iter(reversed(_marks(text))), "")
-
-
-def _flexible(text: str) -> str:
-    """A pattern for a text in which the amount of white space may differ."""
-    return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
-
-
-def _json_at(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
+def json_behind(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
+    """As :func:`json_at`, behind white space; ValueError where there is no JSON."""
     try:
         return json_at(text, behind_blanks(text, at), strict=strict)
     except (ValueError, RecursionError) as error:
@@ -534,7 +378,7 @@ def _json_values(text: str) -> list[Any]:
     values: list[Any] = []
     at = found = 0
     while at < len(text):
-        value, end = _json_at(text, at)
+        value, end = json_behind(text, at)
         values += value if isinstance(value, list) else [value]
         found += 1
         if max(found, len(values)) > _MOST_VALUES:
@@ -553,7 +397,7 @@ def _is_call(value: Any) -> bool:
     return "name" in value and (arguments or set(value) <= {"name", "type", "id"})
 
 
-def _shallow(value: Any) -> Any:
+def shallow(value: Any) -> Any:
     """The value, or a ValueError where those who copy and write it would recurse too deeply."""
     level = [value] if type(value) in _NESTS else []
     for _ in range(_MOST_LEVELS):
@@ -564,15 +408,17 @@ def _shallow(value: Any) -> Any:
     raise ValueError(f"the arguments of a tool call are nested deeper than {_MOST_LEVELS}")
 
 
-def _skip(text: str, at: int, mark: str) -> int:
+def skip_mark(text: str, at: int, mark: str) -> int:
+    """The place behind white space and a mark, or the same place if it is not there."""
     start = behind_blanks(text, at)
     return start + len(mark) if text.startswith(mark, start) else at
 
 
-def _behind(text: str, at: int, closing: str) -> int:
+def behind_mark(text: str, at: int, closing: str) -> int:
+    """The place behind a closing mark; ValueError if it is not there."""
     if not closing:
         return at
-    end = _skip(text, at, closing)
+    end = skip_mark(text, at, closing)
     if end == at:
         raise ValueError(f"a tool call without {closing!r}")
     return end
@@ -581,24 +427,25 @@ def _behind(text: str, at: int, closing: str) -> int:
 def call_of(value: Any) -> Call:
     """The call that a JSON value means: ``{"name": ..., "arguments": {...}}`` or its likes.
 
-    ``parameters`` is read as ``arguments``, both may be JSON within a string, and all may stand
-    under ``function``.
+    ``parameters`` is read as ``arguments``, ``tool_name`` as ``name`` and ``tool_call_id`` as
+    ``id``; arguments may be JSON within a string, and all may stand under ``function``.
 
     Raises:
         ValueError: it means none.
     """
-    identity = value.get("id") if isinstance(value, Mapping) else None
+    identity = value.get("id", value.get("tool_call_id")) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
-    name = value.get("name") if isinstance(value, Mapping) else None
+    name = value.get("name", value.get("tool_name")) if isinstance(value, Mapping) else None
     if not isinstance(name, str):
         raise ValueError("a tool call must be an object with a name")
     given = value.get("arguments", value.get("parameters", {}))
-    arguments = _arguments(given, f"the arguments of {name!r:.80}")
+    arguments = arguments_of(given, f"the arguments of {name!r:.80}")
     return Call(name, arguments, id=identity if isinstance(identity, str) else None)
 
 
-def _arguments(value: Any, what: str = "the arguments of a tool call") -> dict[str, Any]:
+def arguments_of(value: Any, what: str = "the arguments of a tool call") -> dict[str, Any]:
+    """The arguments that a value means; ValueError if it is no object, or nested too deeply."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}
@@ -606,18 +453,18 @@ def _arguments(value: Any, what: str = "the arguments of a tool call") -> dict[s
             raise ValueError(f"{what} are not JSON: {error}") from error
     if value is None:
         return {}
-    _shallow(value)
+    shallow(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be an object")
     return dict(value)
 
 
-def _typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+def typed_value(text: str, schema: Mapping[str, Any] | None) -> Any:
     """An argument that was written without quotes: a string unless the schema says otherwise."""
     if schema is None or schema.get("type", "string") == "string":
         return text
     try:
-        return _shallow(json.loads(text))
+        return shallow(json.loads(text))
     except (ValueError, RecursionError):
         return text
 

@@ -23,6 +23,12 @@ from torchrl_llm.errors import TemplateError, TokenizerError
 OnRewrite = Literal["fork", "keep", "error"]
 ForkCause = Literal["think_dropped", "prompt_changed", "closer_changed", "history_changed"]
 
+COUNTED = (
+    "the chat template counts the turns in front of a message, so new messages cannot be appended "
+    "without all old ones: expected a template that does not count; pass the whole conversation "
+    'to extend with on_rewrite="fork" or "error"'
+)
+
 
 class Extension(NamedTuple):
     """Old ids and what new messages add to them.
@@ -129,6 +135,8 @@ class Continuation:
         self, old: Messages, new: Messages, tools: Sequence[Any] | None
     ) -> tuple[list[Mapping[str, Any]], tuple[Rendered, Callable[[], Rendered], Rendered]]:
         """The old messages that matter; the old prompt, the old and all messages rendered."""
+        if self._probe.counts:
+            return list(old), self._three(list(old), new, tools)
         short = bool(new) and all(m.get("role") == "tool" for m in new)
         window = [old[i] for i in splice.window_start(old, len(old) - 1, short=short)]
         try:
@@ -167,6 +175,8 @@ class Continuation:
         cause: ForkCause,
     ) -> _Rest:
         """The new part as it stands behind a dummy conversation."""
+        if self._probe.counts:
+            raise TemplateError(COUNTED)
         dummy: dict[str, Any] = {"role": "assistant", "content": "Yes."}
         if turn.get("tool_calls"):
             dummy = {**dummy, "content": "", "tool_calls": turn["tool_calls"]}

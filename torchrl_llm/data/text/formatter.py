@@ -22,10 +22,11 @@ from torchrl._utils import logger
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.text.call_syntax import NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.data.text.compose import Composer
-from torchrl_llm.data.text.continuation import Continuation, Extension, OnRewrite
-from torchrl_llm.data.text.probe import Closer, probe_template
+from torchrl_llm.data.text.continuation import COUNTED, Continuation, Extension, OnRewrite
+from torchrl_llm.data.text.probe import THOUGHT, TOOL, USER, Closer, calling, probe_template
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.data.text.respond import ResponseParser
 from torchrl_llm.data.text.templates import resolve_template
@@ -97,8 +98,9 @@ class ChatFormatter:
 
     Raises:
         TokenizerError: the tokenizer is not a fast one.
-        TemplateError: there is no usable template, or tools are given that it drops, or
-            the tokenizer declares a ``response_template`` that ``transformers`` cannot read.
+        TemplateError: there is no usable template, or tools are given that it drops or whose calls
+            could not be read back, or the tokenizer declares a ``response_template`` that
+            ``transformers`` cannot read.
 
     Example:
         >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -154,14 +156,14 @@ class ChatFormatter:
         self.probe = probe_template(renderer, self._codec)
         self._renderer = renderer.with_form(self.probe.form)
         self._tell_plain_markers(own=chat_template is not None)
-        if self.tools is not None:
-            self._check_tools()
         self._composer = Composer(self._renderer, self._codec, self.probe, self.tools)
         self._continuation = Continuation(self._composer, on_rewrite, debug=debug)
         self._appending = Continuation(self._composer, "keep", debug=debug)
         own = spec.name == "tokenizer"
         declared = getattr(tokenizer, "response_template", None) if own else None
         self._parser = ResponseParser(self._codec, self.probe, self.tools, declared)
+        if self.tools is not None:
+            self._check_tools()
 
     @property
     def chat_template(self) -> str:
@@ -194,6 +196,40 @@ class ChatFormatter:
                 f"tools are given, but the chat template drops {lost}; use a template that writes "
                 "them, or take the tools away"
             )
+        if not self._parser.reads_calls:
+            raise TemplateError(
+                "tools are given, but a call in this chat template's form cannot be read back; "
+                "expected JSON, tags, braces or Python calls between marks, got "
+                f"{self.probe.call!r:.300}; declare tokenizer.response_template, or take the tools "
+                "away and parse the text with a ToolParser"
+            )
+        if not self._parser.declared:
+            self._check_calls()
+
+    def _check_calls(self) -> None:
+        """Read the calls that the template writes, behind a thought and without one."""
+        prompt = [{"role": "user", "content": USER}]
+        thoughts = [{}, {"reasoning_content": THOUGHT}][: 1 + (self.probe.reasoning is not None)]
+        for thought in thoughts:
+            turn = {**calling([(NAME, VALUE)]), **thought}
+            try:
+                before = self._renderer.render(prompt, tools=[TOOL], add_generation_prompt=True)
+                whole = self._renderer.render([*prompt, turn], tools=[TOOL])
+            except TemplateError:
+                continue
+            if not whole.text.startswith(before.text):
+                continue
+            text = whole.text[len(before.text) :]
+            ids = self._codec.ids(text)
+            read = self.parse_response(self._codec.ids(before.text), ids, FinishReason.STOP)
+            found = [c["function"]["name"] for c in read.get("tool_calls", ())]
+            if found != [NAME]:
+                raise TemplateError(
+                    "tools are given, but the call that this chat template writes cannot be read "
+                    f"back; expected a call of {NAME!r}, got {found} of {text!r:.300}; declare "
+                    "tokenizer.response_template, or take the tools away and parse the text with a "
+                    "ToolParser"
+                )
 
     # -- whole conversations ----------------------------------------------------------------------
 
@@ -333,8 +369,10 @@ class ChatFormatter:
             The ids up to the next generation prompt, never forked.
 
         Raises:
-            TemplateError: the template refuses the messages.
+            TemplateError: the template refuses the messages, or counts the turns before them.
         """
+        if self.probe.counts:
+            raise TemplateError(COUNTED)
         old = [{"role": "user", "content": "Go on."}, turn]
         new = _messages(new_messages)
         return self._appending.extend(token_ids, old, finish_reason, new, response_start, tools)

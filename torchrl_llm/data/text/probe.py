@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_llm.data.messages import REASONING_KEYS
-from torchrl_llm.data.text.call_syntax import NAME, VALUE
+from torchrl_llm.data.text.call_syntax import CALL_ID, NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.errors import TemplateError
@@ -21,9 +21,10 @@ from torchrl_llm.errors import TemplateError
 USER, ANSWER, NEXT = "kqxuser", "kqxanswer", "kqxnext"
 THOUGHT, RESULT = "kqxthought", "kqxresult"
 _SECOND = "kqxsecond"
-_CALL_ID = "callkqx00"  # nine characters: some templates count them
+_BLANK = re.compile(r"\s")
+_CUT_TAG = re.compile(r"<[/\w:]*$")
 _BRACKET = re.compile(r"tool[^a-z]*calls?", re.IGNORECASE)
-_TOOL = {
+TOOL = {
     "type": "function",
     "function": {
         "name": NAME,
@@ -62,6 +63,8 @@ class Probe:
             ``{"key": VALUE}``; ``None`` if it drops calls.
         results: tool results are written.
         system: a leading system message is written.
+        counts: what is written of a turn depends on how many turns stand before it.
+        trail: what history writes between an answer and the closer.
     """
 
     form: Form
@@ -75,6 +78,8 @@ class Probe:
     call: str | None
     results: bool
     system: bool
+    counts: bool = False
+    trail: str = ""
 
 
 def probe_template(renderer: Renderer, codec: Codec) -> Probe:
@@ -94,11 +99,12 @@ def _answer(text: str, **fields: Any) -> dict:
     return {"role": "assistant", "content": text, **fields}
 
 
-def _calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict:
+def calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict:
+    """A message with calls: names, and the value of each one's only argument ``key``."""
     calls = [
         {
             "type": "function",
-            "id": _CALL_ID[:-1] + str(k),
+            "id": CALL_ID[:-1] + str(k),
             "function": {"name": name, "arguments": {"key": value}},
         }
         for k, (name, value) in enumerate(names_and_values)
@@ -106,7 +112,7 @@ def _calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict
     return _answer("", tool_calls=calls, **fields)
 
 
-_RESULT = {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": _CALL_ID[:-1] + "0"}
+_RESULT = {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": CALL_ID[:-1] + "0"}
 
 
 class _Prober:
@@ -125,7 +131,7 @@ class _Prober:
         """Rendered text, with the tools declared if it must be so; None if the template refuses."""
         renderer = self.renderer if form is None else self.renderer.with_form(form)
         needs_tools = any("tool_calls" in m for m in messages)
-        for tools in ([_TOOL], None) if needs_tools else (None,):
+        for tools in ([TOOL], None) if needs_tools else (None,):
             try:
                 text = renderer.render(messages, tools=tools, add_generation_prompt=prompt).text
             except TemplateError:
@@ -146,10 +152,10 @@ class _Prober:
         last = self._closer([_user(USER), _answer(ANSWER)], ANSWER, None)
         called = ended = None
         if call is not None:
-            calling = [_user(USER), _calling([(NAME, VALUE)])]
+            chat = [_user(USER), calling([(NAME, VALUE)])]
             brackets = self._brackets()
-            called = self._closer([*calling, _RESULT], VALUE, RESULT, brackets)
-            ended = self._closer(calling, VALUE, None, brackets)
+            called = self._closer([*chat, _RESULT], VALUE, RESULT, brackets)
+            ended = self._closer(chat, VALUE, None, brackets)
         if last is not None and answer is not None and last.text.startswith(answer.text):
             last = answer  # the template only adds an eos at the end of the text
         # Where the last turn is closed in another way than turns of the history (gpt-oss), the
@@ -158,6 +164,7 @@ class _Prober:
         if last is None or last == answer:
             terminal.append(called)
         closers = _distinct([answer, called, last, ended])
+        written = self._call_text(call, header, lead, called or ended or answer)
         told = [{"role": "system", "content": RESULT}, _user(USER)]
         terminal = _distinct(terminal)
         return Probe(
@@ -168,29 +175,40 @@ class _Prober:
             closers=closers,
             terminal=terminal,
             openers=self._openers(prompt, call is not None, closers),
-            reasoning=self._reasoning_marks(form, header),
-            call=self._call_text(call, header, lead, called or ended or answer),
+            reasoning=self._reasoning_marks(form, header, written),
+            call=written,
             results=RESULT in (call or self.text([_user(USER), _answer(ANSWER), _RESULT]) or ""),
             system=RESULT in (self.text(told) or ""),
+            counts=self._counts(call is not None),
+            trail=self._trail(answer or last),
         )
 
     # -- form of the messages ---------------------------------------------------------------------
 
     def _contents(self) -> Form:
         """Whether contents may be strings, and whether they may be lists of parts."""
-        plain = self.text([_user(USER)], prompt=True, form=Form())
-        text = plain is not None and USER in plain
-        parted = self.text([_user(USER)], prompt=True, form=Form(text=False, parts=True))
-        parts = parted is not None and USER in parted and "'type'" not in parted
-        if not text and not parts:
-            if plain is None and parted is None:
-                self.renderer.render([_user(USER)], add_generation_prompt=True)  # says why
-            raise TemplateError("the chat template drops the content of a plain user message")
-        return Form(text=text, parts=parts)
+        for form in (Form(), Form(empty_tools=True)):
+            plain = self.text([_user(USER)], prompt=True, form=form)
+            text = plain is not None and USER in plain
+            as_parts = replace(form, text=False, parts=True)
+            parted = self.text([_user(USER)], prompt=True, form=as_parts)
+            parts = parted is not None and USER in parted and "'type'" not in parted
+            if text or parts:
+                return replace(form, text=text, parts=parts)
+            if plain is not None or parted is not None:
+                raise TemplateError("the chat template drops the content of a plain user message")
+        self.renderer.render([_user(USER)], add_generation_prompt=True)  # says why
+        raise TemplateError("the chat template refuses a plain user message")
 
     def _calls(self, form: Form) -> tuple[Form, str | None]:
         """The form that calls want, and a text with call and result; None if calls are dropped."""
-        messages = [_user(USER), _calling([(NAME, VALUE)]), _RESULT]
+        found = self._calls_by_name(form)
+        if found[1] is None:
+            found = self._calls_by_name(replace(form, named_ids=True))
+        return found if found[1] is not None else (form, None)
+
+    def _calls_by_name(self, form: Form) -> tuple[Form, str | None]:
+        messages = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
         # A template may refuse the tool role and still write calls.
         for chat, prompts in ((messages, (True, False)), (messages[:2], (False,))):
             dropped: tuple[Form, str] | None = None
@@ -198,9 +216,9 @@ class _Prober:
                 tried = replace(form, arguments_as_text=as_text)
                 texts = (self.text(chat, prompt=prompt, form=tried) for prompt in prompts)
                 text = next(filter(None, texts), "")
-                if NAME not in _without_tools(text) or VALUE not in text:
+                if NAME not in _call_in(text):
                     continue
-                if not as_text and "{'key'" in text:
+                if not as_text and "{'key'" in _call_in(text):
                     dropped = (tried, text)  # a mapping printed by Python: the text form is meant
                     continue
                 return replace(tried, call_ids=self._needs_ids(chat, tried)), text
@@ -222,7 +240,7 @@ class _Prober:
             chats = [[_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)]]
             if call is not None:
                 chats.append(
-                    [_user(USER), _calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
+                    [_user(USER), calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
                 )
             if any(THOUGHT in (self.text(chat, form=tried) or "") for chat in chats):
                 return tried
@@ -249,8 +267,34 @@ class _Prober:
         return header, gap[len(header) :], prompt
 
     def _outside(self, text: str, at: int) -> int:
-        """The position, or the beginning of the special token that it cuts in two."""
-        return next((a for a, b, _ in self.shield.markers_in(text) if a < at < b), at)
+        """The position, or the beginning of the special token or the tag that it cuts in two."""
+        at = next((a for a, b, _ in self.shield.markers_in(text) if a < at < b), at)
+        tag = _CUT_TAG.search(text, 0, at)
+        return tag.start() if tag and text[at : at + 1] not in ("", "\n", " ") else at
+
+    def _trail(self, closer: Closer | None) -> str:
+        """What history writes between an answer and the token that closes the turn."""
+        text = self.text([_user(USER), _answer(ANSWER), _user(NEXT)]) or ""
+        text = text or self.text([_user(USER), _answer(ANSWER)]) or ""
+        if closer is None or ANSWER not in text:
+            return ""
+        start = text.index(ANSWER) + len(ANSWER)
+        end = text.find(closer.text, start)
+        return text[start:end].strip() if end >= 0 else ""
+
+    def _counts(self, calls: bool) -> bool:
+        """Whether the text of a turn is another one behind more turns."""
+        before = [_user(RESULT), _answer(THOUGHT)] * 3
+        chats = [([_user(USER), _answer(ANSWER), _user(NEXT)], before)]
+        if calls:
+            loop = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
+            chats.append((loop, [*loop, _answer(THOUGHT)] * 2))
+        for chat, earlier in chats:
+            few, many = (self.text(c, prompt=True) or "" for c in (chat, [*earlier, *chat]))
+            tails = [text[text.rfind(USER) :] for text in (few, many) if USER in text]
+            if len(tails) == 2 and tails[0] != tails[1]:
+                return True
+        return False
 
     def _closer(
         self,
@@ -266,10 +310,19 @@ class _Prober:
         start = text.rindex(after) + len(after)
         end = text.find(before, start) if before is not None else len(text)
         eos = self.codec.eos_ids
-        for run in self._runs(text, start, end if end >= 0 else len(text)):
-            run = [m for m in run if m not in brackets and not _BRACKET.search(m)]
-            if not run:
-                continue
+        found = self._runs(text, start, end if end >= 0 else len(text))
+        runs = [[m for m in run if m not in brackets and not _BRACKET.search(m)] for run in found]
+        runs = [run for run in runs if run]
+        ended = [run for run in runs if any(self.codec.special.get(m) in eos for m in run)]
+        if ended and ended[0] is not runs[0]:
+            words, at = [], start
+            for a, b, _ in self.shield.markers_in(text, start, text.find(ended[0][0], start)):
+                words.append(text[at:a])
+                at = b
+            glued = "".join(words).strip()
+            if glued and not _BLANK.search(glued):
+                runs = ended  # marks glued to words are the structure of an answer, not its end
+        for run in runs:
             last = next((k for k, m in enumerate(run) if self.codec.special.get(m) in eos), 0)
             closing = run[: last + 1]
             return Closer("".join(closing), tuple(self.codec.special[m] for m in closing))
@@ -289,7 +342,7 @@ class _Prober:
     def _brackets(self) -> frozenset[str]:
         """Special tokens between two calls of one turn; they end a call, not the turn."""
         second = VALUE + "2"
-        text = self.text([_user(USER), _calling([(NAME, VALUE), (_SECOND, second)])])
+        text = self.text([_user(USER), calling([(NAME, VALUE), (_SECOND, second)])])
         if text is None or VALUE not in text or second not in text:
             return frozenset()
         first = text.index(VALUE)
@@ -307,7 +360,7 @@ class _Prober:
             if ANSWER in whole and NEXT in whole:
                 texts.append(whole[whole.index(ANSWER) : whole.index(NEXT)])
         if calls:
-            whole = self.text([_user(USER), _calling([(NAME, VALUE)]), _RESULT]) or ""
+            whole = self.text([_user(USER), calling([(NAME, VALUE)]), _RESULT]) or ""
             if VALUE in whole and RESULT in whole[whole.index(VALUE) :]:
                 at = whole.index(VALUE)
                 texts.append(whole[at : whole.index(RESULT, at)])
@@ -318,12 +371,12 @@ class _Prober:
 
     # -- reasoning and calls ----------------------------------------------------------------------
 
-    def _reasoning_marks(self, form: Form, header: str) -> tuple[str, str] | None:
+    def _reasoning_marks(self, form: Form, header: str, call: str | None) -> tuple[str, str] | None:
         if form.reasoning_field is None:
             return None
         text = self.text([_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)])
         if text is None or THOUGHT not in text:
-            chat = [_user(USER), _calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
+            chat = [_user(USER), calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
             text = self.text(chat) or ""
             stop = text.find(NAME, text.find(THOUGHT))
         else:
@@ -333,8 +386,9 @@ class _Prober:
             return None
         head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
         opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
-        if ANSWER not in text:  # found next to a call: keep only the first marker
-            closing = closing.split("\n")[0]
+        if ANSWER not in text:  # found next to a call: keep only what stands before the call
+            begun = call[: call.find(NAME)].strip() if call else ""
+            closing = closing.removesuffix(begun).split("\n")[0] if begun != closing else closing
         if not opening and header.rstrip().endswith(closing.replace("/", "", 1)):
             opening = closing.replace("/", "", 1)  # the generation prompt has it already
         return (opening, closing) if closing else None
@@ -355,10 +409,15 @@ class _Prober:
         return call[start : stop if stop >= 0 else len(call)]
 
 
-def _without_tools(text: str) -> str:
-    # Tool schemas stand before the user's message in some templates and within it in others; the
-    # call is always behind the user's text.
-    return text[text.find(USER) :] if USER in text else text
+def _call_in(text: str) -> str:
+    """The text of the call up to its value: from the user's text on, or from the name's last place.
+
+    Tool schemas stand before the user's message in some templates and within it in others.
+    """
+    end = text.rfind(VALUE)
+    if end < 0:
+        return ""
+    return text[max(text.rfind(USER, 0, end), text.rfind(NAME, 0, end), 0) : end]
 
 
 def _common_prefix(one: str, two: str) -> str:

@@ -55,6 +55,8 @@ class Form:
         arguments_as_text: a call's arguments must be a JSON string, not a mapping.
         reasoning_field: the message key that holds reasoning; ``None`` if the template reads none.
         call_ids: calls and results need ids (of nine characters, for Mistral).
+        named_ids: a call is written by its id alone, which is ``functions.NAME:0`` (Kimi).
+        empty_tools: where there are no tools the template wants an empty list.
     """
 
     parts: bool = False
@@ -62,6 +64,8 @@ class Form:
     arguments_as_text: bool = False
     reasoning_field: str | None = None
     call_ids: bool = False
+    named_ids: bool = False
+    empty_tools: bool = False
 
 
 class Span(NamedTuple):
@@ -135,6 +139,8 @@ class Renderer:
             TemplateError: the template refuses the messages.
         """
         tools = self._tools(tools)
+        if self.form.named_ids:
+            messages = with_named_ids(messages)
         prepared = [self._prepare(m, i) for i, m in enumerate(messages)]
         marked_blocks = generation and self.has_generation
         covered, blocks = self._jinja(prepared, tools, add_generation_prompt, marked_blocks)
@@ -154,7 +160,7 @@ class Renderer:
                 except TemplateError:
                     return None
 
-            key = (add_generation_prompt, tools is not None)
+            key = (add_generation_prompt, bool(tools))
             found = self._locator.locate(messages, text, marked, key)
         return Rendered(text, literals, found, blocks)
 
@@ -185,7 +191,7 @@ class Renderer:
 
     def _tools(self, tools: Sequence[Any] | None) -> list[dict] | None:
         if not tools:
-            return None
+            return [] if self.form.empty_tools else None
         schemas = [t if isinstance(t, Mapping) else get_json_schema(t) for t in tools]
         return [self.shield.cover_tree(schema) for schema in schemas]
 
@@ -270,6 +276,29 @@ class Renderer:
         if identity is not None:
             out["id"] = identity
         return out
+
+
+def with_named_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose calls have ids that hold their names, and whose results refer to these.
+
+    An id that holds the name already is left as the model has written it.
+    """
+    out: list[Mapping[str, Any]] = []
+    known: dict[Any, str] = {}
+    for message in messages:
+        if calls := calls_of(message):
+            named = []
+            for k, call in enumerate(calls):
+                name = str((call.get("function") or call).get("name", ""))
+                given = call.get("id")
+                told = isinstance(given, str) and name in given
+                known[given] = given if told else f"functions.{name}:{k}"
+                named.append({**call, "id": known[given]})
+            message = {**message, "tool_calls": named}
+        elif message.get("tool_call_id") is not None and message["tool_call_id"] in known:
+            message = {**message, "tool_call_id": known[message["tool_call_id"]]}
+        out.append(message)
+    return out
 
 
 def _parsed(arguments: str) -> Any:

@@ -19,8 +19,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.messages import REASONING_KEYS, reasoning_of, split_thoughts
-from torchrl_llm.data.text.call_syntax import BrokenCall, Call, ParsedCalls, call_of, syntax_of
+from torchrl_llm.data.text.call_syntax import BrokenCall, Call, ParsedCalls, call_of
 from torchrl_llm.data.text.codec import Codec, Shield, whole_characters
+from torchrl_llm.data.text.learnt_calls import syntax_of
 from torchrl_llm.data.text.probe import Probe
 from torchrl_llm.data.text.splice import read_ending
 from torchrl_llm.errors import TemplateError
@@ -69,7 +70,7 @@ class ResponseParser:
         self._tools = list(tools or ())
         self._schemas = dict(_schema(tool) for tool in self._tools)
         self._reasoning = probe.reasoning
-        self._lead = probe.lead.strip()
+        self._lead, self._trail = probe.lead.strip(), probe.trail
         structure = " ".join([probe.lead, probe.call or "", *(probe.reasoning or ())])
         inner = {i for m, i in codec.added.items() if m in structure}
         self._roles = probe.openers - inner
@@ -95,6 +96,16 @@ class ResponseParser:
         patterns = (p for field in fields.values() for p in (field.open_re, field.close_re))
         self._delimiters = [pattern for pattern in patterns if pattern is not None]
         self._call_opens = fields["tool_calls"].open_re if "tool_calls" in fields else None
+
+    @property
+    def declared(self) -> bool:
+        """Whether ``transformers`` finds the fields by what the tokenizer declares."""
+        return self._declared is not None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls can be read: by the syntax of the chat template, or as is declared."""
+        return self._syntax is not None or self._call_opens is not None
 
     def parse(
         self, prompt: Sequence[int], response: Sequence[int], finish_reason: FinishReason
@@ -124,6 +135,8 @@ class ResponseParser:
         reasoning, rest, closed = self._split_reasoning(text, prompt)
         if not closed:
             flags.append("unclosed_reasoning")
+        if self._trail and rest.rstrip().endswith(self._trail):
+            rest = rest.rstrip().removesuffix(self._trail)
         found = _Fields(reasoning, self._parsed(rest))
         if self._declared is not None:
             found = self._declared_fields(text, prompt, found)

@@ -1,0 +1,162 @@
+"""Calls in the forms of published templates, each learnt from one example of our own wording."""
+
+from __future__ import annotations
+
+import pytest
+from data.text.scenarios import TOOLS
+from data.text.tokenizers_of_the_zoo import tokenizer_of
+from data.text.zoo import Specimen
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.data.text.call_syntax import NAME, VALUE
+from torchrl_llm.data.text.learnt_calls import syntax_of
+from torchrl_llm.errors import TemplateError
+
+# A call of `NAME` with `{"key": "VALUE"}`, and what another model may write in that form.
+FORMS = {
+    "behind_an_empty_thought": (
+        "<think>\n\n</think>\n\n<do>\n<function=NAME>\n<parameter=key>\nVALUE\n</parameter>\n"
+        "</function>\n</do>",
+        "<do>\n<function=f>\n<parameter=a>\n1\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
+        "</function>\n</do>",
+        [("f", {"a": "1\n2", "b": "3"})],
+    ),
+    "braces": (
+        '<|do>call:NAME{key:<|"|>VALUE<|"|>}<do|>',
+        '<|do>call:f{a:<|"|>{x},<|"|>,b:[1,true,{c:null}],d:{}}<do|>',
+        [("f", {"a": "{x},", "b": [1, True, {"c": None}], "d": {}})],
+    ),
+    "invocations": (
+        '<a:do>\n<a:invoke name="NAME">\n<a:parameter name="key" string="true">VALUE</a:parameter>'
+        "\n</a:invoke>\n</a:do>",
+        '<a:do>\n<a:invoke name="f">\n<a:parameter name="a" string="false">[1]</a:parameter>\n'
+        '<a:parameter name="b" string="true">2</a:parameter>\n</a:invoke>\n<a:invoke name="g">\n'
+        "</a:invoke>\n</a:do>",
+        [("f", {"a": [1], "b": "2"}), ("g", {})],
+    ),
+    "attributes_without_a_block": (
+        '<function name="NAME"><param name="key">VALUE</param></function>',
+        '<function name="f"><param name="a">x</param><param name="b">y</param></function>',
+        [("f", {"a": "x", "b": "y"})],
+    ),
+    "name_and_id": (
+        '[DO]NAME[ID]callkqx00[WITH]{"key": "VALUE"}',
+        '[DO]f[ID]other1234[WITH]{"a": 1}',
+        [("f", {"a": 1})],
+    ),
+    "name_as_key": (
+        '<|do|>[{"NAME": {"key": "VALUE"}}]',
+        '<|do|>[{"f": {"a": 1}}, {"g": {}}]',
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    "tool_name": (
+        '<|do|>[\n {"tool_call_id": "0", "tool_name": "NAME", "parameters": {"key": "VALUE"}}\n]',
+        '<|do|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]',
+        [("f", {"a": 1})],
+    ),
+    "python_alone": (
+        "[NAME(key=VALUE)]",
+        "[f(a='x', b=[1]), m.g(c=true)]",
+        [("f", {"a": "x", "b": [1]}), ("m.g", {"c": True})],
+    ),
+    "json_in_a_tag_of_the_name": (
+        '<function=NAME>{"key": "VALUE"}</function>',
+        '<function=f>{"a": 1}</function>',
+        [("f", {"a": 1})],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_a_call_is_learnt_from_one_example(form):
+    example, text, calls = FORMS[form]
+    syntax = syntax_of(example.replace("NAME", NAME).replace("VALUE", VALUE))
+    read = syntax.parse(text, {})
+    assert [(c.name, c.arguments) for c in read.calls] == calls
+    assert not read.errors
+    assert not read.content.strip()
+
+
+def test_what_would_not_read_its_own_example_is_no_syntax():
+    assert syntax_of(f'<do>{{"name": "{NAME}, "arguments": {{"key": "{VALUE}"}}"}}</do>') is None
+
+
+def _formatter(body, *, tools=None, **fields):
+    template = (
+        "{%- for m in messages -%}" + body + "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+    )
+    specimen = Specimen(template, **fields)
+    return ChatFormatter(tokenizer_of(specimen, "bytes"), tools=tools, debug=True)
+
+
+_TURN = "{{- '<|im_start|>' + m.role + '\n' + m.content -}}"
+
+
+def test_tools_are_refused_where_their_calls_cannot_be_read():
+    body = _TURN + (
+        "{%- for c in m.tool_calls or [] -%}{{- 'do ' + c.function.name + ' with ' "
+        "+ c.function.arguments.key | default('') -}}{%- endfor -%}{{- '<|im_end|>\n' -}}"
+    )
+    assert _formatter(body).probe.call is not None
+    with pytest.raises(TemplateError, match=r"cannot be read back.*do kqxname with"):
+        _formatter(body, tools=TOOLS)
+
+
+def test_a_template_that_counts_rounds_is_given_all_of_them():
+    body = (
+        "{%- if m.role == 'user' -%}{{- '[Round ' ~ (loop.index0 // 2 + 1) ~ ']\n' -}}{%- endif -%}"
+        + _TURN
+        + "{{- '<|im_end|>\n' -}}"
+    )
+    formatter = _formatter(body)
+    chat = [{"role": ("user", "assistant")[k % 2], "content": f"turn {k}"} for k in range(7)]
+    prompt = formatter.encode(chat).token_ids
+    said = {"role": "assistant", "content": "so"}
+    ids = prompt.new_tensor([*prompt.tolist(), *formatter._codec.ids("so<|im_end|>")])
+    new = [{"role": "user", "content": "more"}]
+    more = formatter.extend(ids, [*chat, said], FinishReason.STOP, new, response_start=len(prompt))
+    assert not more.forked
+    assert formatter.decode(more.token_ids) == formatter.render([*chat, said, *new])
+    with pytest.raises(TemplateError, match="counts the turns"):
+        formatter.extend_turn(ids, said, FinishReason.STOP, new, response_start=len(prompt))
+
+
+def test_a_template_that_looks_at_tools_without_asking_whether_there_are_any():
+    body = "{%- if loop.first and tools | length -%}{{- tools | tojson -}}{%- endif -%}" + _TURN
+    formatter = _formatter(body + "{{- '<|im_end|>\n' -}}")
+    assert "hello" in formatter.render([{"role": "user", "content": "hello"}])
+
+
+def test_calls_that_are_written_by_their_id_alone():
+    body = _TURN + (
+        "{%- for c in m.tool_calls or [] -%}{{- '<do>' + c.id + '<with>' "
+        "+ (c.function.arguments | tojson) + '</do>' -}}{%- endfor -%}{{- '<|im_end|>\n' -}}"
+    )
+    formatter = _formatter(body, tools=TOOLS, added=("<do>", "<with>", "</do>"))
+    prompt = formatter.encode([{"role": "user", "content": "hi"}]).token_ids
+    ids = formatter._codec.ids('<do>functions.f:3<with>{"a": 1}</do><|im_end|>')
+    (call,) = formatter.parse_response(prompt, ids, FinishReason.STOP)["tool_calls"]
+    assert call["id"] == "functions.f:3"
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}}
+    foreign = {"id": "x1", "function": {"name": "g", "arguments": {}}}
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [foreign]},
+        {"role": "tool", "content": "21", "tool_call_id": "x1"},
+    ]
+    assert "<do>functions.g:0<with>{}" in formatter.render(chat)
+
+
+def test_marks_glued_to_words_are_the_structure_of_an_answer_and_not_its_end():
+    body = (
+        "{{- '<|im_start|>' + m.role + '\n' -}}{%- if m.role == 'assistant' -%}"
+        "{{- '<|open|>say<|sep|>' + m.content + '<|close|>say<|sep|>' -}}{%- else -%}"
+        "{{- m.content -}}{%- endif -%}{{- '<|im_end|>\n' -}}"
+    )
+    marks = ("<|im_start|>", "<|im_end|>", "<|open|>", "<|sep|>", "<|close|>")
+    formatter = _formatter(body, special=marks)
+    prompt = formatter.encode([{"role": "user", "content": "hi"}]).token_ids
+    ids = formatter._codec.ids("<|open|>say<|sep|>so<|close|>say<|sep|><|im_end|>")
+    assert formatter.parse_response(prompt, ids, FinishReason.STOP)["content"] == "so"

@@ -1,0 +1,424 @@
+"""Syntaxes of tool calls that are learnt from one example, which a chat template has written.
+
+:func:`syntax_of` takes the text of one call of ``NAME`` with ``{"key": VALUE}`` and makes of what
+surrounds these words a syntax: a JSON object or list between two marks, a name followed by a JSON
+object of arguments, nested tags with one tag per argument, an object in braces with marks for
+quotes, or Python call expressions. A syntax that would not read its own example is none.
+
+Next: :mod:`torchrl_llm.data.text.call_syntax` has the interface and the pieces.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+from torchrl_llm.data.text.call_syntax import (
+    CALL_ID,
+    NAME,
+    VALUE,
+    BareJson,
+    BrokenCall,
+    Call,
+    CallSyntax,
+    Marked,
+    ParsedCalls,
+    Schemas,
+    TaggedJson,
+    arguments_of,
+    behind_blanks,
+    behind_mark,
+    json_behind,
+    shallow,
+    skip_mark,
+    typed_value,
+)
+
+# The bound keeps the time linear where a name may hold the mark in front of it.
+_NAME_PATTERN = r"([\w.\-/]{1,200}?)"
+# Python's own parser takes a second and a hundred times the memory for a megabyte.
+_MOST_PYTHON = 1 << 17
+_MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
+# What ends a thought: a call is learnt from what stands behind it.
+_THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|<\|END_THINKING\|>|\[/THINK\]")
+_ID = r"(?P<id>[\w.:\-]{1,200})"
+
+
+def syntax_of(call: str | None) -> CallSyntax | None:
+    """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``.
+
+    ``None`` where nothing is known that reads this very text as that call.
+    """
+    if call is None or NAME not in call or VALUE not in call:
+        return None
+    *_, begin = (0, *(m.end() for m in _THOUGHT_END.finditer(call, 0, call.index(NAME))))
+    call = call[begin:].strip()
+    schemas = {NAME: {"properties": {"key": {"type": "string"}}}}
+    for learn in (_braced, _pythonic, _json, _named, _tagged):
+        with suppress(ValueError):
+            syntax = learn(call)
+            if syntax is None:
+                continue
+            read = syntax.parse(call, schemas)
+            own = [(c.name, c.arguments) for c in read.calls] == [(NAME, {"key": VALUE})]
+            if own and not read.errors and not read.content.strip():
+                return syntax
+    return None
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+class _NameKeyed(TaggedJson):
+    """``[{"name": {...}}]`` between two marks: the name is the key of the arguments."""
+
+    def call_of(self, value: Any) -> Call:
+        named = isinstance(value, dict) and len(value) == 1
+        if not named:
+            raise ValueError("a tool call must be an object with the tool's name as its key")
+        ((name, arguments),) = value.items()
+        return Call(name, arguments_of(arguments))
+
+
+def _json(call: str) -> CallSyntax | None:
+    at = call.index(NAME)
+    for match in re.finditer(r"[\[{]", call[:at]):
+        try:
+            value, end = json_behind(call, match.start())
+        except ValueError:
+            continue
+        if NAME not in json.dumps(value):
+            continue
+        opening, closing = call[: match.start()].strip(), call[end:].strip()
+        if not opening:
+            return BareJson()
+        first = value[0] if isinstance(value, list) and value else value
+        keyed = isinstance(first, dict) and NAME in first
+        return (_NameKeyed if keyed else TaggedJson)(opening, closing)
+    return None
+
+
+class _NamedJson(Marked):
+    """A name between two marks, and the JSON of its arguments (DeepSeek, newer Mistral)."""
+
+    def __init__(self, opening: str, before: str, middle: str, after: str) -> None:
+        self.opening = opening
+        flexible = _flexible(middle)
+        with_id = _flexible(CALL_ID).strip("\\s*") in flexible
+        if with_id:
+            flexible = flexible.replace(re.escape(CALL_ID), _ID)
+        # The number of a call: the example's is the first.
+        flexible = re.sub(r":\d+(?!\w)", r":\\d{1,9}", flexible)
+        self._head = re.compile(re.escape(before) + _NAME_PATTERN + flexible + r"(?=[{\[])")
+        self._numbered = re.search(r"^:\d+(?!\w)", middle) is not None
+        self._prefix = before if self._numbered and not before.startswith("<") else ""
+        self._tail = _MARKS.findall(after)
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        calls, cursor = [], at
+        while head := self._head.search(text, cursor):
+            gap = text[cursor : head.start()]
+            # What begins with its own opening mark is read separately: it may be broken.
+            begins = text.find(self.opening, cursor, head.end()) >= 0
+            if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
+                break
+            arguments, cursor = json_behind(text, head.end())
+            calls.append(Call(head.group(1), arguments_of(arguments), id=self._id(head)))
+            for mark in self._tail:
+                cursor = skip_mark(text, cursor, mark)
+        if not calls:
+            raise ValueError(f"no tool name and JSON arguments behind {self.opening!r}")
+        return calls, cursor
+
+    def _id(self, head: re.Match[str]) -> str | None:
+        if "id" in head.re.groupindex:
+            return head["id"]
+        if not self._numbered:
+            return None
+        # The identity is the name with the call's number (Kimi), which results refer to.
+        number = re.match(r":\d+", head.string[head.end(1) : head.end()])
+        return f"{self._prefix}{head[1]}{number.group()}" if number else None
+
+
+def _named(call: str) -> CallSyntax | None:
+    at = call.index(NAME)
+    brace = call.find("{", at)
+    near = re.search(r"(<[^<>]*>|<\w+=|\[[A-Z_]+\]|[^\s<>\]]+)$", call[:at])
+    if brace < 0 or near is None:
+        return None
+    _, end = json_behind(call, brace)
+    opening = _first_mark(call[:at]) or call[:at].strip()
+    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
+
+
+# -- tags -----------------------------------------------------------------------------------------
+
+
+class _Tags(Marked):
+    """One tag per argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``.
+
+    Args:
+        opening: the first mark; behind it, if it does not hold the name, ``named`` does.
+        named: what stands in front of the name, ``shut_name`` behind it.
+        before: what stands in front of a key, ``shut`` between key and value.
+        end: what stands behind a value, ``last`` behind the last one of a call.
+        closing: what ends the whole.
+    """
+
+    def __init__(
+        self,
+        opening: str,
+        named: str,
+        shut_name: str,
+        before: str,
+        shut: str,
+        end: str,
+        last: str,
+        closing: str,
+    ) -> None:
+        self.opening, self.closing, self._last, self._outer = opening, closing, last, named
+        name = r"([^<>\"\n]{1,200}?)" if shut_name else r"([^\s<]{1,200})"
+        self._name = re.compile(rf"\s*{_flexible(named)}{name}{_attributes(shut_name)}")
+        self._before = re.compile(_flexible(before))
+        self._newline = "\n" if shut.endswith("\n") else ""
+        self._shut = re.compile(rf"\s*{_attributes(shut.strip())}\n?")
+        following = "|".join(re.escape(m) for m in (before, last, closing) if m)
+        self._end = re.compile(rf"{re.escape(end)}(?=\s*(?:{following or '$'}))")
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        calls: list[Call] = []
+        cursor = at + len(self.opening) if self.opening != self._outer else at
+        while (name := self._name.match(text, cursor)) is not None:
+            arguments, cursor = self._arguments(text, name, schemas)
+            calls.append(Call(name[1], arguments))
+            cursor = skip_mark(text, cursor, self._last) if self._last else cursor
+            if not self._outer or self.opening == self._outer:
+                break
+        if not calls:
+            raise ValueError("a tool call without a function name")
+        return calls, behind_mark(text, cursor, self.closing)
+
+    def _arguments(
+        self, text: str, name: re.Match[str], schemas: Schemas
+    ) -> tuple[dict[str, Any], int]:
+        known = (schemas.get(name[1]) or {}).get("properties", {})
+        arguments, cursor = {}, name.end()
+        while (found := self._key_at(text, cursor)) is not None:
+            key, kind, begin = found
+            # What ends a value must be followed by more of the call: it may be a part of the value.
+            ended = self._end.search(text, begin)
+            if ended is None:
+                raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
+            value = text[begin : ended.start()]
+            value = value.removesuffix(self._newline) if self._newline else value
+            schema = known.get(key) if kind is None or kind == "string" else {"type": kind}
+            arguments[key] = typed_value(value, schema)
+            cursor = ended.end()
+        return arguments, cursor
+
+    def _key_at(self, text: str, at: int) -> tuple[str, str | None, int] | None:
+        """The key that begins at a place, its type if it is written, and where its value begins."""
+        begun = self._before.match(text, at)
+        if begun is None:
+            return None
+        stop = re.compile(r"[<>\"]").search(text, begun.end())
+        shut = self._shut.match(text, stop.start()) if stop else None
+        if shut is None:
+            return None
+        told = re.search(r"(string|type)=\"(\w+)\"", shut.group())
+        kind = told and (told[2] if told[1] == "type" else {"true": "string"}.get(told[2], "any"))
+        return text[begun.end() : stop.start()].strip(), kind, shut.end()
+
+
+def _tagged(call: str) -> CallSyntax | None:
+    at, value = call.index(NAME), call.rindex(VALUE)
+    key = call.rfind("key", at, value)
+    # A tag may be named as the key's own tag is (`<arg_key>key</arg_key>`).
+    inner = re.compile(r"(?<![\w/])key(?!\w)").search(call, at + len(NAME), value)
+    if key < 0 or inner is None:
+        return None
+    key = inner.start()
+    head, between = call[:at], call[at + len(NAME) : key]
+    shut, tail = call[key + 3 : value], call[value + len(VALUE) :]
+    before = between[between.rfind("<") :].lstrip() if "<" in between else ""
+    units = _units(tail)
+    if not before or not units:
+        return None
+    partial = re.search(r"<[^<>]*$", head)  # `<function=`, `<invoke name="`
+    opening = _first_mark(head)
+    named = partial.group() if partial else ""
+    if not named and len(_MARKS.findall(head)) > 1:
+        named = _MARKS.findall(head)[-1]
+    opening = opening or named
+    end, *behind = units
+    closing = behind[-1] if len(behind) > 1 or not named else ""
+    last = behind[0] if named and behind else ""
+    if opening == named:
+        last, closing = "", last or closing
+    return _Tags(
+        opening, named, between[: between.rfind("<")].strip(), before, shut, end, last, closing
+    )
+
+
+def _units(text: str) -> list[str]:
+    """The closing marks of a text; a mark with a word behind it reaches to the next one."""
+    return re.findall(r"<[^<>]*>(?:\w+<[^<>]*>)?|\S+", text)
+
+
+# -- an object in braces --------------------------------------------------------------------------
+
+
+class _Braced(Marked):
+    """``call:NAME{key:<|"|>VALUE<|"|>}``: keys are bare, and a mark stands for quotes (Gemma)."""
+
+    _name = re.compile(r"([^{}\s]{1,200})\{")
+    _bare = re.compile(r"[^,{}\[\]<]*")
+
+    def __init__(self, opening: str, quote: str, closing: str) -> None:
+        self.opening, self._quote, self.closing = opening, quote, closing
+        self._key = re.compile(r"\s*([^:{}\[\],]{1,200}):")
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        name = self._name.match(text, at + len(self.opening))
+        if name is None:
+            raise ValueError("a tool call without a function name")
+        arguments, end = self._value(text, name.end() - 1, 0)
+        return [Call(name[1], shallow(arguments))], behind_mark(text, end, self.closing)
+
+    def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
+        if depth > 64:
+            raise ValueError("the arguments of a tool call are nested too deeply")
+        at = behind_blanks(text, at)
+        if text.startswith(self._quote, at):
+            begin = at + len(self._quote)
+            end = text.find(self._quote, begin)
+            if end < 0:
+                raise ValueError(f"a string of a tool call without {self._quote!r} behind it")
+            return text[begin:end], end + len(self._quote)
+        if text.startswith(("{", "["), at):
+            return self._nest(text, at, depth)
+        bare = self._bare.match(text, at)
+        word = bare.group().strip() if bare else ""
+        try:
+            return json.loads(word), bare.end() if bare else at
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{word!r:.80} in a tool call is no value") from error
+
+    def _nest(self, text: str, at: int, depth: int) -> tuple[Any, int]:
+        mapping, shut = text[at] == "{", {"{": "}", "[": "]"}[text[at]]
+        out: Any = {} if mapping else []
+        at = behind_blanks(text, at + 1)
+        while not text.startswith(shut, at):
+            if at >= len(text):
+                raise ValueError(f"a tool call without {shut!r}")
+            key = ""
+            if mapping:
+                found = self._key.match(text, at)
+                if found is None:
+                    raise ValueError("an argument of a tool call has no name")
+                key, at = found[1].replace(self._quote, ""), found.end()
+            value, at = self._value(text, at, depth + 1)
+            if mapping:
+                out[key] = value
+            else:
+                out.append(value)
+            at = behind_blanks(text, skip_mark(text, at, ","))
+        return out, at + 1
+
+
+def _braced(call: str) -> CallSyntax | None:
+    found = re.search(NAME + r"\{key:(<[^<>]*>)" + VALUE + r"\1\}", call)
+    if found is None or not call[: found.start()].strip():
+        return None
+    return _Braced(call[: found.start()].strip(), found[1], call[found.end() :].strip())
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+class _Pythonic(Marked):
+    """``[name(key=value)]`` between two marks (LFM2)."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening, self.closing = opening, closing
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        start = at + len(self.opening)
+        end = text.find(self.closing, start)
+        if end < 0:
+            raise ValueError(f"a tool call without {self.closing!r}")
+        if end > _MOST_PYTHON:
+            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
+        return _python_calls(text[start:end].strip()), end + len(self.closing)
+
+
+class _BarePythonic(CallSyntax):
+    """The whole turn is ``[name(key=value)]`` (Llama 3.2 and 4)."""
+
+    _begins = re.compile(r"\s*\[?\s*[A-Za-z_][\w.]{0,200}\(\s*(?:[A-Za-z_]\w{0,200}\s*=|\)\s*\])")
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        stripped = text.strip()
+        if self._begins.match(stripped) is None or not stripped.endswith(("]", ")")):
+            return ParsedCalls(text, [])
+        try:
+            if len(stripped) > _MOST_PYTHON:
+                raise ValueError(f"tool calls of more than {_MOST_PYTHON} characters")
+            return ParsedCalls("", list(_python_calls(stripped)))
+        except ValueError as error:
+            return ParsedCalls(text, [BrokenCall(str(error))])
+
+
+def _python_calls(text: str) -> list[Call]:
+    try:
+        tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls = []
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args:
+                raise ValueError("expected calls with named arguments")
+            arguments = {str(k.arg): _literal(k.value) for k in node.keywords}
+            calls.append(Call(ast.unparse(node.func), arguments))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a Python call: {error}") from error
+    return calls
+
+
+def _literal(node: ast.expr) -> Any:
+    # Some templates print strings without quotes; JSON's constants are names, too.
+    if isinstance(node, ast.Name):
+        return {"true": True, "false": False, "null": None}.get(node.id, node.id)
+    return shallow(ast.literal_eval(node))
+
+
+def _pythonic(call: str) -> CallSyntax | None:
+    if not re.search(NAME + r"\(key=", call):
+        return None
+    at = call.index(NAME)
+    listed = call.rfind("[", 0, at) >= 0 and call[:at].rstrip().endswith("[")
+    opening = call[:at].rstrip().removesuffix("[") if listed else call[:at]
+    end = call[call.index(VALUE) :].lstrip(VALUE + "\"')")
+    closing = (end.removeprefix("]") if listed else end).strip()
+    if not opening.strip() and not closing:
+        return _BarePythonic()
+    return _Pythonic(opening.strip(), closing)
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+def _first_mark(text: str) -> str:
+    return next(iter(_MARKS.findall(text)), "")
+
+
+def _flexible(text: str) -> str:
+    """A pattern for a text in which the amount of white space may differ."""
+    return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
+
+
+def _attributes(text: str) -> str:
+    """The same, where the values of attributes may differ as well."""
+    return re.sub(r"=\"[^\"]*\"", lambda _: r'="[^"<>]{0,80}"', _flexible(text))
