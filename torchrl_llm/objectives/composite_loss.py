@@ -234,7 +234,7 @@ class CompositeLoss(TokenLoss):
         ]
         if any(not _equal(temperatures[0], other) for other in temperatures[1:]):
             raise DataError("the losses of a composite must read the same temperatures")
-        return self.actor_network.token_scores(
+        return self.scorer.token_scores(
             rows.sequences,
             rows.select,
             temperature=temperatures[0],

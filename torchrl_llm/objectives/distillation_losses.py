@@ -328,7 +328,7 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
         # A plain dictionary, which nn.Module does not look into.
         self._teachers = {"the teacher": teachers} if self._one_teacher else dict(named)
         for name, teacher in self._teachers.items():
-            check_same_vocabulary(actor_network, teacher, names=("the student", name))
+            check_same_vocabulary(self.scorer, teacher, names=("the student", name))
 
     @property
     def teachers(self) -> dict[str, TokenScorer]:

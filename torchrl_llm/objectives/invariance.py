@@ -122,7 +122,7 @@ class _Check:
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.normalizer = loss.normalizer(batch)
         self.report = InvarianceReport()
-        actor = loss.actor_network
+        actor = loss.scorer
         layout = "padded" if "padded" in actor.layouts else actor.layout
         with _holding(actor, "layout", layout):
             self.expected = self.outcome([batch])
@@ -172,7 +172,7 @@ class _Check:
         self.report.deviations[law] = max(before, deviations[worst])
 
     def layouts(self) -> None:
-        actor = self.loss.actor_network
+        actor = self.loss.scorer
         others = [name for name in actor.layouts if name != "padded"]
         if not others:
             self.report.skipped["layouts"] = "the actor lays rows out in one way only"
@@ -182,7 +182,7 @@ class _Check:
             self.compare("layouts", found, f"when the actor's layout is {name!r}")
 
     def naive(self) -> None:
-        twin = self.loss.actor_network.naive_scorer()
+        twin = self.loss.scorer.naive_scorer()
         if twin is None:
             self.report.skipped["naive"] = "the actor has no naive_scorer"
             return

@@ -17,8 +17,9 @@ from torchrl.objectives import LossModule
 
 from torchrl_llm._log import tell_once
 from torchrl_llm._registry import FullSignature
+from torchrl_llm.data.logit_scores import as_scorer
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.loss_rows import TokenRows
 
@@ -106,7 +107,9 @@ class TokenLoss(LossModule):
     The modules stay as they are: no parameters are moved, ``state_dict`` is the actor's.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``. Any other module that
+            gives logits or a distribution is scored by them, see
+            :class:`~torchrl_llm.data.logit_scores.ModuleScorer`.
         device: where the loss is computed from the log-probs; theirs by default. The actor is not
             moved.
 
@@ -125,13 +128,14 @@ class TokenLoss(LossModule):
         self, actor_network: nn.Module | TokenScorer, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(actor_network, TokenScorer):
-            raise ConfigError(
-                f"actor_network must be a TokenScorer (a policy wrapper or a CausalScorer), got "
-                f"{type(actor_network).__name__}"
-            )
+        as_scorer(actor_network)
         self.actor_network = actor_network
         self.device = None if device is None else torch.device(device)
+
+    @property
+    def scorer(self) -> TokenScorer:
+        """What scores the tokens: the actor, or its logits."""
+        return as_scorer(self.actor_network)
 
     @property
     def functional(self) -> bool:
@@ -251,7 +255,7 @@ class TokenLoss(LossModule):
             tensordict: the rows.
             rows: what :meth:`read` gave for them.
         """
-        return self.actor_network.token_scores(
+        return self.scorer.token_scores(
             rows.sequences,
             rows.select,
             temperature=rows.temperature(tensordict, self.tensor_keys.temperature),

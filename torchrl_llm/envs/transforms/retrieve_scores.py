@@ -14,6 +14,7 @@ from torchrl.data import Composite
 from torchrl_llm._log import tell_once
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
+from torchrl_llm.data.logit_scores import as_scorer
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_under_budget
@@ -92,7 +93,8 @@ class RetrieveLogProb(RowTransform):
 
     Args:
         model: anything that scores tokens, a
-            :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example.
+            :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example, or a module as
+            :class:`~torchrl_llm.data.logit_scores.ModuleScorer` takes it.
         log_probs_full_key: where the log-probs go, a nested key; by default ``"full"`` of the
             model's ``log_probs_key`` if that was given a name of its own, and else
             ``("ref_log_probs", "full")``.
@@ -131,7 +133,7 @@ class RetrieveLogProb(RowTransform):
 
     def __init__(
         self,
-        model: TokenScorer,
+        model: TokenScorer | torch.nn.Module,
         *,
         log_probs_full_key: NestedKey | None = None,
         assistant_only: bool = True,
@@ -145,7 +147,8 @@ class RetrieveLogProb(RowTransform):
         token_budget: int | None = 65536,
     ) -> None:
         super().__init__()
-        _check_scorer("model", model, token_budget)
+        scorer = as_scorer(model)
+        _check_scorer("model", scorer, token_budget)
         check_padding_side(padding_side)
         if log_probs_full_key is None:
             log_probs_full_key = (_own_name(model), "full")
@@ -157,7 +160,7 @@ class RetrieveLogProb(RowTransform):
                     f"a {type(model).__name__} is no module that device={device} could move"
                 )
             model.to(device)
-        self._models = (model,)  # a tuple hides it from nn.Module, see the class
+        self._models = (model, scorer)  # a tuple hides it from nn.Module, see the class
         self.log_probs_full_key = log_probs_full_key
         self.formatter = row_formatter(model, tokenizer, tokenizer_kwargs)
         self.assistant_only = assistant_only
@@ -167,8 +170,8 @@ class RetrieveLogProb(RowTransform):
         self.token_budget = token_budget
 
     @property
-    def model(self) -> TokenScorer:
-        """The model that scores."""
+    def model(self) -> Any:
+        """The model that scores, as given."""
         return self._models[0]
 
     @property
@@ -197,12 +200,16 @@ class RetrieveLogProb(RowTransform):
             if temperature is not None:
                 temperatures = torch.stack([temperature[row].reshape(()) for row in piece]).float()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-                return self.model.token_scores(
-                    [sequences[row] for row in piece],
-                    masks,
-                    temperature=temperatures,
-                    extras=self._support(rows, piece, masks),
-                ).log_probs
+                return (
+                    self._models[1]
+                    .token_scores(
+                        [sequences[row] for row in piece],
+                        masks,
+                        temperature=temperatures,
+                        extras=self._support(rows, piece, masks),
+                    )
+                    .log_probs
+                )
 
         return _in_pieces(sequences, selected, self.token_budget, score)
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
-from torchrl_llm.modules.backends.sampling import only_support, score_logits
 
 _HIDDEN = 8
 

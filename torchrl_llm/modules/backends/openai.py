@@ -22,11 +22,11 @@ from torch import Tensor
 
 from torchrl_llm._http import Cancellation, HTTPClient
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError, WorkerError
 from torchrl_llm.modules.backends import openai_protocol as protocol
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
-from torchrl_llm.modules.backends.sampling import only_support, score_logits
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 

@@ -5,14 +5,9 @@ Shape legend: ``B`` rows, ``V`` vocabulary, ``N`` scored tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from torchrl_llm.data.scoring import ScoreExtras, TokenScores
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
 
@@ -98,49 +93,3 @@ def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tens
     # Rounding may reach the total, beyond which only impossible tokens lie.
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
-
-
-def only_support(extras: ScoreExtras | None, why: str) -> ScoreExtras:
-    """What is asked of a scorer that has logits alone; ``ScoreExtras()`` for nothing.
-
-    Args:
-        extras: as asked.
-        why: reason why there is no more, for the error.
-
-    Raises:
-        ConfigError: more than the support is asked for.
-    """
-    extras = ScoreExtras() if extras is None else extras
-    if replace(extras, support=None) != ScoreExtras():
-        raise ConfigError(f"{why}, so it cannot give {extras}")
-    return extras
-
-
-def score_logits(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    extras: ScoreExtras,
-) -> TokenScores:
-    """Scores of tokens from the logits that predict them.
-
-    Args:
-        logits_NV: float32 ``[N, V]``.
-        targets_N: int64 ``[N]``.
-        temperature: a number, or float32 ``[N]``.
-        entropy: also return the entropy of each distribution.
-        extras: whose support the distributions are restricted to.
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 0.0, 9.0]])
-        >>> score_logits(logits, torch.tensor([0]), extras=ScoreExtras()).log_probs.shape
-        torch.Size([1])
-    """
-    heat = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    logits_NV = logits_NV / heat
-    if extras.support is not None:
-        logits_NV = restrict_logits(logits_NV, *extras.support.to(logits_NV.device))
-    log_probs = selective_log_softmax(logits_NV, targets_N)
-    return TokenScores(log_probs, entropy_from_logits(logits_NV) if entropy else None)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm._log import tell_once
+from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import HeadScores
@@ -28,7 +30,12 @@ from torchrl_llm.modules.backends.head import (
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
-from torchrl_llm.modules.backends.sampling import only_support, score_logits
+
+
+def _shows_head(model: nn.Module) -> bool:
+    """Whether a model tells its output embeddings."""
+    find = getattr(causal_model(model), "get_output_embeddings", None)
+    return find is not None and find() is not None
 
 
 class CausalScorer(nn.Module, TokenScorer):
@@ -42,7 +49,7 @@ class CausalScorer(nn.Module, TokenScorer):
             not copied.
         chunk_size: the most logits alive at once; chosen by device when ``None``.
         full_logits: let the model make its own logits, for heads that the chunked one does not
-            know.
+            know. So it is, and the log says it, for a model that shows no output embeddings.
         in_place_head_grad: add the gradient of the head's weight in place, which saves a tensor of
             its size; for one process without gradient hooks.
         value_head: estimates values from the states that the head sees.
@@ -85,6 +92,13 @@ class CausalScorer(nn.Module, TokenScorer):
         super().__init__()
         if full_logits and (chunk_size is not None or in_place_head_grad):
             raise ValueError("chunk_size and in_place_head_grad have no effect with full_logits")
+        if not full_logits and not _shows_head(model):
+            full_logits = True
+            tell_once(
+                f"{type(causal_model(model)).__name__} shows no output embeddings: it makes its "
+                "own logits, [B, T, V] at once, as with full_logits=True"
+            )
+            chunk_size, in_place_head_grad = None, False
         if full_logits and value_head is not None:
             raise ValueError("a value head needs hidden states, which full_logits does not show")
         self.model = model
