@@ -16,6 +16,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, pad_rows, ragged_rows, read_rows
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.policies.row_blocks import flat_blocks, tensor_rows
 
 MODES = ["history", "text", "tokens"]
 # Each mode, padding and number of samples, and most pairs of them.
@@ -60,6 +61,25 @@ class WrapperConformance:
     def make(self, tokenizer, **options):
         options.setdefault("generate_kwargs", {"max_new_tokens": 7})
         return self.make_policy(tokenizer, **options)
+
+    def test_a_dense_batch_of_two_dimensions_is_written_with_torchrls_names(self, tokenizer):
+        shared = {"max_tokens": 7, "temperature": 0.0}
+        policy = self.make(tokenizer, generate_kwargs=shared)
+        flat = policy(self.inputs(policy))
+        td = self.inputs(policy).view(2, 2)
+        assert policy(td) is td
+        scorer = self.make(tokenizer, generate=False, generate_kwargs=shared)
+        scored = scorer(td.copy())
+        for key in (("tokens", "full"), ("tokens", "response"), ("log_probs", "full")):
+            rows = read_rows(flat, key)
+            for found in (td, scored) if key != ("log_probs", "full") else (td,):
+                got = tensor_rows(flat_blocks(found), key)
+                assert all(torch.equal(a, b) for a, b in zip(got, rows, strict=True))
+        prompts = read_rows(flat, ("tokens", "prompt"))
+        sampled = read_rows(flat, ("log_probs", "full"))
+        again = tensor_rows(flat_blocks(scored), ("log_probs", "full"))
+        for prompt, a, b in zip(prompts, again, sampled, strict=True):
+            torch.testing.assert_close(a[len(prompt) :], b[len(prompt) :], atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("input_mode", MODES)
     def test_rows_that_are_not_stepped_get_an_empty_answer(self, tokenizer, input_mode):
@@ -137,7 +157,10 @@ class WrapperConformance:
         sampled = pad_rows(read_rows(out, ("log_probs", "full")), 0.0)
         ids = pad_rows(read_rows(out, ("tokens", "full")), 0)
         with torch.no_grad():
-            found = [policy.log_prob(out, mask_key), policy.get_dist(out, mask_key).log_prob(ids)]
+            found = [
+                policy.log_prob(out, mask_key),
+                policy.get_dist(out, mask_key=mask_key).log_prob(ids),
+            ]
             for options in ({}, {"batching": True, "batching_timeout": 0.0}):
                 scorer = policy.get_new_version(generate=False, inplace=False, **options)
                 rows = read_rows(scorer(out), ("log_probs", "full"))

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, History, Text, TokenRecord, Tokens
+from torchrl_llm.data.containers import LogProbs, Masks
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -77,3 +78,34 @@ def test_padded_tokens_are_refused(tokenizer):
     dense = Tokens(full=pad_rows(rows, 0), batch_size=[2])
     with pytest.raises(ValueError, match="ragged"):
         dense.to_text(tokenizer)
+
+
+@pytest.mark.parametrize("cls", [Tokens, LogProbs, Masks])
+def test_padded_says_whether_dense_columns_hold_padding(cls):
+    name = "all_attention_mask" if cls is Masks else "full"
+    dense = torch.ones(2, 3)
+    assert cls(**{name: dense}, padded=True, batch_size=[2]).padded
+    rows = cls(**{name: dense}, padded=False, batch_size=[2])
+    assert not rows.padded
+    assert all(torch.equal(row, dense[0]) for row in read_rows(rows, name))
+
+
+def test_conversions_take_torchrls_arguments_or_say_why_not(tokenizer):
+    text = Text(prompt=["a", "bb"], batch_size=[2])
+    tokens = text.to_tokens(tokenizer, False, False, "pt")
+    assert [len(row) for row in read_rows(tokens, "prompt")] == [1, 2]
+    with pytest.raises(ValueError, match="padding must be False"):
+        text.to_tokens(tokenizer, padding=True)
+    with pytest.raises(ValueError, match="return_tensors must be"):
+        text.to_tokens(tokenizer, return_tensors="np")
+    with pytest.raises(ValueError, match="takes away what separates messages"):
+        tokens.to_history(tokenizer, "chatml_format", True)
+    assert list(tokens.to_text(tokenizer, True).prompt) == ["a", "bb"]
+
+
+def test_a_response_alone_is_converted_and_a_spec_has_a_field_a_history(tokenizer):
+    said = History.of([Chat([{"role": "assistant", "content": "yes"}])])
+    tokens = ChatHistory(response=said, batch_size=[1]).to_tokens(tokenizer)
+    assert "yes" in tokenizer.decode(read_rows(tokens, "response")[0])
+    spec = ChatHistory.default_spec((2, -1), keys=["prompt"])
+    assert (spec.shape, spec["prompt"].shape, list(spec.keys())) == ((2,), (2, -1), ["prompt"])

@@ -14,6 +14,8 @@ people; inside a rollout the token record of a conversation is kept instead.
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,7 +82,7 @@ class Tokens(TensorClass["nocast"], _View):
     temperature: Tensor | None = None
     truncated_support: Tensor | None = None
 
-    def to_text(self, tokenizer: Any, *, skip_special_tokens: bool = False) -> Text:
+    def to_text(self, tokenizer: Any, skip_special_tokens: bool = False) -> Text:
         """Decode every row.
 
         Args:
@@ -107,9 +109,26 @@ class Tokens(TensorClass["nocast"], _View):
         self,
         tokenizer: Any,
         chat_template_name: str | None = None,
+        skip_special_tokens: bool = False,
+        *,
         chat_template: str | None = None,
     ) -> ChatHistory:
-        """Decode every row and read the text back into messages; see :meth:`Text.to_history`."""
+        """Decode every row and read the text back into messages; see :meth:`Text.to_history`.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            chat_template_name: name of the template that wrote the text.
+            skip_special_tokens: must stay off: they are what separates the messages.
+            chat_template: its Jinja text.
+
+        Raises:
+            ValueError: special tokens are to be left out.
+        """
+        if skip_special_tokens:
+            raise ValueError(
+                "skip_special_tokens=True takes away what separates messages, got it in "
+                "to_history; leave it out, or use to_text(..., skip_special_tokens=True)"
+            )
         return self.to_text(tokenizer).to_history(tokenizer, chat_template_name, chat_template)
 
 
@@ -194,21 +213,41 @@ class Text(TensorClass["nocast"]):
         leaves = {name: NonTensor(shape=shape, example_data="a string") for name in names}
         return Composite(leaves, shape=shape, data_cls=cls)
 
-    def to_tokens(self, tokenizer: Any) -> Tokens:
+    def to_tokens(
+        self,
+        tokenizer: Any,
+        padding: bool = False,
+        truncation: bool = False,
+        return_tensors: str | None = "pt",
+    ) -> Tokens:
         """Encode every row; what spells a special token becomes one, nothing is added.
 
         Args:
             tokenizer: a Hugging Face tokenizer.
+            padding: must stay off, as in TorchRL: rows are ragged.
+            truncation: cut rows at the tokenizer's ``model_max_length``.
+            return_tensors: ``"pt"`` or ``None``, which give the same.
 
         Returns:
             Ragged tokens. Prompt and response are encoded apart, so that the response's tokens
             follow the prompt's, and ``full`` is both.
+
+        Raises:
+            ValueError: for padding, or tensors that are not torch's.
         """
+        if padding:
+            raise ValueError(
+                "padding must be False, got True: rows are ragged; pad them with "
+                "torchrl_llm.data.ragged.pad_rows"
+            )
+        if return_tensors not in ("pt", None):
+            raise ValueError(f'return_tensors must be "pt" or None, got {return_tensors!r}')
         texts = _read_columns(self)
+        options = {"add_special_tokens": False, "truncation": truncation}
         ids = {
             name: [
                 torch.tensor(row, dtype=torch.int64)
-                for row in tokenizer(column, add_special_tokens=False)["input_ids"]
+                for row in tokenizer(column, **options)["input_ids"]
             ]
             for name, column in texts.items()
         }
@@ -264,6 +303,19 @@ class ChatHistory(TensorClass["nocast"]):
     prompt: Any = None
     response: Any = None
     full: Any = None
+
+    @classmethod
+    def default_spec(cls, shape: Any = (-1,), keys: list[str] | None = None) -> Composite:
+        """Spec of the container, each field a :meth:`History.default_spec`.
+
+        Args:
+            shape: as in TorchRL, batch dimensions and one that is dropped: messages have one more.
+            keys: the fields to declare; all by default.
+        """
+        shape = tuple(shape)
+        names = ["prompt", "response", "full"] if keys is None else keys
+        leaves = {name: History.default_spec(shape=(*shape, -1)) for name in names}
+        return Composite(leaves, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
 
     def to_text(
         self,
@@ -338,10 +390,12 @@ def _read_columns(text: Text) -> dict[str, list[str]]:
 
 
 def _histories(chat: ChatHistory) -> dict[str, History]:
-    found = {name: chat._tensordict.get(name, None) for name in ("prompt", "full")}
+    found = {name: chat._tensordict.get(name, None) for name in ("prompt", "full", "response")}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:
-        raise ValueError("there is no prompt and no full history to convert")
+        raise ValueError("there is no history to convert")
+    if len(found) > 1:
+        found.pop("response", None)  # what full has behind the prompt
     return found
 
 
@@ -400,8 +454,38 @@ def _stack_dim(self: Any) -> int:
     return getattr(self._tensordict, "stack_dim", 0)
 
 
+def _with_padded(init: Any) -> Any:
+    """A constructor that takes ``padded``, which is no column here: the form of the rows tells it.
+
+    ``padded=False`` with dense columns makes them ragged rows of one length.
+    """
+
+    @wraps(init)
+    def construct(self: Any, *args: Any, padded: bool | None = None, **columns: Any) -> None:
+        init(self, *args, **columns)
+        if padded is False and self.padded and self._tensordict.batch_dims:
+            self.__dict__["_tensordict"] = _rows_of(self._tensordict)
+        elif padded and not self.padded:
+            raise ValueError(
+                f"padded=True with ragged rows in {type(self).__name__}: pad them with "
+                "torchrl_llm.data.ragged.pad_rows, or leave padded out"
+            )
+
+    shown = inspect.signature(init)
+    batch = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flag = inspect.Parameter("padded", inspect.Parameter.KEYWORD_ONLY, default=None)
+    construct.__signature__ = shown.replace(parameters=[*batch, flag])
+    return construct
+
+
+def _rows_of(td: Any) -> Any:
+    return lazy_rows([_rows_of(part) for part in td.unbind(0)]) if td.batch_dims else td
+
+
 # The tensorclass decorator writes its own methods into the class, so ours follow it.
 Text._set_str = set_as_column
+for _container in (Tokens, LogProbs, Masks):
+    _container.__init__ = _with_padded(_container.__init__)
 for _container in (Tokens, LogProbs, TokenTrace):
     _container.empty = _empty_rows
     _container.stack_dim = property(_stack_dim)

@@ -21,7 +21,7 @@ OWN = {
     "RemoteTransformersWrapper": "model tokenizer max_concurrency validate_model actor_name "
     "num_gpus num_cpus num_replicas device dtype timeout_s start_timeout_s",
     "TransformersWrapper": "model tokenizer pad_model_input device",
-    "vLLMWrapper": "model tokenizer engine_options",
+    "vLLMWrapper": "model tokenizer pad_model_input device engine_options",
 }
 
 
@@ -194,3 +194,20 @@ def test_attributes_that_torchrls_users_read_answer():
     policy.register_collector(collector)
     assert policy.collector is collector
     assert pickle.loads(pickle.dumps(policy)).collector is None
+
+
+def test_arguments_of_a_vllm_policy_that_its_engine_decides_are_told():
+    backend = FakeBackend(vocab_size=8, eos_token_ids=(2,))
+    with pytest.warns(UserWarning, match="pad_model_input has no effect"):
+        modules.vLLMWrapper(backend, input_mode="tokens", pad_model_input=True)
+    with pytest.raises(ConfigError, match="the engine runs where it was built"):
+        modules.vLLMWrapper(backend, input_mode="tokens", device="cpu")
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_what_torchrl_sets_for_its_tokenizer_may_be_given(mode, tokenizer):
+    given = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+    policy = modules.FakeWrapper(tokenizer=tokenizer, input_mode=mode, tokenizer_kwargs=given)
+    assert policy.tokenizer_kwargs is None
+    with pytest.raises(ConfigError, match="tokenizer_kwargs"):
+        policy.get_new_version(tokenizer_kwargs={"padding_side": "right"})

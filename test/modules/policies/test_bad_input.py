@@ -140,7 +140,7 @@ def test_the_vllm_policy_says_how_to_install_it():
         vLLMWrapper("a/model")
 
 
-def test_arguments_of_the_tokenizer_are_used_and_padding_is_refused(make_tokenizer):
+def test_arguments_of_the_tokenizer_are_used_and_other_padding_is_refused(make_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = make_tokenizer()
@@ -154,7 +154,9 @@ def test_arguments_of_the_tokenizer_are_used_and_padding_is_refused(make_tokeniz
         )
         assert (read_rows(policy(td), ("tokens", "prompt"))[0][0] == 1) == first
     with pytest.raises(ConfigError, match="pad_output"):
-        FakeWrapper(tokenizer=tokenizer, input_mode="text", tokenizer_kwargs={"padding": True})
+        FakeWrapper(
+            tokenizer=tokenizer, input_mode="text", tokenizer_kwargs={"padding": "max_length"}
+        )
 
 
 def test_the_weights_are_registered_once(tokenizer, tiny_model):

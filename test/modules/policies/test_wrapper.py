@@ -322,6 +322,13 @@ def test_defect_17_distribution_and_full_log_probs_are_there_without_further_arg
     assert dist.entropy()[0, 0] == 0
     with pytest.raises(DataError, match="no mask"):
         policy.get_dist(out, mask_key="missing")
+    kept = TensorDict()
+    same = policy.get_dist(out, kept, as_padded_tensor=True, padding_side="right")
+    torch.testing.assert_close(kept["logits"].log_softmax(-1), same.logits)
+    with pytest.raises(ConfigError, match="padding_side must be one of"):
+        policy.get_dist(out, padding_side="left")
+    with pytest.raises(TypeError, match="has no argument 'pad_side'"):
+        policy.get_dist(out, pad_side="left")
 
 
 def test_defect_18_models_with_another_argument_order_are_scored():

@@ -356,7 +356,12 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         return empty.masked_scatter(mask, scores.log_probs)
 
     def get_dist(
-        self, tensordict: TensorDictBase, mask_key: NestedKey | None = None
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        **form: Any,
     ) -> scored_rows.TokenDistribution:
         """The distribution that each token of whole rows was drawn from.
 
@@ -365,8 +370,17 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
 
         Args:
             tensordict: see :meth:`log_prob`.
+            tensordict_out: gets the logits under ``logits_key``, if it is given.
+            logits_key: see above.
             mask_key: see :meth:`log_prob`.
+            form: TorchRL's ``as_padded_tensor``, ``as_nested_tensor``, ``padding_value``,
+                ``padding_side`` and ``layout``, where they ask for what is returned anyway: dense
+                logits, 0.0 at padding, on the right.
+
+        Raises:
+            ConfigError: another form is asked for.
         """
+        scored_rows.check_form(form)
         ids, select, temperature, supports = self._whole_rows(tensordict, mask_key)
         logits = self.backend.logits(ids).float()
         if isinstance(temperature, Tensor):
@@ -377,6 +391,8 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             length = ids[row].shape[0]
             kept = support.to(logits.device)
             shifted[row, :length] = restrict_logits(shifted[row, :length], *kept)
+        if tensordict_out is not None:
+            tensordict_out.set(logits_key, shifted)
         return scored_rows.TokenDistribution(shifted, pad_rows(select, False).to(logits.device))
 
     def _whole_rows(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
+from warnings import warn
 
 import torch
 from torch import nn
@@ -121,6 +122,8 @@ class vLLMWrapper(LLMWrapperBase):
             :class:`~torchrl_llm.modules.backends.Backend`, such as engines on Ray
             (:class:`~torchrl_llm.modules.AsyncVLLM`).
         tokenizer: a fast tokenizer, its name or path; by default that of the backend.
+        pad_model_input: without effect, and a warning: vLLM takes rows as they are.
+        device: refused: the engine chooses its devices.
         engine_options: further arguments of the backend that is built here: see
             :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend` for a name or an engine, and
             :class:`~torchrl_llm.modules.backends.openai.OpenAIBackend` for a URL.
@@ -149,9 +152,18 @@ class vLLMWrapper(LLMWrapperBase):
         model: Any,
         *,
         tokenizer: Any = None,
+        pad_model_input: bool | None = None,
+        device: torch.device | str | None = None,
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        if pad_model_input is not None:
+            warn("pad_model_input has no effect: vLLM takes rows as they are", stacklevel=3)
+        if device is not None:
+            raise ConfigError(
+                f"device={device!r} cannot be chosen by a policy: the engine runs where it was "
+                "built; use engine_options, make_vllm_worker(devices=...) or CUDA_VISIBLE_DEVICES"
+            )
         tokenizer = _loaded(tokenizer)
         if not isinstance(model, Backend):
             model = _engine_or_server(model, tokenizer, dict(engine_options or {}))

@@ -51,6 +51,13 @@ _WITHOUT_EFFECT = {
     "prompt_logprobs": "a policy with generate=False scores prompts",
     "return_dict_in_generate": "the output is a tensordict",
 }
+# What TorchRL's wrappers set for the tokenizer, and what is so here whatever they say.
+_TOKENIZER_NEUTRAL = {
+    "return_tensors": "pt",
+    "return_attention_mask": True,
+    "padding": True,
+    "padding_side": "left",
+}
 # Those of sampling are its fields, two of which are spelled otherwise.
 _COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
 _COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
@@ -73,7 +80,9 @@ class PolicyOptions:
         generate: sample, or score what is there.
         generate_kwargs: see :func:`parse_generate_kwargs`; each call may override them.
         tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
-            special token is added.
+            special token is added. Those that TorchRL sets itself (``return_tensors="pt"``,
+            ``return_attention_mask=True``, ``padding=True``, ``padding_side="left"``) may be
+            there and change nothing: ids are not padded before the model.
         pad_output: write dense columns: prompts padded on the left, all others on the right.
         inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
             into an empty one of its kind, ``False`` into a new one.
@@ -142,6 +151,13 @@ class PolicyOptions:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
+        if self.tokenizer_kwargs is not None:
+            kept = {
+                name: value
+                for name, value in self.tokenizer_kwargs.items()
+                if name not in _TOKENIZER_NEUTRAL or value != _TOKENIZER_NEUTRAL[name]
+            }
+            object.__setattr__(self, "tokenizer_kwargs", kept or None)
         check_mode(self.input_mode, self.layout, vars(self))
         check_on_overlong(self.on_overlong, self.max_prompt_length)
 

@@ -5,8 +5,8 @@ Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
 from torchrl_llm.data.scoring import ScoreExtras, Support
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules.policies.row_blocks import tensor_rows
 from torchrl_llm.modules.policies.row_readers import KeyNames
 
@@ -67,6 +67,36 @@ def select_tokens(
                 f"{valid.shape[0]} tokens"
             )
     return [m[: v.shape[0]].bool() & v for m, v in zip(masks, scorable, strict=True)]
+
+
+# What get_dist returns, in TorchRL's words.
+_FORM = {
+    "as_padded_tensor": (None, True),
+    "as_nested_tensor": (None, False),
+    "padding_value": (None, 0, 0.0),
+    "padding_side": (None, "right"),
+    "layout": (None, torch.strided),
+}
+
+
+def check_form(form: Mapping[str, Any]) -> None:
+    """Refuse another form of logits than dense ones with 0.0 on the right.
+
+    Args:
+        form: TorchRL's arguments of ``get_dist`` by name.
+
+    Raises:
+        ConfigError: for a value that asks for another form.
+        TypeError: for an unknown name.
+    """
+    for name, value in form.items():
+        if name not in _FORM:
+            raise TypeError(f"get_dist() has no argument {name!r}; the form takes {sorted(_FORM)}")
+        if value not in _FORM[name]:
+            raise ConfigError(
+                f"{name} must be one of {_FORM[name]}, got {value!r}: logits are dense [B, T, V], "
+                "padded with 0.0 on the right; cut them by the mask for other forms"
+            )
 
 
 class TokenDistribution(Categorical):
