@@ -87,3 +87,25 @@ def test_padded_columns_are_dense_in_two_dimensions():
     fake_tokens([21], pad_output=True)(td)
     assert isinstance(td, TensorDict)
     assert td["tokens"].full.shape == (2, 2, 5)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_scores_of_padded_rows_join_what_stands_next_to_them(shape):
+    ids = torch.tensor([[3, 4, 5], [6, 7, 0]]).view(*shape, 3)
+    node = TensorDict(full=ids, weight=torch.ones(shape), batch_size=shape)
+    td = TensorDict(tokens=node, attention_mask=ids != 0, batch_size=shape)
+    fake_tokens(generate=False)(td)
+    assert rows_of(td, "tokens", "full") == [[3, 4, 5], [6, 7]]
+    assert rows_of(td, "tokens", "weight") == [1.0, 1.0]
+    assert [len(row) for row in rows_of(td, "log_probs", "full")] == [3, 2]
+
+
+@pytest.mark.parametrize("shape", ["flat", "view", "lazy stack"])
+def test_masks_that_are_edited_row_by_row_are_edited(shape):
+    td = {"flat": lambda td: td, **SHAPES}[shape](four_rows())
+    fake_tokens([21])(td)
+    for row in (row for block in flat_blocks(td) for row in block.unbind(0)):
+        row["masks"].all_assistant_mask = torch.zeros_like(row["masks"].all_assistant_mask)
+        row["masks", "all_attention_mask"].fill_(False)
+    for kind in ("assistant", "attention"):
+        assert not any(sum(row) for row in rows_of(td, "masks", f"all_{kind}_mask"))

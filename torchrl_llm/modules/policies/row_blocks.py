@@ -112,7 +112,12 @@ def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None
         if present is None or isinstance(value, Tensor):
             target.set(name, value)
             continue
-        _merge(_plain(present), _plain(value))
+        node, new = _plain(present), _plain(value)
+        if isinstance(new, LazyStackedTensorDict) and not isinstance(node, LazyStackedTensorDict):
+            # A dense node cannot hold ragged columns: its rows join theirs in a new one.
+            target.set(name, _as(present, _joined_rows(node, new)))
+        else:
+            _merge(node, new)
 
 
 def _set_nested(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
@@ -121,19 +126,29 @@ def _set_nested(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> Non
         if isinstance(value, Tensor):
             target.set(name, value.reshape(*target.batch_size, *value.shape[1:]))
             continue
-        node, present = _plain(value), _plain(present)
-        if merge and present is not None:
-            held = [row for block in flat_blocks(present) for row in block.unbind(0)]
-            rows = [row.copy().update(new) for row, new in zip(held, node.unbind(0), strict=True)]
-            node = lazy_rows(rows)
+        joins = merge and present is not None
+        node = _joined_rows(_plain(present), _plain(value)) if joins else _plain(value)
         # TensorDict stacks ragged rows of rows, but not of classes: the class goes outside. And
         # TorchRL's step_mdp pairs the parts of old and new nodes, whatever dimension these have.
-        shaped = nest(node, target.batch_size, like=present)
-        target.set(name, type(value)._from_tensordict(shaped) if is_tensorclass(value) else shaped)
+        shaped = nest(node, target.batch_size, like=_plain(present))
+        target.set(name, _as(present if joins else value, shaped))
+
+
+def _as(like: Any, node: TensorDictBase) -> Any:
+    """A node in the class of another one."""
+    return type(like)._from_tensordict(node) if is_tensorclass(like) else node
 
 
 def _plain(node: Any) -> Any:
     return node._tensordict if is_tensorclass(node) else node
+
+
+def _joined_rows(node: TensorDictBase, values: TensorDictBase) -> TensorDictBase:
+    """The columns of a node of any shape and those of a flat one, row by row."""
+    held = [row for block in flat_blocks(node) for row in block.unbind(0)]
+    return lazy_rows(
+        [row.copy().update(new) for row, new in zip(held, values.unbind(0), strict=True)]
+    )
 
 
 def _merge(node: TensorDictBase, values: TensorDictBase) -> None:
