@@ -149,14 +149,30 @@ def test_calls_that_are_written_by_their_id_alone():
     assert "<do>functions.g:0<with>{}" in formatter.render(chat)
 
 
-def test_marks_glued_to_words_are_the_structure_of_an_answer_and_not_its_end():
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|other|>"])
+def test_marks_glued_to_words_are_the_structure_of_an_answer_and_not_its_end(eos):
     body = (
         "{{- '<|im_start|>' + m.role + '\n' -}}{%- if m.role == 'assistant' -%}"
         "{{- '<|open|>say<|sep|>' + m.content + '<|close|>say<|sep|>' -}}{%- else -%}"
         "{{- m.content -}}{%- endif -%}{{- '<|im_end|>\n' -}}"
     )
     marks = ("<|im_start|>", "<|im_end|>", "<|open|>", "<|sep|>", "<|close|>")
-    formatter = _formatter(body, special=marks)
+    formatter = _formatter(body, special=marks, eos=eos)
     prompt = formatter.encode([{"role": "user", "content": "hi"}]).token_ids
+    assert {closer.text for closer in formatter.closers} == {"<|sep|><|im_end|>"}
     ids = formatter._codec.ids("<|open|>say<|sep|>so<|close|>say<|sep|><|im_end|>")
+    assert formatter.parse_response(prompt, ids, FinishReason.STOP)["content"] == "so"
+
+
+def test_marks_that_only_the_model_writes_are_no_header_and_no_content():
+    body = (
+        "{%- if m.role == 'assistant' -%}{{- '<|say|>' + m.content + '<|said|><|im_end|>' -}}"
+        "{%- else -%}{{- m.content + '<|im_end|><|im_start|>' -}}{%- endif -%}"
+    )
+    template = "{%- for m in messages -%}" + body + "{%- endfor -%}"
+    marks = ("<|im_start|>", "<|im_end|>", "<|say|>", "<|said|>")
+    tokenizer = tokenizer_of(Specimen(template, special=marks), "bytes")
+    formatter = ChatFormatter(tokenizer, debug=True)
+    prompt = formatter.encode([{"role": "user", "content": "hi"}]).token_ids
+    ids = formatter._codec.ids("<|say|>so<|said|><|im_end|>")
     assert formatter.parse_response(prompt, ids, FinishReason.STOP)["content"] == "so"

@@ -175,7 +175,7 @@ class _Prober:
             closers=closers,
             terminal=terminal,
             openers=self._openers(prompt, call is not None, closers),
-            reasoning=self._reasoning_marks(form, header, written),
+            reasoning=self._reasoning_marks(form, header),
             call=written,
             results=RESULT in (call or self.text([_user(USER), _answer(ANSWER), _RESULT]) or ""),
             system=RESULT in (self.text(told) or ""),
@@ -259,12 +259,24 @@ class _Prober:
             raise TemplateError("the chat template drops the content of an assistant message")
         user, answer = turn.index(USER) + len(USER), turn.index(ANSWER)
         if bare is None or full is None or bare == full:
-            return turn[user:answer].rstrip(), "", ""
+            header = turn[user:answer].rstrip()
+            prompted = _common_prefix(full or "", turn)
+            rest = turn[self._outside(turn, len(prompted)) : answer]
+            told = USER in prompted and prompted[prompted.rindex(USER) + len(USER) :].strip()
+            if told and self._is_marked(rest):
+                # It is written after every user's turn, and the model begins with these marks.
+                return header.removesuffix(rest.strip()), rest, ""
+            return header, "", ""
         # The end of a user's turn may be missing from `bare` (it is written with the next header).
         start = self._outside(full, len(_common_prefix(_common_prefix(bare, full), turn)))
         prompt, gap = full[start:], turn[start:answer]
         header = prompt[: self._outside(prompt, len(_common_prefix(prompt, gap)))]
         return header, gap[len(header) :], prompt
+
+    def _is_marked(self, text: str) -> bool:
+        """Whether a text is special tokens and nothing else, at least one."""
+        markers = [m for _, _, m in self.shield.markers_in(text)]
+        return bool(markers) and "".join(markers) == "".join(text.split())
 
     def _outside(self, text: str, at: int) -> int:
         """The position, or the beginning of the special token or the tag that it cuts in two."""
@@ -313,13 +325,15 @@ class _Prober:
         found = self._runs(text, start, end if end >= 0 else len(text))
         runs = [[m for m in run if m not in brackets and not _BRACKET.search(m)] for run in found]
         runs = [run for run in runs if run]
+        if after == ANSWER and runs:
+            eos = eos | self._last_mark()
         ended = [run for run in runs if any(self.codec.special.get(m) in eos for m in run)]
         if ended and ended[0] is not runs[0]:
-            words, at = [], start
-            for a, b, _ in self.shield.markers_in(text, start, text.find(ended[0][0], start)):
-                words.append(text[at:a])
-                at = b
-            glued = "".join(words).strip()
+            stop = text.find(ended[0][0], start)
+            glued = text[start:stop]
+            for _, _, marker in self.shield.markers_in(text, start, stop):
+                glued = glued.replace(marker, "")
+            glued = glued.strip()
             if glued and not _BLANK.search(glued):
                 runs = ended  # marks glued to words are the structure of an answer, not its end
         for run in runs:
@@ -327,6 +341,21 @@ class _Prober:
             closing = run[: last + 1]
             return Closer("".join(closing), tuple(self.codec.special[m] for m in closing))
         return None
+
+    def _last_mark(self) -> set[int]:
+        """The special token at the very end of a text, if words stand before it in the turn's end.
+
+        Marks in front of these words do not end the turn.
+        """
+        text = (self.text([_user(USER), _answer(ANSWER)]) or "").rstrip()
+        at = text.rfind(ANSWER)
+        markers = self.shield.markers_in(text, at + len(ANSWER)) if at >= 0 else []
+        if len(markers) < 2 or markers[-1][1] != len(text):
+            return set()
+        glued = text[markers[0][1] : markers[-1][0]]
+        for _, _, marker in markers[1:-1]:
+            glued = glued.replace(marker, "")
+        return {self.codec.special[markers[-1][2]]} if glued and not _BLANK.search(glued) else set()
 
     def _runs(self, text: str, start: int, end: int) -> list[list[str]]:
         runs: list[list[str]] = []
@@ -371,7 +400,7 @@ class _Prober:
 
     # -- reasoning and calls ----------------------------------------------------------------------
 
-    def _reasoning_marks(self, form: Form, header: str, call: str | None) -> tuple[str, str] | None:
+    def _reasoning_marks(self, form: Form, header: str) -> tuple[str, str] | None:
         if form.reasoning_field is None:
             return None
         text = self.text([_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)])
@@ -385,10 +414,13 @@ class _Prober:
         if at < 0 or stop < 0:
             return None
         head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
+        if header and header not in text[:at]:  # history has another header than this turn
+            near = re.search(r"<[^<>]*>\s*$", text[:at])
+            head = near.start() if near else at
         opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
-        if ANSWER not in text:  # found next to a call: keep only what stands before the call
-            begun = call[: call.find(NAME)].strip() if call else ""
-            closing = closing.removesuffix(begun).split("\n")[0] if begun != closing else closing
+        if ANSWER not in text:  # found next to a call: keep only the first marker
+            first = re.match(r"<[^<>]*>", closing)
+            closing = first.group() if first else closing.split("\n")[0]
         if not opening and header.rstrip().endswith(closing.replace("/", "", 1)):
             opening = closing.replace("/", "", 1)  # the generation prompt has it already
         return (opening, closing) if closing else None

@@ -71,7 +71,7 @@ class ResponseParser:
         self._schemas = dict(_schema(tool) for tool in self._tools)
         self._reasoning = probe.reasoning
         self._lead, self._trail = probe.lead.strip(), probe.trail
-        structure = " ".join([probe.lead, probe.call or "", *(probe.reasoning or ())])
+        structure = " ".join([probe.lead, probe.trail, probe.call or "", *(probe.reasoning or ())])
         inner = {i for m, i in codec.added.items() if m in structure}
         self._roles = probe.openers - inner
         self._ends = {*codec.eos_ids, *(c.ids[-1] for c in probe.closers)}
