@@ -323,8 +323,10 @@ def test_padding_fills_dense_columns_and_a_response_is_part_of_full(tokenizer, q
     longest = max(map(len, rows))
     assert dense["surprise", "full"].shape == (2, longest)
     assert dense["router", "experts"].shape == (2, longest, 2)
-    for row, padded in zip(rows, dense["surprise", "full"], strict=True):
-        assert padded.tolist() == [*row.tolist(), *[-7.0] * (longest - len(row))]
+    there = dense["masks", "all_attention_mask"]
+    for row, padded, mask in zip(rows, dense["surprise", "full"], there, strict=True):
+        assert padded[mask].tolist() == row.tolist()
+        assert (padded[~mask] == -7.0).all()
     for node in ("tokens", "log_probs", "surprise"):
         full, response = (read_rows(ragged, (node, part)) for part in ("full", "response"))
         for whole, part in zip(full, response, strict=True):

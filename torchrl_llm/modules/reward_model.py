@@ -17,7 +17,7 @@ from torchrl_llm.errors import DataError, RewardError
 class HFRewardModelWrapper(TensorDictModuleBase):
     """Scores rows with a sequence classifier that has one output, such as TRL's reward trainer's.
 
-    Rows may be ragged or padded on the right. Hugging Face's classifiers find the end of a row by
+    Rows may be ragged or padded on any side. Hugging Face's classifiers find the end of a row by
     ``model.config.pad_token_id``, so rows of different length are padded with that; a model without
     one scores row by row. (Such a classifier reads the score at the last token that is not the pad
     id, also where a row ends with that very id.)
@@ -95,6 +95,10 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         if self.attention_mask_key is None and len({row.shape for row in rows}) > 1:
             raise DataError("rows of different length need an attention mask: attention_mask_key")
         masks = None if self.attention_mask_key is None else self._masks(tensordict, rows)
+        if masks is not None:
+            # Padding in front of a row would move it to other positions.
+            rows = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+            masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
         config = getattr(self.model, "config", None)
         pad_id = getattr(config, "pad_token_id", None)
         size = 1 if config is not None and pad_id is None else len(rows)

@@ -7,11 +7,12 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from torchrl_llm.data.history import History
-from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.envs.transforms import RetrieveLogProb, RetrieveTeacherLogProb
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import SFTLoss
 
 
@@ -303,3 +304,16 @@ class TestLikeTorchRL:
     def test_rollouts_of_two_dimensions_are_explained(self, rows):
         with pytest.raises(DataError, match=r"reshape\(-1\)"):
             RetrieveLogProb(Scorer())(torch.stack([rows, rows]))
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_is_no_prefix_on_either_side(self, tiny_model, side):
+        full = [torch.tensor([5, 6, 7, 8]), torch.tensor([8, 9])]
+        masks = [torch.ones(len(ids), dtype=torch.bool) for ids in full]
+        ragged = TensorDict(tokens=ragged_rows({"full": full}), batch_size=[2])
+        dense = TensorDict(batch_size=[2])
+        dense["tokens", "full"] = pad_rows(full, 1, side=side)
+        kept = dense["masks", "all_attention_mask"] = pad_rows(masks, False, side=side)
+        transform = RetrieveLogProb(CausalScorer(tiny_model), assistant_only=False)
+        found, expected = values(transform(dense)), values(transform(ragged))
+        for row, mask, right in zip(found, kept, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(row)[mask], torch.tensor(right))

@@ -48,6 +48,14 @@ def _in_pieces(
     return found
 
 
+def _unpadded(rows: RowView, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Bool ``[T_b]`` of each row, false at padding, which a model must not see as a prefix."""
+    kept = rows.read(("masks", "all_attention_mask"))
+    if kept is None:
+        return [torch.ones_like(ids, dtype=torch.bool) for ids in sequences]
+    return [mask.bool() for mask in kept]
+
+
 def check_padding_side(padding_side: str) -> None:
     """Take TorchRL's argument where it says nothing; log that it has no effect where it does.
 
@@ -192,7 +200,8 @@ class RetrieveLogProb(RowTransform):
         Returns:
             ``B`` float32 tensors ``[T_b]``.
         """
-        sequences, selected = self._tokens(rows)
+        sequences, selected, kept = self._tokens(rows)
+        unpadded = [ids[mask] for ids, mask in zip(sequences, kept, strict=True)]
         temperature = rows.read(as_path(self.temperature_key))
 
         def score(piece: list[int], masks: list[Tensor]) -> Tensor:
@@ -200,16 +209,13 @@ class RetrieveLogProb(RowTransform):
             if temperature is not None:
                 temperatures = torch.stack([temperature[row].reshape(()) for row in piece]).float()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-                return (
-                    self._models[1]
-                    .token_scores(
-                        [sequences[row] for row in piece],
-                        masks,
-                        temperature=temperatures,
-                        extras=self._support(rows, piece, masks),
-                    )
-                    .log_probs
+                scores = self._models[1].token_scores(
+                    [unpadded[row] for row in piece],
+                    [mask[kept[row]] for row, mask in zip(piece, masks, strict=True)],
+                    temperature=temperatures,
+                    extras=self._support(rows, piece, masks),
                 )
+            return scores.log_probs
 
         return _in_pieces(sequences, selected, self.token_budget, score)
 
@@ -224,8 +230,8 @@ class RetrieveLogProb(RowTransform):
         columns = [[column[row] for row in asked] for column in (ids, counts)]
         return ScoreExtras(support=Support.of_rows(*columns, masks))
 
-    def _tokens(self, rows: RowView) -> tuple[list[Tensor], list[Tensor]]:
-        """The ids of each row, and which of them are scored."""
+    def _tokens(self, rows: RowView) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The ids of each row, which of them are scored, and which are no padding."""
         sequences = rows.read(("tokens", "full"))
         assistant = rows.read(("masks", "all_assistant_mask"))
         if sequences is None:
@@ -239,15 +245,13 @@ class RetrieveLogProb(RowTransform):
             raise DataError(
                 "the rows have no ('masks', 'all_assistant_mask'); the policy writes it"
             )
-        kept = rows.read(("masks", "all_attention_mask"))
+        kept = _unpadded(rows, sequences)
         masks = []
         for row, stepped in enumerate(rows.stepped()):
-            mask = assistant[row] & stepped
-            if kept is not None:
-                mask &= kept[row]
-            mask[:1] = False  # the first token has no prefix
+            mask = assistant[row] & stepped & kept[row]
+            mask[kept[row].nonzero()[:1]] = False  # the first token has no prefix
             masks.append(mask)
-        return sequences, masks
+        return sequences, masks, kept
 
     def empty_columns(self) -> dict[Path, Tensor]:
         """No token has a log-prob yet."""
@@ -473,7 +477,10 @@ class RetrieveValues(RowTransform):
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
         """The two columns."""
-        sequences = rows.read(("tokens", "full"), "the policy writes them")
+        full = rows.read(("tokens", "full"), "the policy writes them")
+        kept = _unpadded(rows, full)
+        sequences = [ids[mask] for ids, mask in zip(full, kept, strict=True)]
+        sampled = [own[mask] for own, mask in zip(rows.sampled(), kept, strict=True)]
         cut = [Trajectory([row]).truncated for row in row_list(rows.root)]
         # Behind a cut stands a token that is only there to be predicted; it is never run.
         padded = [
@@ -482,12 +489,15 @@ class RetrieveValues(RowTransform):
         ]
         masks = [
             torch.cat([mask, mask.new_ones(1)]) if behind else mask.clone()
-            for mask, behind in zip(rows.sampled(), cut, strict=True)
+            for mask, behind in zip(sampled, cut, strict=True)
         ]
         for mask in masks:
             mask[:1] = False  # the first token has no prefix
         found = self._values(padded, masks)
-        values = [own[: ids.shape[0]] for own, ids in zip(found, sequences, strict=True)]
+        values = [
+            own.new_zeros(mask.shape).masked_scatter(mask, own[: ids.shape[0]])
+            for own, ids, mask in zip(found, sequences, kept, strict=True)
+        ]
         behind = [
             own[-1] if at_end else own.new_zeros(()) for own, at_end in zip(found, cut, strict=True)
         ]

@@ -9,7 +9,7 @@ Shape legend: ``B`` rows, ``S`` tokens of all rows together, ``T_b`` tokens of r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -294,7 +294,11 @@ def scored_columns(
 
 
 def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorDict:
-    """Make the ragged nodes dense: prompts padded on the left, everything else on the right.
+    """Make the ragged nodes dense, so that ``full[:, P:]`` is the response.
+
+    Prompts are padded on the left to ``P`` tokens, responses on the right; ``full`` and what is
+    aligned with it is one behind the other, and without a response padded on the left alone. Kept
+    ids are padded on the right.
 
     Args:
         flat: as the other functions here return it.
@@ -302,11 +306,14 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
         names: names of the nodes.
     """
     out = flat.copy()
+    lengths = [ids.shape[0] for ids in read_rows(flat, (names.tokens, "full"))]
+    answers = read_rows(flat, (names.tokens, "response"), None)
+    parts = _Parts(lengths, [0 if answers is None else a.shape[0] for a in answers or lengths])
     for node in ("tokens", "masks", "log_probs", "trace", "support"):
         name = getattr(names, node)
         view = flat.get(name, None)
         if view is not None:
-            dense = _dense(view._tensordict, node, pad_token_id)
+            dense = _dense(view._tensordict, node, pad_token_id, parts)
             padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
             out.set(name, type(view)._from_tensordict(padded))
     for name in dict.fromkeys(fact.key[0] for fact in token_facts.added_facts()):
@@ -314,12 +321,25 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
         if view is not None:
             # Still a lazy stack, now of rows of one length: an environment's next prompts, which
             # are ragged, must fit into the same node.
-            dense = _dense(view, name, pad_token_id)
+            dense = _dense(view, name, pad_token_id, parts)
             out.set(name, ragged_rows({c: rows.unbind(0) for c, rows in dense.items()}))
     return out
 
 
-def _dense(node: TensorDictBase, name: str, pad_token_id: int) -> dict[str, Tensor]:
+class _Parts(NamedTuple):
+    """How ``B`` rows of ``full`` are made of a prompt and a response."""
+
+    lengths: list[int]
+    responses: list[int]
+
+    def pad(self, rows: Sequence[Tensor], value: float) -> Tensor:
+        """Rows aligned with ``full``: prompts padded on the left, responses on the right."""
+        cut = [row.tensor_split([n - r]) for row, n, r in zip(rows, *self, strict=True)]
+        prompts, responses = zip(*cut, strict=True)
+        return torch.cat((pad_rows(prompts, value, side="left"), pad_rows(responses, value)), dim=1)
+
+
+def _dense(node: TensorDictBase, name: str, pad_token_id: int, parts: _Parts) -> dict[str, Tensor]:
     dense = {}
     for column in sorted(node.keys()):
         rows = read_rows(node, column)
@@ -327,7 +347,9 @@ def _dense(node: TensorDictBase, name: str, pad_token_id: int) -> dict[str, Tens
             dense[column] = torch.stack(rows)
             continue
         value, side = token_facts.padding_of(name, column)
-        dense[column] = pad_rows(rows, pad_token_id if name == "tokens" else value, side=side)
+        value = pad_token_id if name == "tokens" else value
+        own = column in ("prompt", "response") or (name, column) == ("support", "token_ids")
+        dense[column] = pad_rows(rows, value, side=side) if own else parts.pad(rows, value)
     return dense
 
 

@@ -83,7 +83,8 @@ class PolicyOptions:
             special token is added. Those that TorchRL sets itself (``return_tensors="pt"``,
             ``return_attention_mask=True``, ``padding=True``, ``padding_side="left"``) may be
             there and change nothing: ids are not padded before the model.
-        pad_output: write dense columns: prompts padded on the left, all others on the right.
+        pad_output: write dense columns, ``full`` as TorchRL does: prompts padded on the left to
+            ``P`` tokens and responses on the right, so that ``full[:, P:]`` is the response.
         inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
             into an empty one of its kind, ``False`` into a new one.
         layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
