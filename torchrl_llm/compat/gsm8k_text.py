@@ -22,11 +22,12 @@ from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
 
-_FRAME = (
+BASE_PROMPT = (
     "A user asks a question, and an assistant answers it. The assistant thinks first, between "
     "<think> and </think>, and then gives the final number between <answer> and </answer>.\n"
-    "User: {}\nAssistant: <think>"
+    "User: %s\nAssistant: <think>"
 )
+"""The prompt of a question, which stands at ``%s``."""
 
 
 class GSM8KPrepareQuestion(Transform):
@@ -80,10 +81,10 @@ class GSM8KPrepareQuestion(Transform):
 
 def _prepared(questions: Any) -> Any:
     if isinstance(questions, NonTensorData):
-        return NonTensorData(_FRAME.format(questions.data))
+        return NonTensorData(BASE_PROMPT % (questions.data,))
     rows = questions.tolist() if is_non_tensor(questions) else list(questions)
     # Rows that do not start in this reset have no question.
-    return Column.of(None if row is None else _FRAME.format(row) for row in rows)
+    return Column.of(None if row is None else BASE_PROMPT % (row,) for row in rows)
 
 
 class _ResponseColumn:

@@ -22,26 +22,52 @@ _FP32 = (
     "and make_vllm_worker), not for a process"
 )
 _SECONDS = "limits are arguments: start_timeout_s and timeout_s of AsyncVLLM"
+_MLGYM = (
+    "MLGymWrapper writes the conversation itself, and make_mlgym() makes it with its tasks; there "
+    "are no transforms for its parts"
+)
+_UPDATER = "vLLMUpdater is an ordinary class here and has no metaclass; subclass it"
+_TRANSPORT = (
+    "weights travel by WeightSource and WeightReceiver of torchrl_llm.weights, which the schemes "
+    "(VLLMWeightSyncScheme, VLLMDoubleBufferSyncScheme) make for you"
+)
 _REASONS = {
     "AsyncSGLang": _SGLANG,
+    "EvaluationOutputParser": _MLGYM,
     "FP32_MODEL_OVERRIDES": _FP32,
     "FP32_OVERRIDES_ENV_VAR": _FP32,
+    "IsolateCodeBlock": _MLGYM,
     "LocalLLMWrapper": _LOCAL,
+    "MLGymBaseTransform": _MLGYM,
+    "MLGymRewardAssignment": _MLGYM,
+    "MessageToHistory": _MLGYM,
     "RLSGLangEngine": _SGLANG,
     "RayLLMWorker": _REMOTE,
+    "ReadState": _MLGYM,
+    "ResetModule": _MLGYM,
+    "SGLangCollectiveTransport": _SGLANG,
+    "SGLangWeightSender": _SGLANG,
+    "SGLangWeightSyncScheme": _SGLANG,
     "SGLangWrapper": _SGLANG,
+    "StateToMessage": _MLGYM,
     "TIMEOUT_SECONDS": _SECONDS,
+    "TaskSampler": _MLGYM,
+    "VLLMCollectiveTransport": _TRANSPORT,
+    "VLLMDoubleBufferTransport": _TRANSPORT,
     "check_server_health": _SGLANG,
     "convert_sampling_params": _SGLANG,
     "dtype_to_str": _SGLANG,
     "enable_fp32_overrides": _FP32,
     "flush_cache": _SGLANG,
     "fp32_overrides_enabled": _FP32,
+    "get_args": _MLGYM,
     "get_local_ip_address": _SGLANG,
     "get_model_info": _SGLANG,
     "get_server_info": _SGLANG,
+    "get_sglang_model_metadata": _SGLANG,
     "register_fp32_overrides": _FP32,
     "str_to_dtype": _SGLANG,
+    "vLLMUpdaterMeta": _UPDATER,
     "wait_for_server": _SGLANG,
 }
 

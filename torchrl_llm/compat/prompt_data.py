@@ -22,6 +22,9 @@ from torchrl_llm.compat.tokenized_dataset import (
 )
 from torchrl_llm.errors import DataError, TokenizerError
 
+DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
+"""Data that is loaded where no other is named."""
+
 
 class PromptData(TensorClass["nocast"]):
     """Prompts and their labels, padded on the right.
@@ -91,7 +94,7 @@ class PromptData(TensorClass["nocast"]):
         data = TokenizedDatasetLoader(
             split,
             max_length,
-            "CarperAI/openai_summarize_tldr" if dataset_name is None else dataset_name,
+            DEFAULT_DATASET if dataset_name is None else dataset_name,
             PromptTensorDictTokenizer,
             root_dir=root_dir,
             from_disk=from_disk,

@@ -15,6 +15,9 @@ from torch import Tensor
 from torchrl_llm.compat.tokenized_dataset import TensorDictTokenizer, TokenizedDatasetLoader
 from torchrl_llm.errors import DataError
 
+DEFAULT_DATASET = "CarperAI/openai_summarize_comparisons"
+"""Data that is loaded where no other is named."""
+
 
 class RewardData(TensorClass["nocast"]):
     """Texts that a reward model scores.
@@ -81,7 +84,7 @@ class PairwiseDataset(TensorClass["nocast"]):
         data = TokenizedDatasetLoader(
             split,
             max_length,
-            "CarperAI/openai_summarize_comparisons" if dataset_name is None else dataset_name,
+            DEFAULT_DATASET if dataset_name is None else dataset_name,
             TensorDictTokenizer,
             pre_tokenization_hook,
             root_dir=root_dir,

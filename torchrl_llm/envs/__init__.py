@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchrl_llm._imports import lazy
 
 _LAZY = {
+    "torchrl_llm.tools": "BrowserTransform MCPToolTransform PythonInterpreter",
     "torchrl_llm.compat.gsm8k_text": "GSM8KPrepareQuestion make_gsm8k_env",
     "torchrl_llm.compat.hashing_env": "LLMHashingEnv",
     "torchrl_llm.compat.llm_env": "LLMEnv",

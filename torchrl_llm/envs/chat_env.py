@@ -9,6 +9,7 @@ Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -330,6 +331,8 @@ class DatasetChatEnv(TransformedEnv):
         tokenizer: see :class:`ChatEnv`.
         device: device of the tensors.
         template_kwargs: see :class:`ChatEnv`.
+        apply_template: has no effect, as in TorchRL, and warns of it where it is true: the policy
+            applies its template in history mode, and ``input_mode="text"`` gives templated texts.
         collate_fn: list of rows to one dict of columns.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
         data_key: the column that holds the user's message.
@@ -372,6 +375,7 @@ class DatasetChatEnv(TransformedEnv):
         tokenizer: Any = None,
         device: torch.device | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        apply_template: bool | None = False,
         collate_fn: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
         input_mode: Mode = "history",
         data_key: str | None = None,
@@ -383,6 +387,12 @@ class DatasetChatEnv(TransformedEnv):
     ) -> None:
         if dataloader_actor_name is not None and not ray_backend:
             raise ConfigError("dataloader_actor_name has no effect without ray_backend=True")
+        if apply_template:
+            warnings.warn(
+                "apply_template has no effect: in history mode the policy applies its template; "
+                'input_mode="text" gives prompts to which it has been applied',
+                stacklevel=2,
+            )
         data_key = "query" if data_key is None else data_key
         if isinstance(dataset, _Loader):
             loader = dataset.loader

@@ -14,7 +14,10 @@ _LAZY = {
     "torchrl_llm.tools.executor": "ToolExecutor",
     "torchrl_llm.tools.mcp": "MCPServers MCPTool MCPToolTransform",
     "torchrl_llm.tools.process_tool": "ProcessTool",
-    "torchrl_llm.tools.python_interpreter": "PythonExecutorService PythonInterpreter PythonTool",
+    "torchrl_llm.tools.python_interpreter": (
+        "PersistentPythonProcess PythonExecutorService PythonInterpreter PythonTool"
+    ),
+    "torchrl_llm.tools.text_tools": "LLMToolParser ParseResult ToolTransformBase",
     "torchrl_llm.tools.tool": "FunctionTool Tool",
     "torchrl_llm.tools.tool_call": "BrokenCall ToolCall ToolOutput ToolResult",
     "torchrl_llm.tools.tool_registry": (

@@ -46,6 +46,17 @@ _PROPERTIES: dict[str, Any] = {
     "amount": {"type": "integer"},
     "attribute": {"type": "string", "description": '"text" (default), "html", "href", ...'},
 }
+BROWSER_SCHEMA: dict[str, Any] = {
+    "name": "browser",
+    "description": "A web browser. What is open stays open from one call to the next.",
+    "parameters": {
+        "type": "object",
+        "properties": _PROPERTIES,
+        "required": ["action"],
+        "additionalProperties": False,
+    },
+}
+"""What a model is told of the browser."""
 # The whole of a call: waiting for a browser that starts, and for a page that is given up.
 _GRACE_S = 5.0
 
@@ -79,14 +90,9 @@ class BrowserTool(Restarted, Tool):
         "navigate needs 'url'"
     """
 
-    name = "browser"
-    description = "A web browser. What is open stays open from one call to the next."
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": _PROPERTIES,
-        "required": ["action"],
-        "additionalProperties": False,
-    }
+    name: str = BROWSER_SCHEMA["name"]
+    description: str = BROWSER_SCHEMA["description"]
+    parameters: Mapping[str, Any] = BROWSER_SCHEMA["parameters"]
     stateful = True
     _own = ("_loop", "_driver")
 
@@ -233,5 +239,6 @@ class BrowserTransform(ToolTransform):
         parser = MessageOrTagParser() if parser is None else parser
         super().__init__([browser], parser, tool_name=tool_name, timeout=timeout, **kwargs)
         self.browser = browser
+        self.allowed_domains, self.headless, self.tokenizer = allowed_domains, headless, tokenizer
         if tokenizer is not None:
             ChatFormatter(tokenizer, tools=self.schemas)

@@ -293,7 +293,6 @@ class MCPToolTransform(ToolTransform):
         if parser is None:
             written = None if tool_call_pattern is None else PatternParser(tool_call_pattern)
             parser = MessageOrTagParser(written)
-        self.tool_call_pattern = tool_call_pattern
         self.servers = MCPServers(
             servers,
             timeout=timeout,
@@ -309,6 +308,7 @@ class MCPToolTransform(ToolTransform):
         except BaseException:
             self.servers.close()
             raise
+        self.tool_call_pattern = tool_call_pattern
 
     @property
     def server_configs(self) -> dict[str, MCPServerConfig]:

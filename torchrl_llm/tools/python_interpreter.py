@@ -167,6 +167,39 @@ class PythonExecutorService(Restarted):
             sandbox.close()
 
 
+class PersistentPythonProcess:
+    r"""One interpreter in a sandbox, whose names live from one piece of code to the next.
+
+    Args:
+        timeout: seconds that a piece may take.
+
+    Raises:
+        ConfigError: the time is not above 0.
+
+    Example:
+        >>> process = PersistentPythonProcess()
+        >>> process.execute("x = 2")["success"], process.execute("print(x)")["stdout"]
+        (True, '2\n')
+        >>> process.cleanup()
+    """
+
+    def __init__(self, timeout: float = 10.0) -> None:
+        self.timeout = timeout
+        self._service = PythonExecutorService(1, timeout)
+
+    def execute(self, prompt: str) -> dict[str, Any]:
+        """Run a piece of code, see :meth:`PythonExecutorService.execute`.
+
+        Args:
+            prompt: Python source.
+        """
+        return self._service.execute(prompt, session="")
+
+    def cleanup(self) -> None:
+        """End the interpreter; a later piece of code starts another one."""
+        self._service.close()
+
+
 class _Kept:
     """The interpreter of one caller, opened when it is needed."""
 
@@ -450,6 +483,13 @@ class PythonInterpreter(ToolTransform):
         )
         parser = CodeBlockParser(tool.name)
         super().__init__([tool], parser, tool_name=tool_name, timeout=tool.timeout, **kwargs)
+        self.tokenizer, self.persistent, self.services = tokenizer, persistent, services
+        self.service_name, self.namespace = service_name, namespace
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a block may take."""
+        return next(iter(self.tools.values())).code_timeout
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
         """The answers to the code blocks, one for each.

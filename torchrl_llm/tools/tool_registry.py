@@ -18,7 +18,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
 from torchrl_llm.tools.tool import Tool, as_text, closed_schema
 from torchrl_llm.tools.tool_call import ToolCall, ToolResult
-from torchrl_llm.tools.tool_transform import ToolTransform
+from torchrl_llm.tools.tool_transform import Calls, ToolTransform
 
 _TYPES = {
     str: "string",
@@ -203,6 +203,10 @@ class ServiceTool(Tool):
         """``parameters``, closed where the function takes no other arguments."""
         return closed_schema(self.parameters, self.function)
 
+    def __call__(self, **kwargs: Any) -> Any:
+        """Call the function outside of any conversation."""
+        return self.function(**kwargs)
+
     def run(self, call: ToolCall) -> str:
         """Call the function; what it returns is written as JSON."""
         state = {"_state": RowState(call.state)} if self._pass_state else {}
@@ -311,6 +315,7 @@ class SimpleToolTransform(ToolTransform):
             for name, function in tools.items()
         ]
         super().__init__(made, parser, tool_name=tool_name, timeout=timeout, **kwargs)
+        self.tool_call_pattern, self.tool_schemas = tool_call_pattern, schemas
 
 
 class ExecuteToolsInOrder(ToolTransform):
@@ -346,13 +351,24 @@ class ExecuteToolsInOrder(ToolTransform):
         pass_state_to_tools: bool = True,
         **kwargs: Any,
     ) -> None:
-        tools = [
-            ServiceTool.of(service, pass_state=pass_state_to_tools, stateful=True)
-            for service in registry
-        ]
-        super().__init__(tools, parser, **kwargs)
-        self.hands_over_state = pass_state_to_tools
-        self.executor.stop_on_error = stop_on_error
+        super().__init__((), parser, **kwargs)
+        self.registry = registry
+        self.hands_over_state = self.pass_state_to_tools = pass_state_to_tools
+        self.executor.stop_on_error = self.stop_on_error = stop_on_error
+        self._add_services()
+
+    def _add_services(self) -> None:
+        """The tools of services that have been registered since the last time."""
+        self.executor.add(
+            ServiceTool.of(service, pass_state=self.pass_state_to_tools, stateful=True)
+            for service in self.registry
+            if service.name not in self.tools
+        )
+
+    def _found(self, message: Any) -> Calls:
+        """The calls, of services that were registered later too."""
+        self._add_services()
+        return super()._found(message)
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
         """One message with the results of all calls."""

@@ -151,6 +151,16 @@ class ToolTransform(Transform):
         return self.executor.tools
 
     @property
+    def tool_role(self) -> str:
+        """Role of the appended messages, ``tool_name``."""
+        return self.tool_name
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take, where the tool has no limit of its own."""
+        return self.executor.timeout
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools as chat templates take them, for the ``tools`` argument of a policy."""
         return [tool.schema for tool in self.tools.values()]
@@ -180,7 +190,7 @@ class ToolTransform(Transform):
     # -- one step ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        turns = _Turns.of(tensordict, next_tensordict, self._mode().turns(tensordict))
+        turns = Turns.of(tensordict, next_tensordict, self._mode().turns(tensordict))
         calls = [
             self._calls(message) if message is not None and active else []
             for message, active in zip(turns.messages, turns.active, strict=True)
@@ -227,7 +237,7 @@ class ToolTransform(Transform):
         place = next(at for at, transform in enumerate(found) if transform is self)
         return found[:place], found[place + 1 :]
 
-    def _answer(self, calls: Sequence[Calls], turns: _Turns) -> list[list[ToolResult]]:
+    def _answer(self, calls: Sequence[Calls], turns: Turns) -> list[list[ToolResult]]:
         wanted: list[Calls] = []
         refused: list[list[ToolResult]] = []
         for row, found in enumerate(calls):
@@ -290,7 +300,7 @@ class ToolTransform(Transform):
         td: TensorDictBase,
         next_td: TensorDictBase,
         results: Sequence[Sequence[ToolResult]],
-        turns: _Turns,
+        turns: Turns,
     ) -> None:
         before = next_td.get("tools", None)  # of another transform, in this step
         num_before = [0] * len(results) if before is None else before.get("num_calls").tolist()
@@ -365,7 +375,7 @@ def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return FunctionTool(tool)
 
 
-class _Turns(NamedTuple):
+class Turns(NamedTuple):
     """The rows of one step.
 
     Attributes:
@@ -385,7 +395,14 @@ class _Turns(NamedTuple):
     rows: Callable[[int], TensorDictBase]
 
     @classmethod
-    def of(cls, td: TensorDictBase, next_td: TensorDictBase, messages: Sequence[Any]) -> _Turns:
+    def of(cls, td: TensorDictBase, next_td: TensorDictBase, messages: Sequence[Any]) -> Turns:
+        """The rows of a step.
+
+        Args:
+            td: what the policy left.
+            next_td: what the step makes of it.
+            messages: the model's, of each row.
+        """
         size = len(messages)
         active = [True] * size
         mask, done = td.get("_step", None), next_td.get("done", None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +15,22 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.errors import ConfigError
+
+_MOST_CHANGES = 10_000
+
+
+class VersionChange(NamedTuple):
+    """A version that followed another one.
+
+    Attributes:
+        timestamp: when.
+        old_version: the one before; ``None`` for the first.
+        new_version: the one from then on.
+    """
+
+    timestamp: datetime
+    old_version: str | int | None
+    new_version: str | int
 
 
 class PolicyVersion(Transform):
@@ -25,6 +43,10 @@ class PolicyVersion(Transform):
     Args:
         version_type: ``int`` or ``"int"`` counts from 0, int64 ``[B]``; ``str`` or ``"uuid"`` gives
             each version a random name, a string per row.
+
+    Attributes:
+        version: the current version; a new one may be set.
+        version_history: the latest 10,000 changes, the oldest first.
 
     Raises:
         ConfigError: for another type.
@@ -43,7 +65,19 @@ class PolicyVersion(Transform):
         self.version_type: Literal["int", "uuid"] = (
             "int" if version_type in (int, "int") else "uuid"
         )
-        self.version: int | str = 0 if self.version_type == "int" else uuid.uuid4().hex
+        self._version: int | str | None = None
+        self.version_history: deque[VersionChange] = deque(maxlen=_MOST_CHANGES)
+        self.version = 0 if self.version_type == "int" else uuid.uuid4().hex
+
+    @property
+    def version(self) -> int | str:
+        """The current version."""
+        return self._version  # type: ignore[return-value]
+
+    @version.setter
+    def version(self, version: int | str) -> None:
+        self.version_history.append(VersionChange(datetime.now(), self._version, version))
+        self._version = version
 
     def increment_version(self) -> None:
         """Name the next version: one more, or a new random name."""
