@@ -113,6 +113,8 @@ def _add_names(module: ModuleType, words: tuple[str, ...]) -> None:
                 return found
         if own is not None:
             return own(name)
+        if name == "__all__":  # what `from module import *` takes
+            return [each for each in __dir__() if not each.startswith("_")]
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

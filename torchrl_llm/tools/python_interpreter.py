@@ -166,6 +166,10 @@ class PythonExecutorService(Restarted):
         if sandbox is not None and sandbox is not self._given:
             sandbox.close()
 
+    def cleanup(self) -> None:
+        """End all interpreters, as :meth:`close` does."""
+        self.close()
+
 
 class PersistentPythonProcess:
     r"""One interpreter in a sandbox, whose names live from one piece of code to the next.

@@ -110,6 +110,8 @@ class ToolTransform(Transform):
         >>> env.close()
     """
 
+    use_step = True
+    """Answers are a part of an environment's step."""
     hands_over_state = False
     """Whether calls carry the row that they come from, as ``ToolCall.state``."""
 
