@@ -1,9 +1,9 @@
 """Conversations with a batch: build, index, extend, render with a template, read back.
 
-A :class:`History` looks like a tensor of messages, ``[*B, M]``: the batch of the conversations and
-then their messages, whose number differs from row to row. It is stored as one immutable
-:class:`~torchrl_llm.data.column.Chat` a conversation, so its ``batch_size`` is ``[*B]``; the index
-of a message comes last, ``history[0, -1]``.
+A :class:`History` looks like a tensor of messages: a message has shape ``[]``, a conversation
+``[T]``, a batch ``[*B, T]``, or ``[*B, -1]`` where the number of messages differs. It is stored as
+one immutable :class:`~torchrl_llm.data.column.Chat` a conversation, in a node of ``batch_size``
+``[*B]``.
 
 Next: :mod:`torchrl_llm.data.text.templates` finds templates,
 :mod:`torchrl_llm.data.text.whole_chats` renders and reads back.
@@ -11,146 +11,29 @@ Next: :mod:`torchrl_llm.data.text.templates` finds templates,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorClass, TensorDict, TensorDictBase
+from tensordict import TensorClass
+from tensordict._torch_func import _stack as tensordict_stack
+from tensordict.utils import _shape as tensordict_shape
 from torch import Tensor
 from torchrl.data import Composite, NonTensor
 
 from torchrl_llm.data import column as cells
+from torchrl_llm.data import message_grid as grids
 from torchrl_llm.data.column import Chat, Column, Message
 from torchrl_llm.data.messages import ContentBase  # noqa: F401
-from torchrl_llm.data.ragged import pad_rows, ragged_rows
 from torchrl_llm.data.text.templates import (  # noqa: F401
     add_chat_template,
     remove_chat_template,
     resolve_template,
 )
-from torchrl_llm.data.text.whole_chats import EncodedChat, encode_chats, read_text, render_chats
-from torchrl_llm.errors import ConfigError, DataError, TokenizerError
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
-    """What ``apply_chat_template`` was asked to return.
-
-    Args:
-        tokenize: ids rather than text; ``None``: when anything below asks for ids.
-        padding: ``False``, ``True`` or ``"longest"``, ``"max_length"``.
-        truncation: cut rows to ``max_length``.
-        max_length: tokens; the tokenizer's ``model_max_length`` by default.
-        return_tensors: ``"pt"`` or ``None``.
-        return_dict: ``None`` and ``True``: a TensorDict; ``False``: the ids alone.
-        assistant_mask: with the assistant mask.
-
-    Raises:
-        ConfigError: a setting is unknown, or would have no effect.
-    """
-
-    tokenize: bool | None = None
-    padding: bool | Literal["longest", "max_length"] = False
-    truncation: bool = False
-    max_length: int | None = None
-    return_tensors: Literal["pt"] | None = None
-    return_dict: bool | None = None
-    assistant_mask: bool = False
-
-    def __post_init__(self) -> None:
-        if self.padding not in (False, True, "longest", "max_length", "do_not_pad"):
-            raise ConfigError(
-                f"padding must be a bool, 'longest' or 'max_length', got {self.padding!r}"
-            )
-        if self.return_tensors not in (None, "pt"):
-            raise ConfigError(f"return_tensors must be 'pt' or None, got {self.return_tensors!r}")
-        if self.max_length is not None and not (self.truncation or self.padding == "max_length"):
-            raise ConfigError("max_length has no effect without truncation or padding='max_length'")
-        if self.assistant_mask and self.return_dict is False:
-            raise ConfigError("return_assistant_tokens_mask needs return_dict=True")
-        if self.tokenize is False and (self.assistant_mask or self.return_tensors is not None):
-            raise ConfigError("tokenize=False gives text, which has no mask and no tensors")
-        if not self.ids and (self.padded or self.truncation):
-            raise ConfigError("padding and truncation act on ids: pass tokenize=True")
-
-    @property
-    def ids(self) -> bool:
-        """Whether ids are wanted rather than text."""
-        if self.tokenize is not None:
-            return self.tokenize
-        return self.assistant_mask or self.return_tensors is not None or bool(self.return_dict)
-
-    @property
-    def padded(self) -> bool:
-        """Whether rows are made equally long."""
-        return self.padding not in (False, "do_not_pad")
-
-    def finish(self, rows: Sequence[EncodedChat], tokenizer: Any, batched: bool) -> Any:
-        """Encoded conversations in the wanted form.
-
-        Args:
-            rows: one a conversation.
-            tokenizer: gives padding id and side, truncation side, and the default maximum.
-            batched: whether there is a batch dimension (else there is one row).
-
-        Raises:
-            ConfigError: no maximum length is known where one is needed.
-            TokenizerError: the tokenizer has neither a padding nor an end-of-sequence token.
-        """
-        if self.truncation:
-            rows = [self._cut(row, tokenizer) for row in rows]
-        columns = {
-            "input_ids": [row.token_ids for row in rows],
-            "attention_mask": [torch.ones_like(row.token_ids, dtype=torch.bool) for row in rows],
-        }
-        if self.assistant_mask:
-            columns["assistant_masks"] = [row.assistant for row in rows]
-        if self.padded:
-            return self._padded(columns, tokenizer, batched)
-        if self.return_dict is not False:
-            return (
-                ragged_rows(columns)
-                if batched
-                else TensorDict({k: c[0] for k, c in columns.items()})
-            )
-        ids = columns["input_ids"]
-        ids = ids if self.return_tensors else [row.tolist() for row in ids]
-        return ids if batched else ids[0]
-
-    def _length(self, tokenizer: Any) -> int:
-        length = self.max_length or tokenizer.model_max_length
-        if length is None or length > 10**9:  # transformers' way of saying "unknown"
-            raise ConfigError("pass max_length: the tokenizer does not say its maximum")
-        return int(length)
-
-    def _cut(self, row: EncodedChat, tokenizer: Any) -> EncodedChat:
-        length = self._length(tokenizer)
-        kept = slice(-length, None) if tokenizer.truncation_side == "left" else slice(length)
-        mask = None if row.assistant is None else row.assistant[kept]
-        return EncodedChat(row.token_ids[kept], mask)
-
-    def _padded(
-        self, columns: dict[str, list[Tensor]], tokenizer: Any, batched: bool
-    ) -> TensorDictBase | Tensor | list:
-        pad = tokenizer.pad_token_id
-        pad = tokenizer.eos_token_id if pad is None else pad  # masks come from lengths, never ids
-        if pad is None:
-            raise TokenizerError("padding needs a tokenizer with a pad or an eos token")
-        target = self._length(tokenizer) if self.padding == "max_length" else 0
-        dense = {}
-        for name, rows in columns.items():
-            value = pad if name == "input_ids" else 0
-            whole = pad_rows(rows, value, side=tokenizer.padding_side)
-            missing = max(0, target - whole.shape[1])
-            sides = (missing, 0) if tokenizer.padding_side == "left" else (0, missing)
-            dense[name] = torch.nn.functional.pad(whole, sides, value=value)
-        if not batched:
-            dense = {name: value[0] for name, value in dense.items()}
-        if self.return_dict is not False:
-            size = [len(columns["input_ids"])] if batched else []
-            return TensorDict(dense, batch_size=size)
-        return dense["input_ids"] if self.return_tensors else dense["input_ids"].tolist()
+from torchrl_llm.data.text.whole_chats import encode_chats, read_text, render_chats
+from torchrl_llm.data.tokenize_options import TokenizeOptions
+from torchrl_llm.errors import DataError, TokenizerError
 
 
 class History(TensorClass["nocast"]):
@@ -161,9 +44,15 @@ class History(TensorClass["nocast"]):
     Messages are read by ``role``, ``content``, ``is_complete``, ``tool_calls`` and
     ``tool_responses``: one value for a message, a list for a conversation, nested for a batch.
 
-    An index addresses the batch first and then the message: ``h[0]`` is a conversation and
-    ``h[0, -1]`` its last message, ``h[:, -1]`` the last message of each, ``h[:, :-1]`` all but
-    that. ``...`` stands for the batch only. ``==`` compares row by row: a bool tensor ``[*B]``.
+    Shape, indices and the functions of torch are over batch and messages, which come last:
+    ``h[0]`` is a conversation, ``h[..., -1]`` the last message of each and ``h[..., :-1]`` all but
+    that, ``torch.cat([h, g], -1)`` joins messages and ``h.unbind(-1)`` takes them apart. ``shape``
+    ends with -1 where the number of messages differs; what would need equally many then raises.
+    ``batch_size`` is that of the node which holds the rows, ``[*B]``. ``==`` compares message by
+    message, or row by row where their number differs.
+
+    A conversation never changes: a message, a slice and a mask are copies. ``append`` and
+    ``extend`` on a row (``h[0]``, ``h.unbind(0)``, ``for row in h``) grow it in its batch too.
 
     Args:
         role: who speaks; ``"system"``, ``"user"``, ``"assistant"``, ``"tool"`` or any other name.
@@ -187,8 +76,8 @@ class History(TensorClass["nocast"]):
         >>> h = History.from_chats([[{"role": "user", "content": "Hi"}]])
         >>> h.append(History(role=["assistant"], content=["Hello!"], batch_size=[1])).role
         [['user', 'assistant']]
-        >>> h[0, -1].content, h.batch_size
-        ('Hello!', torch.Size([1]))
+        >>> h[..., -1].content, h.shape
+        (['Hello!'], torch.Size([1, 2]))
     """
 
     messages: Any = None
@@ -283,30 +172,51 @@ class History(TensorClass["nocast"]):
         """The conversations, batch dimensions flattened in row-major order."""
         return cells.flattened(cells.cells_of(self._tensordict), self._tensordict.batch_dims)
 
+    # Setters refuse: the tensorclass would otherwise say that there are none, and no way out.
     @property
     def role(self) -> Any:
         """Who speaks in each message."""
         return _field(self, "role")
+
+    @role.setter
+    def role(self, value: Any) -> None:
+        raise _fixed("role", value)
 
     @property
     def content(self) -> Any:
         """The content of each message."""
         return _field(self, "content")
 
+    @content.setter
+    def content(self, value: Any) -> None:
+        raise _fixed("content", value)
+
     @property
     def is_complete(self) -> Any:
         """Whether each message was ended."""
         return _field(self, "is_complete", True)
 
+    @is_complete.setter
+    def is_complete(self, value: Any) -> None:
+        raise _fixed("is_complete", value)
+
     @property
     def tool_calls(self) -> Any:
-        """The tool calls of each message, ``None`` for a message without any."""
-        return _field(self, "tool_calls")
+        """The tool calls of each message; ``None`` where no message has any."""
+        return _found(_field(self, "tool_calls"))
+
+    @tool_calls.setter
+    def tool_calls(self, value: Any) -> None:
+        raise _fixed("tool_calls", value)
 
     @property
     def tool_responses(self) -> Any:
-        """The tool responses of each message, ``None`` for a message without any."""
-        return _field(self, "tool_responses")
+        """The tool responses of each message; ``None`` where no message has any."""
+        return _found(_field(self, "tool_responses"))
+
+    @tool_responses.setter
+    def tool_responses(self, value: Any) -> None:
+        raise _fixed("tool_responses", value)
 
     # -- growing ----------------------------------------------------------------------------------
 
@@ -334,6 +244,7 @@ class History(TensorClass["nocast"]):
             raise ValueError(f"append adds messages, dimension {len(batch)} or -1; got dim={dim}")
         if isinstance(history, Mapping):
             history = _single(Message.of(history))
+        _require_history("append", history)
         added = cells.single_messages(history._tensordict)
         if added is None or len(added) != len(chats):
             raise ValueError(
@@ -360,6 +271,7 @@ class History(TensorClass["nocast"]):
             ['user', 'assistant', 'user']
         """
         batch, chats = cells.conversations(self._tensordict)
+        _require_history("extend", history)
         other_batch, other = cells.conversations(history._tensordict)
         axis = _axis(dim, len(batch) + 1)
         if len(batch) != len(other_batch):
@@ -474,6 +386,10 @@ class History(TensorClass["nocast"]):
 _generated_init = History.__init__
 _generated_getitem = History.__getitem__
 _generated_len = History.__len__
+_generated_setitem = History.__setitem__
+_generated_unbind = History.unbind
+_generated_squeeze = History.squeeze
+_generated_torch_function = History.__torch_function__
 
 
 def _init(
@@ -528,19 +444,50 @@ def _shape(history: History) -> list[Any]:
 def _rebuilt(batch: tuple[int, ...], chats: list[Chat]) -> History:
     if not batch:
         return _single(chats[0])
-    rows = History.of(chats)
-    return rows if len(batch) == 1 else rows.reshape(batch)
+    node = cells.row_node(Column.of(chats))
+    return History._from_tensordict(node if len(batch) == 1 else node.reshape(batch))
 
 
 def _grown(history: History, batch: tuple[int, ...], chats: list[Chat], inplace: bool) -> History:
     new = _rebuilt(batch, chats)
     if not inplace:
         return new
+    link = history.__dict__.get("_link")
+    if link is not None:
+        link.write(cells.flattened(cells.cells_of(history._tensordict), len(batch)), chats)
     if tuple(history.batch_size) != batch:  # single messages that count as one conversation
         object.__setattr__(history, "_tensordict", new._tensordict)
     else:
         history._tensordict.set("messages", new._tensordict.get("messages"))
     return history
+
+
+def _fixed(name: str, value: Any) -> AttributeError:
+    return AttributeError(
+        f"messages do not change: {name} cannot be set to {value!r:.60}; build the message anew, "
+        f"History(role=m.role, {name}=...), and put it behind the others: h = "
+        "h[..., :-1].append(message, inplace=False)"
+    )
+
+
+def _found(values: Any) -> Any:
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if value is None:
+            continue
+        if not isinstance(value, list) or (value and isinstance(value[0], Mapping)):
+            return values
+        pending += value
+    return None
+
+
+def _require_history(name: str, value: Any) -> None:
+    if not isinstance(value, History):
+        raise DataError(
+            f"{name} takes a History{' or a message dict' if name == 'append' else ''}, got "
+            f'{type(value).__name__} {value!r:.60}; write History(role="user", content=...)'
+        )
 
 
 def _axis(dim: int, count: int) -> int:
@@ -550,38 +497,244 @@ def _axis(dim: int, count: int) -> int:
 
 
 def _getitem(self: History, index: Any) -> History:
-    parts = index if isinstance(index, tuple) else (index,)
-    dims = self._tensordict.batch_dims
-    if any(part is None or part is Ellipsis or isinstance(part, bool) for part in parts):
+    node = self._tensordict
+    dims = node.batch_dims
+    if type(index) is int and dims:
+        return _linked(self, _generated_getitem(self, index), index)
+    if isinstance(index, (bool, str)) or not grids.is_grid(node):
         return _generated_getitem(self, index)
-    used = sum(part.ndim if _is_mask(part) else 1 for part in parts)
-    if used <= dims or cells.is_message(cells.cells_of(self._tensordict)):
+    parts = grids.expanded(index, dims + 1)
+    if any(isinstance(part, (bool, str)) for part in parts):
         return _generated_getitem(self, index)
-    if used > dims + 1 or (_is_mask(parts[-1]) and parts[-1].ndim != 1):
+    parts = [torch.as_tensor(p) if hasattr(p, "__array_interface__") else p for p in parts]
+    used = sum(grids.consumed(part) for part in parts)
+    if used > dims + 1:
         raise IndexError(f"too many indices for {dims} batch dimensions and messages: {index!r}")
-    rows = _generated_getitem(self, parts[:-1]) if parts[:-1] else self
-    picked = cells.pick_messages(cells.cells_of(rows._tensordict), parts[-1])
+    if used <= dims:
+        return _generated_getitem(self, tuple(parts))
+    last, before = parts[-1], tuple(parts[:-1])
+    if isinstance(last, slice) and last == slice(None):
+        return _generated_getitem(self, before) if before else _view(self)
+    lists = grids.is_list(last) and any(grids.is_list(part) for part in before)
+    if last is None or grids.consumed(last) != 1 or lists or getattr(last, "ndim", 1) > 1:
+        return _placed(self, tuple(parts), last is None)
+    if isinstance(last, Tensor) and not last.ndim:
+        last = int(last)
+    rows = _generated_getitem(self, before) if before else self
+    stored = cells.cells_of(rows._tensordict)
+    _check_mask(last, cells.flattened(stored, rows.batch_dims))
+    picked = cells.pick_messages(stored, last)
     return _rebuilt(tuple(rows.batch_size), cells.flattened(picked, rows.batch_dims))
 
 
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool
+def _placed(self: History, index: tuple, conversations: bool) -> History:
+    how = grids.rearranged if conversations else grids.picked
+    if not conversations and -1 in grids.grid_shape(self._tensordict):
+        rows, places = index if len(index) == 2 else (None, None)
+        pairs = grids.is_list(rows) and grids.is_list(places)
+        if not pairs or any(grids.consumed(p) != 1 or torch.as_tensor(p).ndim != 1 for p in index):
+            raise grids.ragged_error(f"the index {index!r:.60}")
+        whole = _generated_getitem(self, rows)
+        chosen = torch.as_tensor(places)
+        chosen = (chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen).tolist()
+        if len(chosen) != len(whole):
+            raise IndexError(f"{len(whole)} rows and {len(chosen)} messages cannot be paired")
+        pairs = zip(whole.chats, chosen, strict=True)
+        return History.of([Message._of((chat.messages[at],), None) for chat, at in pairs])
+    return _rebuilt(*how(self._tensordict, lambda places: places[index], "this index"))
+
+
+def _check_mask(part: Any, chats: list[Chat]) -> None:
+    if isinstance(part, list) and part and isinstance(part[0], bool):
+        part = torch.tensor(part)
+    if isinstance(part, Tensor) and part.dtype == torch.bool:
+        for chat in chats:
+            if len(chat) != len(part):
+                raise IndexError(
+                    f"a mask of {len(part)} for a conversation of {len(chat)} messages"
+                )
+
+
+def _linked(self: History, row: History, index: int) -> History:
+    node = self._tensordict
+    count = node.batch_size[0]
+    below = node.batch_size[1:].numel()
+    start = index % count * below
+    row.__dict__["_link"] = grids.RowLink(node, list(range(start, start + below)))
+    return row
+
+
+def _view(self: History) -> History:
+    return History._from_tensordict(self._tensordict)
+
+
+def _setitem(self: History, index: Any, value: Any) -> None:
+    node = self._tensordict
+    if isinstance(value, History) and grids.is_grid(node):
+        parts = grids.expanded(index, node.batch_dims + 1)
+        used = sum(grids.consumed(part) for part in parts)
+        if used == node.batch_dims + 1 and parts[-1] == slice(None):
+            parts, used = parts[:-1], used - 1
+        if used > node.batch_dims or not parts:
+            raise DataError(
+                f"messages do not change in place: h[{index!r:.40}] = ... cannot be done; build "
+                "the conversations anew, h = h[..., :-1].append(messages, inplace=False) for "
+                "another last message, torch.cat([...], -1) for any other"
+            )
+        index = tuple(parts)
+        if not grids.is_grid(value._tensordict):
+            value = _rebuilt(*cells.conversations(value._tensordict))
+    _generated_setitem(self, index, value)
 
 
 def _equal(self: History, other: object) -> Any:
     if not isinstance(other, History):
         return NotImplemented
-    batch, chats = cells.conversations(self._tensordict)
-    other_batch, others = cells.conversations(other._tensordict)
-    if batch != other_batch:
-        return torch.tensor(False)
-    same = [a == b for a, b in zip(chats, others, strict=True)]
-    return torch.tensor(same, dtype=torch.bool).reshape(batch)
+    return grids.equal_messages(self._tensordict, other._tensordict)
 
 
 def _different(self: History, other: object) -> Any:
     same = _equal(self, other)
     return same if same is NotImplemented else ~same
+
+
+def _shape_of(self: History) -> torch.Size:
+    # tensordict's stack compares the shapes of its nodes and takes no -1; there, a history is a
+    # column of rows, and rows of other lengths stack as any others do.
+    asking = sys._getframe(1)
+    if asking.f_code is _ASKED_SHAPE and asking.f_back.f_code is _STACKING:
+        return self._tensordict.batch_size
+    return grids.grid_shape(self._tensordict)
+
+
+_ASKED_SHAPE, _STACKING = tensordict_shape.__code__, tensordict_stack.__code__
+
+
+def _size(self: History, dim: int | None = None) -> Any:
+    shape = grids.grid_shape(self._tensordict)
+    return shape if dim is None else shape[dim]
+
+
+def _dim(self: History) -> int:
+    node = self._tensordict
+    if node.get("messages", None) is None:
+        return node.batch_dims
+    return node.batch_dims + grids.is_grid(node)
+
+
+def _numel(self: History) -> int:
+    _, chats = cells.conversations(self._tensordict)
+    return sum(map(len, chats))
+
+
+def _over_grid(name: str) -> Any:
+    """An operation of tensors over batch and messages; of single messages, the generated one."""
+    generated = getattr(History, name)
+
+    def operation(self: History, *args: Any, **kwargs: Any) -> Any:
+        node = self._tensordict
+        if node.get("messages", None) is None or not grids.is_grid(node):
+            return generated(self, *args, **kwargs)
+        args = tuple(arg for arg in args if arg is not None)
+        made = grids.rearranged(node, lambda places: getattr(places, name)(*args, **kwargs), name)
+        if made and isinstance(made[0], tuple) and made[0] and isinstance(made[0][0], tuple):
+            return tuple(_rebuilt(*one) for one in made)
+        return _rebuilt(*made)
+
+    operation.__name__ = name
+    operation.__doc__ = f"``Tensor.{name}`` over batch and messages."
+    return operation
+
+
+def _unbind(self: History, dim: int = 0) -> tuple[History, ...]:
+    axis = _axis(dim, max(1, _dim(self)))
+    node = self._tensordict
+    if axis < node.batch_dims or not grids.is_grid(node):
+        rows = _generated_unbind(self, axis)
+        return rows if axis else tuple(_linked(self, row, i) for i, row in enumerate(rows))
+    if -1 in grids.grid_shape(node):
+        raise grids.ragged_error("unbind over messages")
+    return tuple(self[..., at] for at in range(grids.grid_shape(node)[-1]))
+
+
+def _squeeze(self: History, dim: int | None = None) -> History:
+    node = self._tensordict
+    if not grids.is_grid(node):
+        return _generated_squeeze(self) if dim is None else _generated_squeeze(self, dim)
+    shape = grids.grid_shape(node)
+    axes = range(len(shape)) if dim is None else [_axis(dim, len(shape))]
+    drop = shape[-1] == 1 and len(shape) - 1 in axes
+    rows = self[..., 0] if drop else self
+    inner = [axis for axis in axes if axis < node.batch_dims and shape[axis] == 1]
+    made = rows._tensordict
+    for axis in reversed(inner):
+        made = made.squeeze(axis)
+    return History._from_tensordict(made)
+
+
+def _cat(histories: Sequence[History], dim: int = 0) -> History:
+    nodes = [history._tensordict for history in histories]
+    axis = _axis(dim, _same_dims("cat", histories))
+    forms = {grids.is_grid(node) for node in nodes}
+    if len(forms) == 1 and all(axis < node.batch_dims for node in nodes):
+        return History._from_tensordict(torch.cat(nodes, axis))
+    rows = [cells.conversations(node) for node in nodes]
+    if axis < len(rows[0][0]):
+        return _cat([_rebuilt(*row) for row in rows], axis)
+    if len({batch for batch, _ in rows}) != 1:
+        raise DataError(f"cat over messages needs equal batches, got {[list(b) for b, _ in rows]}")
+    joined = [sum(chats[1:], chats[0]) for chats in zip(*(c for _, c in rows), strict=True)]
+    return _rebuilt(rows[0][0], joined)
+
+
+def _stack(histories: Sequence[History], dim: int = 0) -> History:
+    nodes = [history._tensordict for history in histories]
+    axis = _axis(dim, _same_dims("stack", histories) + 1)
+    forms = {grids.is_grid(node) for node in nodes}
+    if len(forms) == 2:
+        return _stack([_rebuilt(*cells.conversations(node)) for node in nodes], axis)
+    if axis <= nodes[0].batch_dims:
+        return History._from_tensordict(torch.stack(nodes, axis))
+    return _rebuilt(*grids.stacked(nodes, axis))
+
+
+def _same_dims(name: str, histories: Sequence[History]) -> int:
+    dims = {_dim(history) for history in histories}
+    if len(dims) != 1 or not all(isinstance(history, History) for history in histories):
+        shapes = [list(grids.grid_shape(history._tensordict)) for history in histories]
+        raise DataError(f"{name} needs histories with as many dimensions, got shapes {shapes}")
+    return dims.pop()
+
+
+_METHODS = (
+    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "unsqueeze", "expand"),
+    *("repeat", "repeat_interleave", "roll", "flip", "gather", "masked_select", "split", "chunk"),
+)
+
+
+def _torch_function(
+    cls: type[History], func: Any, types: Any, args: tuple = (), kwargs: Any = None
+) -> Any:
+    kwargs = dict(kwargs or {})
+    name = getattr(func, "__name__", "")
+    if func in (torch.cat, torch.concat, torch.stack) and "out" not in kwargs:
+        given = args or (kwargs.pop("tensors"),)
+        return (_stack if func is torch.stack else _cat)(*given, **kwargs)
+    known = getattr(torch, name, None) is func and name in (*_METHODS, "unbind", "squeeze")
+    if known and args and isinstance(args[0], History):
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    if name in _OTHER_ORDER and getattr(torch, name, None) is func:
+        raise DataError(
+            f"torch.{name} of a History is not defined here; write it with transpose, permute, "
+            "reshape or an index"
+        )
+    return _generated_torch_function(func, types, args, kwargs)
+
+
+_OTHER_ORDER = frozenset(
+    ("movedim", "moveaxis", "narrow", "rot90", "swapaxes", "swapdims", "tile", "fliplr", "flipud")
+    + ("broadcast_to", "atleast_1d", "atleast_2d", "atleast_3d")
+)
 
 
 def _length(self: History) -> int:
@@ -601,5 +754,20 @@ History.__getitem__ = _getitem
 History.__eq__ = _equal
 History.__ne__ = _different
 History.__len__ = _length
+History.__deepcopy__ = lambda self, memo: self.clone()  # cells never change; no link to a batch
 History.__iter__ = _iterate
+History.__setitem__ = _setitem
+History.__torch_function__ = classmethod(_torch_function)
+History.unbind = History._unbind = _unbind
+History.squeeze = _squeeze
+History.size = _size
+History.dim = History.ndimension = _dim
+History.numel = _numel
+History.shape = property(_shape_of)
+History.cat = staticmethod(_cat)
+History.stack = staticmethod(_stack)
+History.ndim = property(_dim)
+for _name in _METHODS:
+    if hasattr(History, _name):
+        setattr(History, _name, _over_grid(_name))
 History._set_str = cells.set_as_column

@@ -1,0 +1,208 @@
+"""Conversations as a grid of messages: TorchRL's shape, over one immutable cell a conversation.
+
+A grid of shape ``[*B, T]`` has ``T`` messages in each row, ``[*B, -1]`` differing numbers. An
+operation of tensors is carried out on a tensor of places, which says for each place of the result
+which message stands there; rows that stay whole keep their cell, and the token record in it.
+
+Next: :mod:`torchrl_llm.data.history` gives these operations to people.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_llm.data import column as cells
+from torchrl_llm.data.column import Chat, Message
+from torchrl_llm.errors import DataError
+
+_RAGGED_WIDTH = 1009  # stands for rows of differing lengths; only whole rows may come out
+Grid = tuple[tuple[int, ...], list[Chat]]
+
+
+def grid_shape(node: TensorDictBase) -> torch.Size:
+    """Shape of batch and messages: ``[]`` for a message, ``[T]``, ``[*B, T]`` or ``[*B, -1]``."""
+    batch = node.batch_size
+    if node.get("messages", None) is None:
+        return batch
+    stored = cells.cells_of(node)
+    if not _holds_chats(stored):
+        return batch
+    sizes = {len(chat) for chat in cells.flattened(stored, len(batch))}
+    return torch.Size([*batch, sizes.pop() if len(sizes) == 1 else -1])
+
+
+def is_grid(node: TensorDictBase) -> bool:
+    """Whether the node holds conversations, which have a dimension more than it, not messages."""
+    return _holds_chats(cells.cells_of(node))
+
+
+def rearranged(node: TensorDictBase, change: Callable[[Tensor], Any], name: str) -> Any:
+    """The grids that a change of places makes.
+
+    Args:
+        node: conversations of batch ``[*B]``.
+        change: from the places, int64 ``[*B, T]``, to those of the result, or to a tuple of them.
+        name: of the operation, for errors.
+
+    Returns:
+        Batch and cells, or a tuple of such; the cells are messages where ``change`` leaves no
+        dimension.
+
+    Raises:
+        DataError: rows of differing lengths would have to be cut or mixed.
+    """
+    batch, chats = tuple(node.batch_size), cells.flattened(cells.cells_of(node), node.batch_dims)
+    sizes = {len(chat) for chat in chats}
+    ragged = len(sizes) != 1 or 0 in sizes
+    width = _RAGGED_WIDTH if ragged else sizes.pop()
+    places = torch.arange(len(chats) * width).view(*batch, width)
+    made = change(places)
+    if isinstance(made, (tuple, list)):
+        return tuple(_gathered(chats, width, one, ragged, name) for one in made)
+    return _gathered(chats, width, made, ragged, name)
+
+
+def picked(node: TensorDictBase, places: Callable[[Tensor], Tensor], name: str) -> Grid:
+    """As :func:`rearranged`, for a result of single messages."""
+    batch, chats = rearranged(node, lambda grid: places(grid).unsqueeze(-1), name)
+    return batch, [Message._of(chat.messages, None) for chat in chats]
+
+
+def stacked(nodes: list[TensorDictBase], dim: int) -> Grid:
+    """Conversations of equal shapes, stacked along a new dimension behind the messages."""
+    grids = [cells.conversations(node) for node in nodes]
+    sizes = {(batch, len(chat)) for batch, chats in grids for chat in chats}
+    if len(sizes) != 1:
+        raise ragged_error("stack behind the messages")
+    batch, width = sizes.pop()
+    chats = [chat for _, rows in grids for chat in rows]
+    places = torch.arange(len(chats) * width).view(-1, *batch, width)
+    return _gathered(chats, width, torch.stack(list(places.unbind(0)), dim), False, "stack")
+
+
+def equal_messages(mine: TensorDictBase, other: TensorDictBase) -> Tensor:
+    """Which messages are equal, bool ``[*B, T]``; which rows, ``[*B]``, where lengths differ.
+
+    A single message is compared with each; other shapes than one another's are unequal as a whole.
+    """
+    for one, many in ((other, mine), (mine, other)):
+        if not one.batch_dims and cells.is_message(cells.cells_of(one)):
+            shape = grid_shape(many)
+            batch, chats = cells.conversations(many)
+            if -1 not in shape:
+                message = cells.cells_of(one).messages[0]
+                same = [m == message for chat in chats for m in chat.messages]
+                return torch.tensor(same, dtype=torch.bool).reshape(shape)
+    batch, chats = cells.conversations(mine)
+    other_batch, others = cells.conversations(other)
+    if batch != other_batch:
+        return torch.tensor(False)
+    sizes = {len(chat) for chat in chats}
+    if len(sizes) == 1 and sizes == {len(chat) for chat in others}:
+        pairs = [
+            zip(a.messages, b.messages, strict=True) for a, b in zip(chats, others, strict=True)
+        ]
+        same = [one == two for row in pairs for one, two in row]
+        return torch.tensor(same, dtype=torch.bool).reshape(*batch, sizes.pop())
+    rows = [a == b for a, b in zip(chats, others, strict=True)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(batch)
+
+
+def ragged_error(name: str) -> DataError:
+    """The error of an operation that needs rows of one length."""
+    return DataError(
+        f"{name} needs conversations with equally many messages, these differ; pick messages "
+        "first (h[..., -1] is the last of each, h[..., :2] the first two), or go through the "
+        "rows with h.unbind(0)"
+    )
+
+
+def expanded(index: Any, dims: int) -> list[Any]:
+    """The parts of an index over ``dims`` dimensions, ``...`` written out as full slices."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    dots = [at for at, part in enumerate(parts) if part is Ellipsis]
+    if not dots:
+        return parts
+    if len(dots) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    missing = dims - sum(consumed(part) for part in parts if part is not Ellipsis)
+    return [*parts[: dots[0]], *[slice(None)] * missing, *parts[dots[0] + 1 :]]
+
+
+def consumed(part: Any) -> int:
+    """How many dimensions a part of an index stands for."""
+    if part is None:
+        return 0
+    return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def is_list(part: Any) -> bool:
+    """Whether a part of an index is a list of places or a mask."""
+    return isinstance(part, (list, range)) or (isinstance(part, Tensor) and part.ndim > 0)
+
+
+class RowLink:
+    """Where a row was taken from, so that what is appended to it reaches its batch.
+
+    It keeps no batch alive and is left behind by copies and pickles.
+    """
+
+    __slots__ = ("parent", "places")
+
+    def __init__(self, parent: TensorDictBase, places: list[int]) -> None:
+        self.parent, self.places = weakref.ref(parent), places
+
+    def write(self, before: list[Chat], after: list[Chat]) -> None:
+        """Put grown conversations into the batch.
+
+        Raises:
+            DataError: the batch has others by now in these rows.
+        """
+        parent = self.parent()
+        if parent is None:
+            return
+        batch = tuple(parent.batch_size)
+        chats = cells.flattened(cells.cells_of(parent), len(batch))
+        now = [chats[place] if place < len(chats) else None for place in self.places]
+        if any(a is not b for a, b in zip(now, before, strict=True)):
+            raise DataError(
+                "this row was taken before its batch was changed; take it again (h[0]) and append "
+                "to that, or append to row.clone(), which has no batch"
+            )
+        for place, chat in zip(self.places, after, strict=True):
+            chats[place] = chat
+        node = cells.row_node(cells.Column.of(chats))
+        parent.set("messages", (node if len(batch) == 1 else node.reshape(batch)).get("messages"))
+
+
+def _holds_chats(stored: Any) -> bool:
+    while isinstance(stored, list) and stored:
+        stored = stored[0]
+    return isinstance(stored, Chat) and not isinstance(stored, Message)
+
+
+def _gathered(chats: list[Chat], width: int, places: Tensor, ragged: bool, name: str) -> Grid:
+    if not places.ndim:
+        message = chats[int(places) // width].messages[int(places) % width]
+        return (), [Message._of((message,), None)]
+    batch, count = tuple(places.shape[:-1]), places.shape[-1]
+    rows = places.reshape(-1, count)
+    if not count:
+        return batch, [Chat._of((), None) for _ in range(rows.shape[0])]
+    starts = rows[:, :1]
+    runs = (rows == starts + torch.arange(count)).all(1) & (starts[:, 0] % width == 0)
+    whole = bool(runs.all()) and count <= width
+    if ragged and not (whole and count == width):
+        raise ragged_error(name)
+    owners = (starts[:, 0] // width).tolist()
+    if whole:
+        kept = [chats[owner] for owner in owners]
+        return batch, kept if count == width else [chat[:count] for chat in kept]
+    messages = [message for chat in chats for message in chat.messages]
+    return batch, [Chat._of(tuple(messages[i] for i in row), None) for row in rows.tolist()]
