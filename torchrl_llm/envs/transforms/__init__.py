@@ -14,7 +14,9 @@ _LAZY = {
         "as_nested_tensor as_padded_tensor DataLoadingPrimer"
     ),
     "torchrl_llm.envs.transforms.episode_limits": "OverlongPenalty StepCounter",
-    "torchrl_llm.envs.transforms.kl": "KLComputation KLRewardTransform RetrieveKL",
+    "torchrl_llm.envs.transforms.kl": (
+        "KLComputation KLRewardTransform RayKLRewardTransform RayRetrieveKL RetrieveKL"
+    ),
     "torchrl_llm.envs.transforms.policy_version": "PolicyVersion",
     "torchrl_llm.envs.transforms.ray_dataloading": "RayDataLoadingPrimer",
     "torchrl_llm.envs.transforms.retrieve_scores": (
