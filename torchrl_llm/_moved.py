@@ -77,7 +77,8 @@ class _MovedFinder(MetaPathFinder):
         if words is None:
             return None
         if words[0] == rest:
-            return _with_names(PathFinder.find_spec(fullname, path, target), words[1:])
+            spec = PathFinder.find_spec(fullname, path, target)
+            return None if spec is None else _with_names(spec, words[1:])  # looked for elsewhere
         one = len(words) == 1 and ":" not in words[0]
         loader = _Alias(f"torchrl_llm.{words[0]}") if one else _Gathered(words)
         return ModuleSpec(fullname, loader)
