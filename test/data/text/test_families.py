@@ -41,7 +41,7 @@ def test_qwen3_keeps_the_reasoning_of_every_turn():
     acts = {"role": "assistant", "content": "", "reasoning_content": "c", "tool_calls": [call()]}
     history = History.from_chats([*talk("x"), first, *talk("y"), none, *talk("z"), acts])
     text = render(history, "qwen3", add_generation_prompt=False)
-    assert read(text, "qwen3") == history
+    assert (read(text, "qwen3") == history).all()
     shorter = render(history[:4], "qwen3", add_generation_prompt=False)
     assert text.startswith(shorter)
     assert "<think>\n\nwhy\n\n</think>\n\n a<|im_end|>" in text
@@ -59,7 +59,7 @@ def talk(*contents):
 def test_defect_02_contents_come_back_to_the_character(name):
     history = History.from_chats(talk("  def f():\n    pass\n", "\n\n yes \t", "", "ok"))
     for prompt in (False, True):
-        assert read(render(history, name, add_generation_prompt=prompt), name) == history
+        assert (read(render(history, name, add_generation_prompt=prompt), name) == history).all()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,7 +74,7 @@ def test_defect_15_every_family_inverts_its_own_template(name):
 @pytest.mark.parametrize("name", WITH_SYSTEM)
 def test_defect_15_a_system_message_is_not_dropped(name):
     history = History.from_chats([{"role": "system", "content": "Be\n\nbrief. "}, *talk("a", "b")])
-    assert read(render(history, name), name) == history
+    assert (read(render(history, name), name) == history).all()
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
@@ -92,7 +92,7 @@ def test_defect_15_tool_calls_leave_the_content_and_are_written_once(name):
     history = History.from_chats(messages)
     text = render(history, name, add_generation_prompt=False)
     parsed = read(text, name)
-    assert parsed == history
+    assert (parsed == history).all()
     assert parsed[1].content == ""
     assert render(parsed, name, add_generation_prompt=False) == text
 
@@ -101,14 +101,14 @@ def test_defect_15_tool_calls_leave_the_content_and_are_written_once(name):
 def test_defect_15_a_call_with_broken_json_stays_in_the_content(name):
     broken = 'so\n<tool_call>\n{"name": "add", \n</tool_call>'
     history = History.from_chats(talk("a", broken))
-    assert read(render(history, name), name) == history
+    assert (read(render(history, name), name) == history).all()
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_declared_tools_are_not_read_as_a_system_message(name):
     for system in ([], [{"role": "system", "content": ""}], [{"role": "system", "content": "x\n"}]):
         history = History.from_chats([*system, *talk("a", "b")])
-        assert read(render(history, name, tools=[TOOL, TOOL]), name) == history
+        assert (read(render(history, name, tools=[TOOL, TOOL]), name) == history).all()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -118,7 +118,7 @@ def test_an_unfinished_answer_is_left_open_and_read_back_as_such(name):
     history = History.from_chats(messages)
     text = render(history, name)
     assert text.endswith("half an ans")
-    assert read(text, name) == history
+    assert (read(text, name) == history).all()
     assert read(text, name).is_complete == [True, False]
 
 
@@ -126,8 +126,8 @@ def test_an_unfinished_answer_is_left_open_and_read_back_as_such(name):
 def test_a_tokenizers_eos_token_is_found_with_and_without_the_tokenizer(name, tokenizer):
     history = History.from_chats(talk("a", "b", "c", "d"))
     text = render(history, name, tokenizer=tokenizer, tokenize=False)
-    assert read(text, name, tokenizer=tokenizer) == history
-    assert read(text, name) == history
+    assert (read(text, name, tokenizer=tokenizer) == history).all()
+    assert (read(text, name) == history).all()
 
 
 PIECES = [
@@ -183,9 +183,9 @@ def test_what_is_rendered_reads_back_or_is_refused(name, history, prompt):
     except TemplateError:
         return
     parsed = read(text, name)
-    assert parsed == history, text
+    assert (parsed == history).all(), text
     with contextlib.suppress(AmbiguousTextError):
-        assert read(text, name, strict=True) == parsed
+        assert (read(text, name, strict=True) == parsed).all()
 
 
 # -- injection ------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_a_users_parser_may_return_messages_or_a_history_and_strict_renders_agai
     for parser in (as_dicts, as_history):
         add_chat_template("lines", template, parser)
         try:
-            assert read("user> a\nassistant> b\n", "lines", strict=True) == history
+            assert (read("user> a\nassistant> b\n", "lines", strict=True) == history).all()
             with pytest.raises(AmbiguousTextError, match="lines"):
                 read("user> a\nassistant> b", "lines", strict=True)
         finally:
