@@ -493,3 +493,11 @@ def test_a_state_of_another_environment_is_refused(policy):
 def test_seeding_returns_the_next_seed(policy):
     collector = LLMCollector(make_env(2, 1), policy=policy, dialog_turns_per_batch=2)
     assert collector.set_seed(3) != 3
+
+
+def test_a_policy_knows_the_collector_that_runs_it(policy):
+    collector = LLMCollector(
+        make_env(), policy=policy, dialog_turns_per_batch=3, total_dialog_turns=3
+    )
+    assert policy.collector is collector
+    collector.shutdown()

@@ -30,6 +30,7 @@ from torchrl_llm.data.rollouts import split_rollout
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs.transforms.policy_version import PolicyVersion
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.weights import InProcessWeights, WeightUpdater
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
@@ -175,6 +176,8 @@ class LLMCollector(BesideTraining, VersionedCollector):
             )
         self.env = env if isinstance(env, EnvBase) else env()
         self.policy = policy if policy_factory is None else policy_factory()
+        if isinstance(self.policy, LLMWrapperBase):
+            self.policy.register_collector(self)
         self.replay_buffer, self.queue = replay_buffer, queue
         self.postproc = postproc
         self.reset_at_each_iter = reset_at_each_iter
