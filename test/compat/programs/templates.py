@@ -1,0 +1,184 @@
+"""Templates: rendering a history, reading a text, and the masks of both."""
+
+from __future__ import annotations
+
+from _shared import CHAT, OTHER, show, tokenizer
+from torchrl.data.llm import History, add_chat_template
+
+TOOL_CHAT = [
+    {"role": "user", "content": "What is 2+2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+    },
+]
+
+
+def text_of_a_conversation():
+    show(History.from_chats(CHAT).apply_chat_template(tokenizer=tokenizer(), tokenize=False))
+
+
+def text_of_a_batch():
+    batch = History.from_chats([CHAT, OTHER])
+    show(batch.apply_chat_template(tokenizer=tokenizer(), tokenize=False))
+
+
+def text_with_a_generation_prompt():
+    chat = History.from_chats(CHAT[:2])
+    for add in (True, False):
+        show(chat.apply_chat_template(tokenizer=tokenizer(), add_generation_prompt=add))
+
+
+def text_by_name_of_a_template():
+    chat = History.from_chats(CHAT)
+    for name in ("chatml_format", "qwen", "llama", "falcon", "deepseek"):
+        show(
+            chat.apply_chat_template(
+                tokenizer=tokenizer(), chat_template_name=name, add_generation_prompt=False
+            )
+        )
+
+
+def ids_of_a_conversation():
+    chat = History.from_chats(CHAT)
+    out = chat.apply_chat_template(
+        tokenizer=tokenizer(), tokenize=True, return_tensors="pt", return_dict=True
+    )
+    show(type(out).__name__, sorted(out.keys()), out["input_ids"].shape)
+
+
+def ids_read_back_as_the_text():
+    chat = History.from_chats(CHAT)
+    out = chat.apply_chat_template(
+        tokenizer=tokenizer(),
+        tokenize=True,
+        return_tensors="pt",
+        return_dict=True,
+        add_generation_prompt=False,
+    )
+    show(tokenizer().decode(out["input_ids"].flatten().tolist()))
+
+
+def assistant_tokens_of_a_conversation():
+    chat = History.from_chats(CHAT)
+    out = chat.apply_chat_template(
+        tokenizer=tokenizer(),
+        return_tensors="pt",
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
+        chat_template_name="qwen",
+    )
+    ids, mask = out["input_ids"].flatten(), out["assistant_masks"].flatten().bool()
+    show(out["assistant_masks"].dtype, tokenizer().decode(ids[mask].tolist()))
+
+
+def padded_ids_of_a_batch():
+    batch = History.from_chats([CHAT, OTHER])
+    out = batch.apply_chat_template(
+        tokenizer=tokenizer(), tokenize=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    show(out["input_ids"].shape, out["attention_mask"].sum(-1))
+
+
+def a_template_of_my_own():
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['role'] + '=' + m['content'] + ';' }}{% endif %}{% endfor %}"
+    )
+    add_chat_template("mine", template)
+    chat = History.from_chats(CHAT)
+    show(
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template_name="mine", add_generation_prompt=False
+        ),
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template=template, add_generation_prompt=False
+        ),
+    )
+
+
+def a_template_without_a_generation_block():
+    add_chat_template("bad", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def an_unknown_name_of_a_template():
+    History.from_chats(CHAT).apply_chat_template(
+        tokenizer=tokenizer(), chat_template_name="no such template"
+    )
+
+
+def from_text_of_chatml():
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+    back = History.from_text(text, chat_template_name="chatml_format")
+    show(back.batch_size, back.role, back.content, back.is_complete)
+
+
+def from_text_of_an_open_answer():
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi the"
+    back = History.from_text(text, chat_template_name="qwen")
+    show(back.role, back.content, back.is_complete)
+
+
+def from_text_of_a_batch():
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+    back = History.from_text([text, text], chat_template_name="qwen")
+    show(back.batch_size, back.content)
+
+
+def from_text_of_a_tool_call():
+    text = (
+        "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\nso:\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
+    )
+    back = History.from_text(text, chat_template_name="qwen")
+    show(back.role, back.content, back[-1].tool_calls)
+
+
+def from_text_strips_white_space():
+    text = "<|im_start|>assistant\n  def f():\n    pass\n<|im_end|>\n"
+    show(History.from_text(text, chat_template_name="qwen").content)
+
+
+def round_trip_of_a_text():
+    chat = History.from_chats(CHAT)
+    for name in ("chatml_format", "qwen", "llama"):
+        text = chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template_name=name, add_generation_prompt=False
+        )
+        back = History.from_text(text, chat_template_name=name)
+        show(name, back.role, back.content)
+
+
+def a_message_with_tool_calls_rendered():
+    chat = History.from_chats(TOOL_CHAT)
+    show(
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template_name="qwen", add_generation_prompt=False
+        )
+    )
+
+
+def continuing_the_final_message():
+    chat = History.from_chats(CHAT)
+    show(
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), add_generation_prompt=False, continue_final_message=True
+        )
+    )
+
+
+def truncated_ids():
+    chat = History.from_chats([CHAT, OTHER])
+    out = chat.apply_chat_template(
+        tokenizer=tokenizer(),
+        tokenize=True,
+        padding="max_length",
+        truncation=True,
+        max_length=16,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    show(out["input_ids"].shape)

@@ -1,0 +1,109 @@
+"""Runs every program of ``programs/`` in this process, by one import root, and says what came out.
+
+``python run_programs.py torchrl out.json`` runs the programs as they are written, with
+``torchrl.*.llm``; ``python run_programs.py torchrl_llm out.json`` runs the same text after "paths lose
+``.llm``". A program is a public function without arguments whose name says what it shows; what it
+prints is its result. The signatures and attributes of the public classes are written, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+import traceback
+import types
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIMIT_S = 5.0
+sys.path[:0] = [str(HERE), str(HERE / "programs")]
+
+
+def after_the_rename(source: str) -> str:
+    """The text with ``torchrl.<room>.llm`` written as ``torchrl_llm.<room>``."""
+    return re.sub(r"\btorchrl\.(\w+)\.llm\b", r"torchrl_llm.\1", source)
+
+
+def programs(root: str):
+    """Yield (name, function) of every program, compiled for ``root``."""
+    for path in sorted((HERE / "programs").glob("[a-z]*.py")):
+        source = path.read_text()
+        if root == "torchrl_llm":
+            source = after_the_rename(source)
+        module = types.ModuleType(path.stem)
+        module.__file__ = str(path)
+        sys.modules[path.stem] = module
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        for name, function in vars(module).items():
+            ours = inspect.isfunction(function) and function.__module__ == path.stem
+            # a helper of a file takes arguments or returns something
+            if ours and not function.__code__.co_argcount and not _returns(function):
+                yield f"{path.stem}.{name}", function
+
+
+def _returns(function) -> bool:
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body
+    return any(isinstance(node, ast.Return) for node in body)
+
+
+def _too_long(*_):
+    raise TimeoutError(f"a program took more than {LIMIT_S} s")
+
+
+def run(function) -> dict:
+    """What a program printed, and the error that ended it, if one did."""
+    import torch
+
+    torch.manual_seed(0)
+    printed, error, frames = io.StringIO(), None, []
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    begun = time.perf_counter()
+    try:
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            function()
+    except Exception as caught:  # that a program fails is a result
+        error = f"{type(caught).__name__}: {caught}"
+        frames = [frame.filename for frame in traceback.extract_tb(caught.__traceback__)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return {
+        "printed": printed.getvalue(),
+        "error": error,
+        "raised_in": frames[-1] if frames else None,
+        "seconds": round(time.perf_counter() - begun, 3),
+    }
+
+
+def main(root: str, out: str) -> None:
+    """Run everything and write the results as JSON."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    signal.signal(signal.SIGALRM, _too_long)
+    import torch
+    from describe_api import describe
+    from tensordict import set_list_to_stack
+
+    torch.set_num_threads(1)
+    set_list_to_stack(True).set()
+    logging.disable(logging.WARNING)
+    results = {name: run(function) for name, function in programs(root)}
+    Path(out).write_text(json.dumps({"programs": results, "api": describe(root)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
