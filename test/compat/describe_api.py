@@ -1,4 +1,4 @@
-"""The signatures and public attributes of the classes that ``torchrl.*.llm`` and its counterpart offer."""
+"""Signatures and public attributes of the classes of ``torchrl.*.llm`` and of its counterpart."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def _defined(cls) -> set[str]:
     found = set(vars(cls).get("__annotations__", ())) | _assigned(cls)
     for name, part in vars(cls).items():
         function = getattr(part, "__func__", getattr(part, "fget", part))
-        if ".llm" in (getattr(function, "__module__", None) or ""):
-            found.add(name)
-        elif isinstance(part, str | int | list | tuple | dict):
+        theirs = ".llm" in (getattr(function, "__module__", None) or "")
+        if theirs or isinstance(part, str | int | list | tuple | dict):
             found.add(name)
     return {name for name in found if name[0] != "_"}
 
@@ -144,7 +143,11 @@ def _assigned(cls) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id == "self":
                 found.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "register_buffer" and isinstance(node.args[0], ast.Constant):
-                found.add(node.args[0].value)
+        elif isinstance(node, ast.Call) and _registers_a_buffer(node):
+            found.add(node.args[0].value)
     return {name for name in found if name[0] != "_"}
+
+
+def _registers_a_buffer(call: ast.Call) -> bool:
+    named = isinstance(call.func, ast.Attribute) and call.func.attr == "register_buffer"
+    return named and isinstance(call.args[0], ast.Constant)

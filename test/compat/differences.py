@@ -1,10 +1,11 @@
 """What differs between two runs of ``run_programs.py``, and which row of the table explains it.
 
-Differences have ids: ``history.the_last_message`` (a program), ``modules.Text.to_tokens(padding)`` (an
-argument that ours does not take; the class itself, ``modules.Text(prompt)``, for its constructor),
-``modules.Text(prompt=None)`` (another default), ``modules.Text.prompt`` (an attribute that ours does
-not have), ``torchrl_llm.data.topk:TopKRewardSelector`` (an import path). Rows of the table name ids,
-or patterns of them. Its columns are read by ``docs/source/coming_from_torchrl.rst``, too.
+Differences have ids: ``history.the_last_message`` (a program), ``modules.Text.to_tokens(padding)``
+(an argument that ours does not take; the class itself, ``modules.Text(prompt)``, for its
+constructor), ``modules.Text(prompt=None)`` (another default), ``modules.Text.prompt`` (an attribute
+that ours does not have), ``torchrl_llm.data.topk:TopKRewardSelector`` (an import path). Rows of the
+table name ids, or patterns of them. Its columns are read by
+``docs/source/coming_from_torchrl.rst``, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KNOWN_OPEN = HERE / "known_open.csv"
 
 
 class Difference(NamedTuple):
-    """One difference; ``kind`` is refused, other, works or missing, ``told`` explains it to a reader."""
+    """One difference: ``kind`` is refused, other, works or missing; ``told`` explains it."""
 
     id: str
     kind: str

@@ -1,4 +1,4 @@
-"""What the programs share: a tokenizer, models, chats, and a printer that hides nothing but rounding."""
+"""What the programs share: a tokenizer, models, chats, and a printer that only rounds."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def model():
 
 
 def plain(value):
-    """Lists, numbers and strings for whatever a program has in hand; floats rounded to 3 decimals."""
+    """Lists, numbers and strings of whatever a program has; floats rounded to 3 decimals."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             return ["nested", str(value.dtype), [plain(row.tolist()) for row in value.unbind()]]
         return [str(value.dtype), list(value.shape), plain(value.tolist())]
     if hasattr(value, "role") and hasattr(value, "content") and is_tensorclass(value):
-        return ["History", list(value.batch_size), plain(value.role), plain(value.content)]
+        return ["History", list(value.shape), plain(value.role), plain(value.content)]
     if isinstance(value, TensorDictBase) or is_tensorclass(value):
         if isinstance(value, LazyStackedTensorDict) or -1 in value.batch_size:
             return [type(value).__name__, [plain(row) for row in value.unbind(0)]]
