@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -99,6 +100,7 @@ def _is(value, base) -> bool:
     return is_tensorclass(value) if base is None else issubclass(value, base)
 
 
+@functools.cache
 def _defined(cls) -> set[str]:
     """Public names that the body and the methods of one class define themselves."""
     found = set(vars(cls).get("__annotations__", ())) | _assigned(cls)
@@ -132,6 +134,7 @@ def _default(value) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
+@functools.cache
 def _assigned(cls) -> set[str]:
     """Public names that the methods of a class set on ``self``, or register as buffers."""
     try:

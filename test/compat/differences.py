@@ -13,16 +13,20 @@ from __future__ import annotations
 import csv
 import fnmatch
 import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-TABLE = HERE.parents[1] / "docs" / "source" / "coming_from_torchrl.csv"
+TESTS = HERE.parent
+TABLES = HERE.parents[1] / "docs" / "source" / "coming_from_torchrl"
 KNOWN_OPEN = HERE / "known_open.csv"
 
 
 class Difference(NamedTuple):
-    """One difference: ``kind`` is refused, other, works or missing; ``told`` explains it."""
+    """One difference; ``kind`` is refused, other, works, missing or raw error."""
 
     id: str
     kind: str
@@ -30,37 +34,72 @@ class Difference(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of the table, or of the differences that somebody repairs (``owner``)."""
+    """One row of a table; ``held_by`` are ids and patterns of differences, or names of tests."""
 
     what: str
     kind: str
-    patterns: tuple[str, ...]
-    owner: str = ""
+    held_by: tuple[str, ...]
+    file: str
 
-    def holds(self, difference: Difference) -> bool:
-        """Whether the row explains the difference."""
+    @property
+    def patterns(self) -> list[str]:
+        """What names differences, and no test (``test/folder/test_file.py::test_name``)."""
+        return [each for each in self.held_by if "::" not in each]
+
+    def explains(self, difference: Difference) -> bool:
+        """Whether the row is about the difference."""
         if self.kind not in ("", difference.kind):
             return False
         return any(_matches(difference.id, pattern) for pattern in self.patterns)
+
+    def stale(self, found: list[Difference]) -> list[str]:
+        """What the row names and is not there (any more)."""
+        alive = [each.id for each in found if self.kind in ("", each.kind)]
+        gone = [each for each in self.patterns if not any(_matches(id_, each) for id_ in alive)]
+        gone += [each for each in self.held_by if "::" in each and not _is_a_test(each)]
+        return gone or ([] if self.held_by else ["nothing"])
 
 
 def _matches(id_: str, pattern: str) -> bool:
     return id_ == pattern or fnmatch.fnmatchcase(id_, pattern.replace("[", "[[]"))
 
 
+def _is_a_test(name: str) -> bool:
+    path, _, function = name.partition("::")
+    path = TESTS.parent / path
+    return path.is_file() and f"def {function}(" in path.read_text()
+
+
 def table() -> list[Row]:
-    """The rows that the page shows."""
-    with TABLE.open(newline="") as file:
-        return [
-            Row(row["you wrote"], row["kind"], tuple(row["held by"].split()))
-            for row in csv.DictReader(file)
-        ]
+    """The rows that the page "Coming from TorchRL" shows, of all its files."""
+    rows = []
+    for path in sorted(TABLES.glob("*.csv")):
+        with path.open(newline="") as file:
+            for line in csv.reader(file):
+                if len(line) != 5:
+                    raise ValueError(f"{path.name}: a row has 5 columns, not {len(line)}: {line}")
+                rows.append(Row(line[0], line[1], tuple(line[4].split()), path.name))
+    return rows
 
 
 def known_open() -> list[Row]:
-    """The differences that are defects, with who repairs them."""
+    """The differences that somebody repairs or decides (columns: id or pattern, owner)."""
     with KNOWN_OPEN.open(newline="") as file:
-        return [Row(row["id"], "", (row["id"],), row["owner"]) for row in csv.DictReader(file)]
+        return [Row(id_, "", (id_,), owner) for id_, owner in csv.reader(file)]
+
+
+def measure(folder: Path) -> tuple[dict, dict]:
+    """What ``run_programs.py`` says of ``torchrl.*.llm`` and of ``torchrl_llm``, side by side."""
+    roots = ("torchrl", "torchrl_llm")
+    script = str(HERE / "run_programs.py")
+    runs = [
+        subprocess.Popen([sys.executable, script, root, f"{root}.json"], cwd=folder)
+        for root in roots
+    ]
+    if any(run.wait() for run in runs):
+        raise RuntimeError("run_programs.py failed; what it wrote says why")
+    theirs, ours = (json.loads((folder / f"{root}.json").read_text()) for root in roots)
+    return theirs, ours
 
 
 def of_programs(theirs: dict, ours: dict) -> list[Difference]:

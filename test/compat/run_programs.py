@@ -95,12 +95,19 @@ def main(root: str, out: str) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     signal.signal(signal.SIGALRM, _too_long)
     import torch
-    from describe_api import describe
+    from describe_api import describe, rooms
     from tensordict import set_list_to_stack
 
     torch.set_num_threads(1)
     set_list_to_stack(True).set()
     logging.disable(logging.WARNING)
+    try:
+        list(rooms(root))
+    except ImportError as error:
+        if root == "torchrl_llm":
+            raise
+        Path(out).write_text(json.dumps({"absent": str(error)}))
+        return
     results = {name: run(function) for name, function in programs(root)}
     Path(out).write_text(json.dumps({"programs": results, "api": describe(root)}))
 
