@@ -154,19 +154,22 @@ class WrapperConformance:
             assert counts.dtype == torch.int32
             assert (counts[~mask] == 0).all()
             assert (counts[mask] > 0).all()
-        sampled = pad_rows(read_rows(out, ("log_probs", "full")), 0.0)
-        ids = pad_rows(read_rows(out, ("tokens", "full")), 0)
+        key = ("log_probs", "full")
+        ids, sampled = (
+            out[name] if pad_output else pad_rows(read_rows(out, name), 0)
+            for name in (("tokens", "full"), key)
+        )
+        pairs = []
         with torch.no_grad():
-            found = [
-                policy.log_prob(out, mask_key),
-                policy.get_dist(out, mask_key=mask_key).log_prob(ids),
-            ]
+            dist = policy.get_dist(out, mask_key=mask_key)
+            pairs += [(policy.log_prob(out, mask_key), sampled), (dist.log_prob(ids), sampled)]
             for options in ({}, {"batching": True, "batching_timeout": 0.0}):
                 scorer = policy.get_new_version(generate=False, inplace=False, **options)
-                rows = read_rows(scorer(out), ("log_probs", "full"))
-                found.append(pad_rows(rows, 0.0).where(pad_rows(masks, False), 0.0))
-        for log_probs in found:
-            torch.testing.assert_close(log_probs.cpu(), sampled, atol=1e-5, rtol=1e-5)
+                scored = read_rows(scorer(out), key)
+                scored = [row.where(mask, 0.0) for row, mask in zip(scored, masks, strict=True)]
+                pairs += zip(scored, read_rows(out, key), strict=True)
+        for log_probs, wanted in pairs:
+            torch.testing.assert_close(log_probs.cpu(), wanted, atol=1e-5, rtol=1e-5)
 
     @pytest.mark.parametrize(
         ("input_mode", "generate", "record_support"),
@@ -230,16 +233,22 @@ class WrapperConformance:
         assert not a["tokens"].padded
         assert b["tokens"].padded
         pad = tokenizer.pad_token_id
-        for key, value, side in (
-            (("tokens", "prompt"), pad, "left"),
-            (("tokens", "response"), pad, "right"),
-            (("tokens", "full"), pad, "right"),
-            (("log_probs", "full"), 0.0, "right"),
-            (("masks", "all_attention_mask"), False, "right"),
-            (("masks", "all_assistant_mask"), False, "right"),
-            (("trace", "source"), -1, "right"),
+        prompts = [row.numel() for row in read_rows(a, ("tokens", "prompt"))]
+        for key, value in (
+            (("tokens", "full"), pad),
+            (("log_probs", "full"), 0.0),
+            (("masks", "all_attention_mask"), False),
+            (("masks", "all_assistant_mask"), False),
+            (("trace", "source"), -1),
         ):
-            assert torch.equal(b[key], pad_rows(read_rows(a, key), value, side=side)), key
+            rows = read_rows(a, key)
+            left = [row[:cut] for row, cut in zip(rows, prompts, strict=True)]
+            right = [row[cut:] for row, cut in zip(rows, prompts, strict=True)]
+            wanted = [pad_rows(left, value, side="left"), pad_rows(right, value)]
+            assert torch.equal(b[key], torch.cat(wanted, -1)), key
+            for part, half in zip(("prompt", "response"), wanted, strict=True):
+                if key == ("tokens", "full"):
+                    assert torch.equal(b["tokens", part], half), part
 
     def test_text_and_history_are_views_of_the_ids(self, tokenizer):
         policy = self.make(tokenizer)

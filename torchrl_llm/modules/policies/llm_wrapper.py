@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchrl_llm.data.containers import TokenSupport
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.ragged import pad_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
@@ -345,13 +344,15 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
                 but the first of each row by default.
 
         Returns:
-            float32 ``[B, T]`` in nats, padded on the right; 0.0 at padding, at index 0 and outside
-            the mask.
+            float32 ``[B, T]`` in nats, aligned with the ids of padded rows, and padded on the right
+            for ragged ones; 0.0 at padding, at the first token and outside the mask.
         """
-        ids, select, temperature, supports = self._whole_rows(tensordict, mask_key)
-        extras = scored_rows.support_extras(supports, select)
-        scores = self.token_scores(ids, select, temperature=temperature, extras=extras)
-        mask = pad_rows(select, False).to(scores.log_probs.device)
+        rows = self._whole_rows(tensordict, mask_key)
+        extras = scored_rows.support_extras(rows.supports, rows.select)
+        scores = self.token_scores(
+            rows.token_ids, rows.select, temperature=rows.temperature, extras=extras
+        )
+        mask = rows.spread(rows.select).to(scores.log_probs.device)
         empty = torch.zeros(mask.shape, device=mask.device)
         return empty.masked_scatter(mask, scores.log_probs)
 
@@ -375,29 +376,31 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             mask_key: see :meth:`log_prob`.
             form: TorchRL's ``as_padded_tensor``, ``as_nested_tensor``, ``padding_value``,
                 ``padding_side`` and ``layout``, where they ask for what is returned anyway: dense
-                logits, 0.0 at padding, on the right.
+                logits, 0.0 at padding, which is where it is in :meth:`log_prob`.
 
         Raises:
             ConfigError: another form is asked for.
         """
         scored_rows.check_form(form)
-        ids, select, temperature, supports = self._whole_rows(tensordict, mask_key)
-        logits = self.backend.logits(ids).float()
+        rows = self._whole_rows(tensordict, mask_key)
+        logits = self.backend.logits(rows.token_ids).float()
+        temperature = rows.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None, None].to(logits.device)
         # The logits after token t are of token t + 1; nothing predicts the first.
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1] / temperature], dim=1)
-        for row, support in enumerate(supports or ()):
-            length = ids[row].shape[0]
-            kept = support.to(logits.device)
-            shifted[row, :length] = restrict_logits(shifted[row, :length], *kept)
+        lengths = [ids.shape[0] for ids in rows.token_ids]
+        logits = [x[:length] for x, length in zip(shifted, lengths, strict=True)]
+        for row, support in enumerate(rows.supports or ()):
+            logits[row] = restrict_logits(logits[row], *support.to(shifted.device))
+        shifted = rows.spread(logits)
         if tensordict_out is not None:
             tensordict_out.set(logits_key, shifted)
-        return scored_rows.TokenDistribution(shifted, pad_rows(select, False).to(logits.device))
+        return scored_rows.TokenDistribution(shifted, rows.spread(rows.select).to(shifted.device))
 
     def _whole_rows(
         self, tensordict: TensorDictBase, mask_key: NestedKey | None
-    ) -> tuple[list[Tensor], list[Tensor], float | Tensor, list[Support] | None]:
+    ) -> scored_rows.WholeRows:
         """Ids, tokens to score, temperature and kept ids of whole rows."""
         reader = self.reader
         if self.generate:
@@ -405,9 +408,13 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             reader.key = (getattr(self.names, self.input_mode), "full")
         blocks = row_blocks.flat_blocks(tensordict)
         ids = reader.read_sequences(blocks).token_ids
-        select = scored_rows.select_tokens(blocks, ids, mask_key)
-        temperature = scored_rows.temperatures(blocks, self.names)
-        return ids, select, temperature, reader.read_support(blocks, ids)
+        return scored_rows.WholeRows(
+            token_ids=ids,
+            select=scored_rows.select_tokens(reader, blocks, ids, mask_key),
+            temperature=scored_rows.temperatures(blocks, self.names),
+            supports=reader.read_support(blocks, ids),
+            places=reader.read_places(blocks, ids),
+        )
 
     def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
         """What the policy writes for rows with ``generate=False``: a dense root with ragged nodes.

@@ -9,18 +9,20 @@ Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.column import Chat, Column
 from torchrl_llm.data.containers import ChatHistory, Text
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
+from torchrl_llm.data.ragged import pad_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
@@ -248,7 +250,7 @@ class RowReader(ABC):
         Raises:
             DataError: where the record is one of other tokens.
         """
-        counts = self._unpadded(blocks, (self.names.support, "counts"))
+        counts = self.unpadded(blocks, (self.names.support, "counts"))
         ids = tensor_rows(blocks, (self.names.support, "token_ids"))
         if counts is None or ids is None:
             return None
@@ -263,10 +265,10 @@ class RowReader(ABC):
     def _stored_assistant(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Assistant masks from what stands next to the ids: trace, mask, or the prompt's length."""
         names = self.names
-        sources = self._unpadded(blocks, (names.trace, "source"))
+        sources = self.unpadded(blocks, (names.trace, "source"))
         if sources is not None and _aligned(sources, sequences):
             return [source == Source.SAMPLED for source in sources]
-        masks = self._unpadded(blocks, (names.masks, "all_assistant_mask"))
+        masks = self.unpadded(blocks, (names.masks, "all_assistant_mask"))
         if masks is not None and _aligned(masks, sequences):
             return [mask.bool() for mask in masks]
         prompts = tensor_rows(blocks, (names.tokens, "prompt"))
@@ -279,15 +281,35 @@ class RowReader(ABC):
             for ids, prompt in zip(sequences, prompts, strict=True)
         ]
 
-    def _unpadded(self, blocks: Blocks, key: tuple[str, ...]) -> list[Tensor] | None:
+    def read_places(self, blocks: Blocks, sequences: Sequence[Tensor]) -> Tensor:
+        """Where the tokens of whole rows are in a dense column, bool ``[B, T]``.
+
+        Args:
+            blocks: the rows. Padded ones say it by their attention mask; ragged ones are padded on
+                the right.
+            sequences: ``B`` int64 tensors ``[T_b]``, their ids.
+        """
+        lengths = [ids.shape[0] for ids in sequences]
+        for masks in self._attention(blocks):
+            one_length = len({mask.shape for mask in masks}) == 1
+            if one_length and [int(mask.sum()) for mask in masks] == lengths:
+                return torch.stack(masks)
+        return pad_rows([torch.ones(length, dtype=torch.bool) for length in lengths], False)
+
+    def unpadded(self, blocks: Blocks, key: NestedKey) -> list[Tensor] | None:
         """A column over whole rows, the padding of a dense one taken off by the mask."""
-        names = self.names
         rows = tensor_rows(blocks, key)
-        for mask_key in ((names.masks, "all_attention_mask"), names.attention_mask):
-            masks = None if rows is None else tensor_rows(blocks, mask_key)
-            if masks is not None and _aligned(masks, rows):
-                return [row[mask.bool()] for row, mask in zip(rows, masks, strict=True)]
+        for masks in [] if rows is None else self._attention(blocks):
+            if _aligned(masks, rows):
+                return [row[mask] for row, mask in zip(rows, masks, strict=True)]
         return rows
+
+    def _attention(self, blocks: Blocks) -> Iterator[list[Tensor]]:
+        """The rows' attention masks, bool ``[T_b]``: ours, then that of the input."""
+        for key in ((self.names.masks, "all_attention_mask"), self.names.attention_mask):
+            masks = tensor_rows(blocks, key)
+            if masks is not None:
+                yield [mask.bool() for mask in masks]
 
 
 def _aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
@@ -338,7 +360,7 @@ class HistoryRows(RowReader):
         chats = self._known(chat_rows(blocks, self.key))
         ids: list[Tensor | None] = [None] * len(chats)
         assistant: list[Tensor | None] = [None] * len(chats)
-        stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
+        stored = self.unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         stored_masks = None if stored is None else self._stored_assistant(blocks, stored)
         new = []
         for row, chat in enumerate(chats):
@@ -443,7 +465,7 @@ class TokensRows(RowReader):
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """The ids as they are."""
-        rows = self._known(self._unpadded(blocks, self.key))
+        rows = self._known(self.unpadded(blocks, self.key))
         rows = [ids.to("cpu", torch.int64) for ids in rows]
         return Sequences(rows, self._stored_assistant(blocks, rows))
 
@@ -485,7 +507,7 @@ class TextRows(RowReader):
     def read_sequences(self, blocks: Blocks) -> Sequences:
         """Ids of the texts; those stored next to them where they spell the text."""
         texts = self._known(object_rows(blocks, self.key))
-        stored = self._unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
+        stored = self.unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         spelled = None if stored is None else self.codec.decode(stored)
         rows = [
             stored[row]

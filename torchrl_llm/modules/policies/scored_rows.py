@@ -6,7 +6,7 @@ Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -17,7 +17,32 @@ from torch.distributions import Categorical, Distribution, constraints
 from torchrl_llm.data.scoring import ScoreExtras, Support
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules.policies.row_blocks import tensor_rows
-from torchrl_llm.modules.policies.row_readers import KeyNames
+from torchrl_llm.modules.policies.row_readers import KeyNames, RowReader
+
+
+class WholeRows(NamedTuple):
+    """Rows to score.
+
+    Attributes:
+        token_ids: ``B`` int64 tensors ``[T_b]``.
+        select: ``B`` bool tensors ``[T_b]``, the tokens to score.
+        temperature: of each row, float32 ``[B]``, or of all.
+        supports: ``B``, what sampling kept, or ``None`` where nothing was recorded.
+        places: bool ``[B, T]``, where the tokens are in a dense column.
+    """
+
+    token_ids: list[Tensor]
+    select: list[Tensor]
+    temperature: float | Tensor
+    supports: list[Support] | None
+    places: Tensor
+
+    def spread(self, columns: Sequence[Tensor]) -> Tensor:
+        """Dense ``[B, T, ...]`` of ``B`` columns ``[T_b, ...]``, zero at padding."""
+        values = torch.cat(list(columns))
+        dense = values.new_zeros((*self.places.shape, *values.shape[1:]))
+        dense[self.places.to(values.device)] = values
+        return dense
 
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
@@ -42,11 +67,15 @@ def support_extras(
 
 
 def select_tokens(
-    blocks: Sequence[TensorDictBase], ids: Sequence[Tensor], mask_key: NestedKey | None
+    reader: RowReader,
+    blocks: Sequence[TensorDictBase],
+    ids: Sequence[Tensor],
+    mask_key: NestedKey | None,
 ) -> list[Tensor]:
     """Which tokens of each row to score: all but the first, those of a mask if one is given.
 
     Args:
+        reader: knows the padding of the rows.
         blocks: rows in one-dimensional blocks.
         ids: ``B``, the ids of each row.
         mask_key: a bool column of the rows.
@@ -57,7 +86,7 @@ def select_tokens(
     scorable = [torch.arange(row.shape[0]) > 0 for row in ids]
     if mask_key is None:
         return scorable
-    masks = tensor_rows(blocks, mask_key)
+    masks = reader.unpadded(blocks, mask_key)
     if masks is None:
         raise DataError(f"the input has no mask {mask_key!r}")
     for row, (mask, valid) in enumerate(zip(masks, scorable, strict=True)):
