@@ -16,6 +16,7 @@ import random
 import time
 from contextlib import suppress
 from functools import cache, partial
+from typing import get_args
 from zlib import crc32
 
 import pytest
@@ -46,10 +47,11 @@ from torchrl_llm.rewards import (
     reward_components,
 )
 from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
+from torchrl_llm.rewards.answer_formats import AnswerFormat
 from torchrl_llm.rewards.code import extract_code
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
-from torchrl_llm.rewards.number_rewards import CountdownRewardParser
+from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
 from torchrl_llm.tools import call_formats, call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
@@ -122,6 +124,9 @@ MADE = {
     CodeRewardParser: lambda: {"": CodeRewardParser(runner=_runner())},
     HumanEvalRewardParser: lambda: {"": HumanEvalRewardParser(runner=_runner())},
     IfEvalScorer: lambda: {p: IfEvalScorer(scored_part=p) for p in ("answer", "response")},
+    GSM8KRewardParser: lambda: {
+        f: GSM8KRewardParser(answer_format=f) for f in get_args(AnswerFormat)
+    },
     MATHRewardParser: lambda: {"": MATHRewardParser(boxed=True)},
     reward_components._Function: lambda: {"": reward_components._Function(lambda sample: 0.0)},
     reward_components._Parser: lambda: {"": reward_components._Parser(_Spelling())},
@@ -227,6 +232,7 @@ MARKS = sorted(
             "<|calls|>",
         ),
         *("\n<|im_start|>a\n", "<|im_end|>\n", "<|python_tag|>", "User: a\n\n", "Assistant:"),
+        *("The answer is 1", "answer a ", "#### 1", "1,", "1/1", "Question:", "\nQ:", "0."),
         *("<think>a</think>", "<answer>1</answer>", "<answer>{", "\\boxed{1}", "CALL[add]({})"),
         *('<tool name="a">{"a": 1}</tool>', "<tool>add\n{}</tool>", "<score>7</score>", "[a]"),
         *("```python\nprint(1)\n```\n", "```\nls\n```\n", "~~~py\nx\n~~~\n", "<move>1</move>"),

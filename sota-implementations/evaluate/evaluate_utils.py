@@ -26,7 +26,7 @@ from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.recipes import ModelConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
-from torchrl_llm.recipes.tasks import check_task, task_class, task_options
+from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
@@ -123,7 +123,7 @@ class EvaluateConfig:
         seed: of sampling.
         tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
         data_files: file of each task; those without one have data of their own.
-        options: settings of each task.
+        options: settings of each task, and its ``system_prompt`` if not its own.
     """
 
     seed: int = 0
@@ -141,12 +141,8 @@ class EvaluateConfig:
         for name in (*self.tasks, *self.data_files, *self.options):
             check_task(name)
         for task, options in self.options.items():
-            for name in options:
-                ensure(
-                    name in task_options(task),
-                    f"options.{task}.{name} is no setting of that task; it has "
-                    f"{sorted(task_options(task))}",
-                )
+            own = {name: value for name, value in options.items() if name != "system_prompt"}
+            check_options(task, own, path=f"options.{task}")
         ensure(
             self.eval.repeats == 1 or self.inference_model.temperature > 0,
             "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",

@@ -252,6 +252,20 @@ def test_without_files_the_hub_is_asked_for_the_split_that_it_has(recipe, monkey
         assert recipe.make_env(config, task, None).primer.num_rows == 1
 
 
+def test_a_format_of_answers_and_a_prompt_of_the_users_own_are_used(recipe, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "9 * 2?", "answer": "#### 18"}))
+    options = {"answer_format": "strict-match", "system_prompt": "Q: 1?\nA: #### 1"}
+    values = {"options": {"gsm8k": options}, "data_files": {"gsm8k": str(path)}}
+    env = recipe.make_env(recipe.load_config(values), "gsm8k", None)
+    td = env.reset()
+    assert td["history"].prompt.content == [[options["system_prompt"], "9 * 2?"]]
+    td["history"].full = type(td["history"].prompt).of(
+        [[*td["history"].prompt.chats[0], {"role": "assistant", "content": "#### 18, not 2"}]]
+    )
+    assert env.step(td)["next", "success"].item()
+
+
 # Bad input
 
 
@@ -264,7 +278,8 @@ IMPOSSIBLE = [
     (["eval.repeats=4"], "no effect with inference_model.temperature=0"),
     (["inference_model.num_devices=2"], "no effect with inference_model.backend=transformers"),
     (["inference_model.temperature=-1"], "inference_model: "),
-    (["options.ifeval.scored=answer"], "options.ifeval.scored is no setting of that task"),
+    (["options.ifeval.scored=answer"], "options.ifeval.scored is no setting of the task 'ifeval'"),
+    (["options.gsm8k.answer_format=boxed"], "options.gsm8k.answer_format must be one of .*'auto'"),
 ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
 
-from torchrl_llm._registry import find, names
+from torchrl_llm._registry import constructor_arguments, find, names
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools import Tool, ToolTransform
@@ -74,24 +74,35 @@ def task_options(name: str) -> tuple[str, ...]:
     return tuple(key for key in dict.fromkeys(own) if key not in shared)
 
 
-def check_options(name: str, options: Iterable[str]) -> None:
+def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.options") -> None:
     """Refuse settings that a task does not have; without any, the task is not imported.
 
     Args:
         name: as of :func:`task_class`.
-        options: names of settings, the keys below ``env.options`` in a recipe.
+        options: settings by name, the keys below ``env.options`` in a recipe.
+        path: those keys' prefix, for the error.
 
     Raises:
-        ConfigError: for a setting that the task does not have.
+        ConfigError: for a setting that the task does not have, or a value other than the few that
+            it can have.
 
     Example:
-        >>> check_options("countdown", ["max_number"])
+        >>> check_options("gsm8k", {"answer_format": "automatic"})
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: env.options.answer_format must be one of ['tags', 'auto', \
+'flexible-extract', 'strict-match'], got 'automatic'
     """
-    for option in options:
+    for option, value in options.items():
         allowed = task_options(name)
         if option not in allowed:
             raise ConfigError(
-                f"env.options.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
+                f"{path}.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
+            )
+        hint = constructor_arguments(task_class(name))[option].annotation
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ConfigError(
+                f"{path}.{option} must be one of {list(get_args(hint))}, got {value!r}"
             )
 
 

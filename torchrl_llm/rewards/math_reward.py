@@ -16,6 +16,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
+from torchrl_llm.rewards.answer_formats import last_boxed
 from torchrl_llm.rewards.reward_runner import call_reward
 from torchrl_llm.sandbox.workers import WorkerPool
 
@@ -23,9 +24,6 @@ _CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
 _MEMORY_BYTES = 2 << 30
 # The longest reference of the dataset has less than a tenth of it.
 _MAX_LENGTH = 2000
-# Boxes that are looked at, from the end, until one is complete.
-_MAX_BOXES = 32
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\d])")
 _WHOLE = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)")
 _SPELLINGS = (
     (
@@ -55,35 +53,6 @@ _WORDS = (
 )
 # A number in another base: its digits, and the base.
 _BASED = re.compile(r"[0-9A-Z]+_[0-9]+")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{...}`` of a text, ``None`` where there is none.
-
-    Args:
-        text: any text. Braces inside the box must match; escaped ones do not count. A box without
-            braces (``\boxed 5``) holds one digit, as TeX has it.
-
-    Example:
-        >>> last_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is")
-        '\\frac{1}{2}'
-    """
-    for box in reversed(list(_BOX.finditer(text))[-_MAX_BOXES:]):
-        if text[box.end()] != "{":
-            return text[box.end()]
-        end = _closing_brace(text, box.end())
-        if end is not None:
-            return text[box.end() + 1 : end].strip()
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start : start + _MAX_LENGTH], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return start + brace.start()
-    return None
 
 
 class MATHRewardParser(AnswerBlockParser):

@@ -12,8 +12,17 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
+from torchrl_llm.rewards.answer_formats import (
+    HARNESS_FORMATS,
+    AnswerFormat,
+    check_format,
+    harness_answer,
+    harness_spelling,
+    marked_answer,
+)
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
@@ -60,17 +69,40 @@ def parse_number(text: str) -> Fraction | None:
     return None if len(text) > _MAX_LENGTH else _parsed(text)
 
 
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text of any length, ``None`` without one or for a malformed one.
+
+    Args:
+        text: read as by :func:`parse_number`, but for its equations.
+
+    Example:
+        >>> last_number("3 boxes of 6 eggs make **$1,018.50** in all.")
+        Fraction(2037, 2)
+    """
+    digit = re.search("[0-9]", text[::-1])
+    if digit is None:
+        return None
+    end = len(text) - digit.start()
+    line = text[max(0, end - _MAX_LENGTH) : end + _MAX_LENGTH]
+    numbers = list(_NUMBER.finditer(_without_markup(line)))
+    return _value(numbers[-1]) if numbers else None
+
+
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Fraction | None:
+    text = _UNIT_POWER.sub("", _without_markup(text))
+    right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
+    values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
+    return values.pop() if len(values) == 1 else None
+
+
+def _without_markup(text: str) -> str:
+    """A text without the marks of Markdown and LaTeX around and inside its numbers."""
     text = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\\$", "$").replace("\\%", "%"))
     text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
     while (unwrapped := _LATEX_WRAPPER.sub(r" \1 ", text)) != text:
         text = unwrapped
-    text = re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
-    text = _UNIT_POWER.sub("", text)
-    right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
-    values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
-    return values.pop() if len(values) == 1 else None
+    return re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -86,9 +118,30 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 class GSM8KRewardParser(AnswerBlockParser):
-    r"""1.0 for the right number in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
+    r"""1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
-    The arguments are those of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
+    What counts as an answer is chosen: models that are trained here write an ``<answer>`` block;
+    base models, and those whose accuracy is compared with published ones, do not. A response that
+    gives several answers gives one, as each format says; one without a number gives none.
+
+    ======================  =======================================================================
+    ``answer_format``       the answer
+    ======================  =======================================================================
+    ``"tags"``              the last ``<answer>`` block behind the reasoning
+    ``"auto"``              what stands behind the last of ``<answer>``, ``####``, ``\boxed`` and
+                            ``The answer is``, or the last number where there is none of these, see
+                            :func:`~torchrl_llm.rewards.answer_formats.marked_answer`
+    ``"flexible-extract"``  as the filters of these names in lm-evaluation-harness read and compare
+    ``"strict-match"``      it, see :func:`~torchrl_llm.rewards.answer_formats.harness_answer`
+    ======================  =======================================================================
+
+    Args:
+        args: arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
+        answer_format: see the table.
+        kwargs: as ``args``, by name.
+
+    Raises:
+        ConfigError: for another ``answer_format``.
 
     Example:
         >>> parser = GSM8KRewardParser()
@@ -96,7 +149,16 @@ class GSM8KRewardParser(AnswerBlockParser):
         1.0
         >>> parser.score("<answer>73</answer>", "72").reward, parser.score("72", "72").reward
         (0.1, 0.0)
+        >>> GSM8KRewardParser(answer_format="auto").score("The answer is 72.", "72").reward
+        1.0
     """
+
+    __signature__ = FullSignature()
+
+    def __init__(self, *args: Any, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
+        check_format(answer_format)
+        super().__init__(*args, **kwargs)
+        self.answer_format = answer_format
 
     @staticmethod
     def normalize_answer(answer: str) -> Fraction | None:
@@ -109,8 +171,19 @@ class GSM8KRewardParser(AnswerBlockParser):
         value = cls.normalize_answer(answer)
         return value is not None and value == cls.normalize_answer(truth)
 
-    def read_truth(self, answer: Any) -> Fraction:
-        """The row's number.
+    def read_response(self, response: str) -> tuple[str | None, str | None]:
+        """Reasoning and answer of a response, the answer by ``answer_format``."""
+        think, block = self.extract_tags(response)
+        if self.answer_format in HARNESS_FORMATS:
+            block = harness_answer(response, self.answer_format)
+        elif self.answer_format == "auto":
+            text, is_marked = marked_answer(response)
+            value = parse_number(text) if is_marked else last_number(text)
+            block = None if value is None else str(value)
+        return think, block
+
+    def read_truth(self, answer: Any) -> Fraction | str:
+        """The row's number, spelled as lm-evaluation-harness does where its filters are used.
 
         Raises:
             RewardError: the row's own answer is not a number.
@@ -118,11 +191,11 @@ class GSM8KRewardParser(AnswerBlockParser):
         truth = self.normalize_answer(str(answer))
         if truth is None:
             raise RewardError(f"the answer of the row is not a number: {answer!r}")
-        return truth
+        return harness_spelling(str(answer)) if self.answer_format in HARNESS_FORMATS else truth
 
-    def is_right(self, block: str, truth: Fraction) -> bool:
+    def is_right(self, block: str, truth: Fraction | str) -> bool:
         """Whether the block states that number."""
-        return parse_number(block) == truth
+        return (block if isinstance(truth, str) else parse_number(block)) == truth
 
 
 _ANSWER = re.compile(r"target=(?P<target>-?[0-9]+), numbers=(?P<numbers>[0-9]+(?:,[0-9]+)*)")

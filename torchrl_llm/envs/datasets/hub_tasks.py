@@ -15,20 +15,24 @@ import torch
 from torchrl_llm._registry import register
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.answer_formats import AnswerFormat, check_format, last_boxed
 from torchrl_llm.rewards.code import CodeProblem, HumanEvalRewardParser
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer, read_row
-from torchrl_llm.rewards.math_reward import MATHRewardParser, last_boxed
+from torchrl_llm.rewards.math_reward import MATHRewardParser
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
 
 
 @register("tasks", "gsm8k")
 class GSM8KEnv(TaskEnv):
-    r"""Grade-school mathematics, scored by the number in the answer block.
+    r"""Grade-school mathematics, scored by the number that is answered.
 
     Rows have ``query`` (the problem), ``answer`` (the number, as a string) and ``solution`` (the
     worked text before it).
 
     Args:
+        answer_format: how the answer of a response is found, see
+            :class:`~torchrl_llm.rewards.GSM8KRewardParser`. The system prompt asks for what
+            ``"tags"`` and ``"strict-match"`` read; the others have none.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``question`` and ``answer``; without it the hub's ``openai/gsm8k`` is
@@ -45,11 +49,25 @@ class GSM8KEnv(TaskEnv):
     DATASET = "openai/gsm8k"
     NAME = "main"
     COLUMNS = ("question", "answer")
-    REWARD = GSM8KRewardParser
     SYSTEM_PROMPT = (
         "Solve the problem. Think step by step between <think> and </think>, then give the final "
         "number, and nothing else, between <answer> and </answer>."
     )
+    STRICT_PROMPT = (
+        "Solve the problem step by step. Then write #### and the final number, and nothing else, "
+        "in a line of its own: #### 18"
+    )
+
+    def __init__(self, *, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
+        check_format(answer_format)
+        self.answer_format = answer_format
+        if answer_format != "tags":
+            self.SYSTEM_PROMPT = self.STRICT_PROMPT if answer_format == "strict-match" else None
+        super().__init__(**kwargs)
+
+    def make_reward(self) -> GSM8KRewardParser:
+        """See :class:`~torchrl_llm.rewards.GSM8KRewardParser`."""
+        return GSM8KRewardParser(answer_format=self.answer_format)
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
