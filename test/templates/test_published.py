@@ -16,7 +16,7 @@ import pytest
 from templates.trial import Trial, family_of
 
 pytestmark = pytest.mark.published
-COLUMNS = ("steps", "continued", "forked", "forked needlessly", "calls", "calls read")
+COLUMNS = ("steps", "continued", "forked, needed", "forked, needless", "calls", "calls read")
 COLUMNS += ("thoughts", "thoughts read")
 
 
@@ -39,10 +39,10 @@ def table(reports) -> str:
             line = lines[family]
             line.update(report.counts)
             line["templates"] += 1
-            line["refused"] += any(r.startswith("chat:") for r in report.refused)
-            line["no tools"] += any(r.startswith("tools:") for r in report.refused)
-            line["faults"] += len(report.faults)
-    columns = ("templates", *COLUMNS, "refused", "no tools", "faults")
+            line["refuse chats"] += any(r.startswith("chat:") for r in report.refused)
+            line["refuse tools"] += any(r.startswith("tools:") for r in report.refused)
+            line["silent"] += len(report.faults)
+    columns = ("templates", *COLUMNS, "refuse chats", "refuse tools", "silent")
     rows = [("family", *columns)]
     rows += [(name, *(str(line[c]) for c in columns)) for name, line in sorted(lines.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -57,6 +57,6 @@ def test_templates_of_others_are_continued_and_read(reports):
     steps = sum(r.counts["steps"] for r in reports)
     wrong = sum("continued as" in fault or "a fork that" in fault for fault in faults)
     assert wrong <= 0.005 * steps
-    assert sum(r.counts["forked needlessly"] for r in reports) <= 0.002 * steps
+    assert sum(r.counts["forked, needless"] for r in reports) <= 0.002 * steps
     calls, read = (sum(r.counts[key] for r in reports) for key in ("calls", "calls read"))
     assert read >= 0.97 * calls

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from data.text.scenarios import TOOLS, sampled_ids, squeezed
 from data.text.tokenizers_of_the_zoo import tokenizer_of
@@ -43,6 +45,7 @@ _ENDS = [
     "<|end|>",
     "<|end_of_text|>",
     "<|endofresponse|>",
+    "<|eom|>",
     "<|user|>",
     "<｜end▁of▁sentence｜>",
     "<|role_end|>",
@@ -79,9 +82,21 @@ def family_of(name: str) -> str:
 
 
 def tokenizer_for(template: str):
-    """A tokenizer that knows the marks of a template."""
-    special = list(dict.fromkeys(_MARKS.findall(template)))
-    added = tuple(dict.fromkeys(_ADDED.findall(template)))
+    """A tokenizer that knows the marks which a template spells, and those which it writes."""
+    tokenizer = _tokenizer_with(template, template)
+    for chat in ([USER, THINKING, MORE], [USER, CALLING, RESULT]):
+        with suppress(Exception):
+            written = tokenizer.apply_chat_template(
+                chat, chat_template=template, tools=TOOLS, tokenize=False
+            )
+            if not set(_MARKS.findall(written)) <= set(tokenizer.all_special_tokens):
+                return _tokenizer_with(template, template + written)
+    return tokenizer
+
+
+def _tokenizer_with(template: str, marked: str):
+    special = list(dict.fromkeys(_MARKS.findall(marked)))
+    added = tuple(dict.fromkeys(_ADDED.findall(marked)))
     chinese = "｜" in template
     if "eos_token" in template:
         eos = "<｜end▁of▁sentence｜>" if chinese else "</s>"
@@ -158,7 +173,7 @@ class Trial:
         counts, faults = self.report.counts, self.report.faults
         try:
             prompt = formatter.encode(head)
-            body = self.sampled(formatter, head, wanted)
+            body = self.sampled(formatter, head, wanted, new)
         except (TorchRLLLMError, IndexError) as error:
             self.report.refused.append(f"{label}: {error}")
             return
@@ -189,7 +204,7 @@ class Trial:
         if more.forked:
             begins = full.startswith(said)
             whole = squeezed(formatter.decode(more.token_ids)) == full
-            counts["forked needlessly" if begins else "forked"] += 1
+            counts["forked, needless" if begins else "forked, needed"] += 1
             if begins:
                 self.report.refused.append(f"needless fork: {label}: {more.cause}")
             if not whole:
@@ -201,26 +216,38 @@ class Trial:
             faults.append(f"{label}: continued as {got[-160:]!r}, rendered {full[-160:]!r}")
 
     @staticmethod
-    def sampled(formatter, head, wanted) -> list[int]:
-        """What a model samples that knows how the template writes a turn."""
-        before = formatter.render(head)
+    def sampled(formatter, head, wanted, new) -> list[int]:
+        """What a model samples that knows how the template writes a turn: up to its first end."""
+        before = formatter.render(head).rstrip()
         own = formatter.render([*head, wanted], add_generation_prompt=False)
-        if own.startswith(before.rstrip()):
-            return sampled_ids(formatter, head, wanted)
-        # The prompt has opened a thought that history does not have, or stands elsewhere in it.
-        at = own.rfind(head[-1]["content"]) + len(head[-1]["content"])
-        header = formatter.probe.header.strip()
-        begin = own.find(header, at) + len(header) if header in own[at:] else at
-        if head[-1]["role"] == "tool":  # much may stand behind a result
-            pairs = enumerate(zip(before.rstrip(), own, strict=False))
-            common = own[: next((k for k, (one, other) in pairs if one != other), 0)]
-            begin = max(begin, len(re.sub(r"<[^<>\s]*$", "", common)))
-        turn = own[begin:].lstrip("\n")
+        if own.startswith(before):
+            ends = sum(own.count(c.text, len(before)) for c in formatter.probe.terminal)
+            if ends < 2:
+                return sampled_ids(formatter, head, wanted)
+            # The last turn is written as two, which history may have as one.
+            own = formatter.render([*head, wanted, *new])
+        # White space may differ before the turn.
+        pairs = enumerate(zip(squeezed(before), squeezed(own), strict=False))
+        shared = next((k for k, (one, other) in pairs if one != other), len(squeezed(before)))
+        places = (k for k, letter in enumerate(own) if not letter.isspace())
+        start = next(islice(places, shared, None), len(own))
+        start = len(re.sub(r"<[^<>\s]*$", "", own[:start]))
+        if head[-1]["role"] != "tool":  # much may stand behind a result
+            header = formatter.probe.header.strip()
+            said = own.rfind(head[-1]["content"]) + len(head[-1]["content"])
+            start = max(start, own.find(header, said) + len(header) if header in own[said:] else 0)
+        opening, closing = formatter.probe.reasoning or ("<think>", "</think>")
+        kept = own[:start].rstrip()
+        opened = before.endswith(opening)
+        if kept.endswith(opening) and not opened:
+            start = len(kept) - len(opening)  # the prompt has shut a thought that is open here
+        turn = own[start:].lstrip("\n")
         for closer in formatter.probe.terminal:
             turn = turn.partition(closer.text)[0]
-        prompted = before.rstrip().endswith("<think>") and not turn.startswith("/think>")
-        if prompted and "</think>" not in turn:
-            turn = "\n</think>\n\n" + turn
+        if opened and not kept.endswith(opening):
+            shut = re.match(r"<[^<>]*>|\[[^\[\]]*\]|\S+", closing).group()
+            if shut not in turn:  # history has no thought: the model shuts the one that is open
+                turn = f"\n{shut}\n\n{turn}" if shut == "</think>" else shut + turn
         return formatter._codec.ids(turn)
 
     @staticmethod
