@@ -257,6 +257,7 @@ def test_a_format_of_answers_and_a_prompt_of_the_users_own_are_used(recipe, tmp_
     path.write_text(json.dumps({"question": "9 * 2?", "answer": "#### 18"}))
     options = {"answer_format": "strict-match", "system_prompt": "Q: 1?\nA: #### 1"}
     values = {"options": {"gsm8k": options}, "data_files": {"gsm8k": str(path)}}
+    values["eval"] = {"num_prompts": 1}
     env = recipe.make_env(recipe.load_config(values), "gsm8k", None)
     td = env.reset()
     assert td["history"].prompt.content == [[options["system_prompt"], "9 * 2?"]]
