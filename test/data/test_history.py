@@ -39,9 +39,9 @@ def either_setting(request):
 # -- construction ---------------------------------------------------------------------------------
 
 
-def test_one_conversation_has_no_batch_and_several_have_one(batch):
-    assert History.from_chats(FIRST).batch_size == torch.Size([])
-    assert batch.batch_size == torch.Size([2])
+def test_one_conversation_has_its_messages_and_several_have_a_batch(batch):
+    assert History.from_chats(FIRST).batch_size == torch.Size([2])
+    assert batch.batch_size == torch.Size([2, -1])
     assert batch.role == [["user", "assistant"], ["user", "assistant", "user"]]
     assert batch.content == [["Hi", "Yo"], ["A", "B", "C"]]
     assert batch.is_complete == [[True, True], [True, True, True]]
@@ -52,7 +52,7 @@ def test_the_constructor_makes_a_message_a_conversation_or_a_batch(batch):
     one = History(role="user", content="Hi")
     assert (one.role, one.content, one.is_complete, one.tool_calls) == ("user", "Hi", True, None)
     talk = History(role=["user", "assistant"], content=["Hi", "Yo"])
-    assert talk.batch_size == torch.Size([])
+    assert talk.batch_size == torch.Size([2])
     assert bool((talk == batch[0]).all())
     rows = History(role=batch.role, content=batch.content)
     assert bool((rows == batch).all())
@@ -157,8 +157,8 @@ def test_the_last_index_is_the_message(batch):
 
 def test_batch_indices_work_as_on_any_tensorclass(batch):
     assert batch[[1, 0]].content == [["A", "B", "C"], ["Hi", "Yo"]]
-    assert batch[torch.tensor([True, False])].batch_size == torch.Size([1])
-    assert batch[None].batch_size == torch.Size([1, 2])
+    assert batch[torch.tensor([True, False])].batch_size == torch.Size([1, 2])
+    assert batch[None].batch_size == torch.Size([1, 2, -1])
     assert batch[..., 1].content == ["Yo", "B"]
     assert batch[:, None][1, 0, -1].content == "C"
 
@@ -199,7 +199,7 @@ def test_extend_adds_messages_or_rows(batch):
     assert batch.content == [["Hi", "Yo", "A", "B", "C"], ["A", "B", "C", "Hi", "Yo"]]
     one = batch[0].extend(History.from_chats(FIRST), inplace=False)
     assert one.content == ["Hi", "Yo", "A", "B", "C", "Hi", "Yo"]
-    assert batch.extend(batch, inplace=False).batch_size == torch.Size([4])
+    assert batch.extend(batch, inplace=False).batch_size == torch.Size([4, 5])
 
 
 def test_shapes_that_do_not_fit_are_errors(batch):
@@ -249,7 +249,7 @@ def test_it_stacks_reshapes_copies_and_travels_inside_a_tensordict(batch):
     td = TensorDict(batch_size=[2])
     td["history", "prompt"] = batch
     assert torch.stack([td, td])["history", "prompt"][1, 0, -1].content == "Yo"
-    assert torch.cat([td, td])["history", "prompt"].batch_size == torch.Size([4])
+    assert torch.cat([td, td])["history", "prompt"].batch_size == torch.Size([4, -1])
     assert td.reshape(2, 1)["history", "prompt"][1].content == [["A", "B", "C"]]
     assert td.expand(3, 2)["history", "prompt"].chats[-1] == Chat(SECOND)
     assert td[..., 0]["history", "prompt"].content == ["Hi", "Yo"]
@@ -267,7 +267,7 @@ def test_a_spec_makes_histories_that_an_env_can_step():
     spec = History.default_spec((3, -1), example=Chat(FIRST))
     sample = spec.rand()
     assert isinstance(sample, History)
-    assert sample.batch_size == torch.Size([3])
+    assert sample.batch_size == torch.Size([3, 2])
     assert spec.is_in(sample)
     assert sample.content == [["Hi", "Yo"]] * 3
 

@@ -76,6 +76,8 @@ def test_shape_and_content_are_torchrls(name):
     assert list(made.shape) == shape
     assert made.content == content
     assert (made.ndim, made.dim(), made.size()) == (len(shape), len(shape), made.shape)
+    assert (made.batch_dims, made.batch_size) == (len(shape), made.shape)
+    made.batch_size = shape
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,8 @@ def test_changes_that_cannot_be_had_name_a_way_out():
         batch.append("hi")
     with pytest.raises(DataError, match="do not change in place"):
         batch[..., -1] = message("x")
+    with pytest.raises(DataError, match=r"its shape \[1, 3\] and cannot be set to \[1\]"):
+        batch.batch_size = [1]
     with pytest.raises(DataError, match="write it with transpose"):
         torch.movedim(batch, 0, 1)
 

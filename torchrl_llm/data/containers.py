@@ -287,7 +287,7 @@ class Text(TensorClass["nocast"]):
         if len(read) == 2:
             rows = zip(read["prompt"].chats, read["full"].chats, strict=True)
             read["response"] = History.of([full[len(prompt) :] for prompt, full in rows])
-        size = next(iter(read.values())).batch_size
+        size = next(iter(read.values()))._tensordict.batch_size
         return ChatHistory._from_tensordict(TensorDict(read, batch_size=size))
 
 

@@ -48,8 +48,8 @@ class History(TensorClass["nocast"]):
     ``h[0]`` is a conversation, ``h[..., -1]`` the last message of each and ``h[..., :-1]`` all but
     that, ``torch.cat([h, g], -1)`` joins messages and ``h.unbind(-1)`` takes them apart. ``shape``
     ends with -1 where the number of messages differs; what would need equally many then raises.
-    ``batch_size`` is that of the node which holds the rows, ``[*B]``. ``==`` compares message by
-    message, or row by row where their number differs.
+    ``batch_size`` is the same. ``==`` compares message by message, or row by row where their number
+    differs.
 
     A conversation never changes: a message, a slice and a mask are copies. ``append`` and
     ``extend`` on a row (``h[0]``, ``h.unbind(0)``, ``for row in h``) grow it in its batch too.
@@ -172,51 +172,30 @@ class History(TensorClass["nocast"]):
         """The conversations, batch dimensions flattened in row-major order."""
         return cells.flattened(cells.cells_of(self._tensordict), self._tensordict.batch_dims)
 
-    # Setters refuse: the tensorclass would otherwise say that there are none, and no way out.
     @property
     def role(self) -> Any:
         """Who speaks in each message."""
         return _field(self, "role")
-
-    @role.setter
-    def role(self, value: Any) -> None:
-        raise _fixed("role", value)
 
     @property
     def content(self) -> Any:
         """The content of each message."""
         return _field(self, "content")
 
-    @content.setter
-    def content(self, value: Any) -> None:
-        raise _fixed("content", value)
-
     @property
     def is_complete(self) -> Any:
         """Whether each message was ended."""
         return _field(self, "is_complete", True)
-
-    @is_complete.setter
-    def is_complete(self, value: Any) -> None:
-        raise _fixed("is_complete", value)
 
     @property
     def tool_calls(self) -> Any:
         """The tool calls of each message; ``None`` where no message has any."""
         return _found(_field(self, "tool_calls"))
 
-    @tool_calls.setter
-    def tool_calls(self, value: Any) -> None:
-        raise _fixed("tool_calls", value)
-
     @property
     def tool_responses(self) -> Any:
         """The tool responses of each message; ``None`` where no message has any."""
         return _found(_field(self, "tool_responses"))
-
-    @tool_responses.setter
-    def tool_responses(self, value: Any) -> None:
-        raise _fixed("tool_responses", value)
 
     # -- growing ----------------------------------------------------------------------------------
 
@@ -455,19 +434,22 @@ def _grown(history: History, batch: tuple[int, ...], chats: list[Chat], inplace:
     link = history.__dict__.get("_link")
     if link is not None:
         link.write(cells.flattened(cells.cells_of(history._tensordict), len(batch)), chats)
-    if tuple(history.batch_size) != batch:  # single messages that count as one conversation
+    if tuple(history._tensordict.batch_size) != batch:  # messages that count as one conversation
         object.__setattr__(history, "_tensordict", new._tensordict)
     else:
         history._tensordict.set("messages", new._tensordict.get("messages"))
     return history
 
 
-def _fixed(name: str, value: Any) -> AttributeError:
-    return AttributeError(
-        f"messages do not change: {name} cannot be set to {value!r:.60}; build the message anew, "
-        f"History(role=m.role, {name}=...), and put it behind the others: h = "
-        "h[..., :-1].append(message, inplace=False)"
-    )
+def _fixed(name: str) -> Any:
+    def refuse(self: History, value: Any) -> None:
+        raise AttributeError(
+            f"messages do not change: {name} cannot be set to {value!r:.60}; build the message "
+            f"anew, History(role=m.role, {name}=...), and put it behind the others: h = "
+            "h[..., :-1].append(message, inplace=False)"
+        )
+
+    return refuse
 
 
 def _found(values: Any) -> Any:
@@ -521,10 +503,11 @@ def _getitem(self: History, index: Any) -> History:
     if isinstance(last, Tensor) and not last.ndim:
         last = int(last)
     rows = _generated_getitem(self, before) if before else self
-    stored = cells.cells_of(rows._tensordict)
-    _check_mask(last, cells.flattened(stored, rows.batch_dims))
+    kept = rows._tensordict
+    stored = cells.cells_of(kept)
+    _check_mask(last, cells.flattened(stored, kept.batch_dims))
     picked = cells.pick_messages(stored, last)
-    return _rebuilt(tuple(rows.batch_size), cells.flattened(picked, rows.batch_dims))
+    return _rebuilt(tuple(kept.batch_size), cells.flattened(picked, kept.batch_dims))
 
 
 def _placed(self: History, index: tuple, conversations: bool) -> History:
@@ -607,6 +590,33 @@ def _shape_of(self: History) -> torch.Size:
     return grids.grid_shape(self._tensordict)
 
 
+def _batch_size_of(self: History) -> torch.Size:
+    node = self._tensordict
+    return node.batch_size if _asked_inside() else grids.grid_shape(node)
+
+
+def _set_batch_size(self: History, value: Any) -> None:
+    size = torch.Size((value,) if isinstance(value, int) else value)
+    if _asked_inside(3):  # behind tensordict's __setattr__
+        self._tensordict.batch_size = size
+    elif size != grids.grid_shape(self._tensordict):
+        raise DataError(
+            f"the batch size of a History is its shape {list(self.shape)} and cannot be set to "
+            f"{list(size)}; index or reshape it"
+        )
+
+
+def _batch_dims_of(self: History) -> int:
+    return self._tensordict.batch_dims if _asked_inside() else _dim(self)
+
+
+def _asked_inside(depth: int = 2) -> bool:
+    # tensordict and TorchRL take a history for what it is stored as, a node of rows: they compare
+    # its batch size with that of other nodes, at every step.
+    return sys._getframe(depth).f_globals.get("__name__", "").startswith(_INSIDE)
+
+
+_INSIDE = ("tensordict.", "torchrl.")
 _ASKED_SHAPE, _STACKING = tensordict_shape.__code__, tensordict_stack.__code__
 
 
@@ -767,6 +777,10 @@ History.shape = property(_shape_of)
 History.cat = staticmethod(_cat)
 History.stack = staticmethod(_stack)
 History.ndim = property(_dim)
+History.batch_size = property(_batch_size_of, _set_batch_size)
+History.batch_dims = property(_batch_dims_of)
+for _name in ("role", "content", "is_complete", "tool_calls", "tool_responses"):
+    setattr(History, _name, getattr(History, _name).setter(_fixed(_name)))
 for _name in _METHODS:
     if hasattr(History, _name):
         setattr(History, _name, _over_grid(_name))
