@@ -161,7 +161,7 @@ class WrapperConformance:
         )
         pairs = []
         with torch.no_grad():
-            dist = policy.get_dist(out, mask_key=mask_key)
+            dist = policy.get_dist(out, mask_key=mask_key, padding_side="right")
             pairs += [(policy.log_prob(out, mask_key), sampled), (dist.log_prob(ids), sampled)]
             for options in ({}, {"batching": True, "batching_timeout": 0.0}):
                 scorer = policy.get_new_version(generate=False, inplace=False, **options)
@@ -327,7 +327,7 @@ class WrapperConformance:
         log_probs = policy.log_prob(out, mask_key=("masks", "all_assistant_mask"))
         wanted = pad_rows(read_rows(out, ("log_probs", "full")), 0.0)
         torch.testing.assert_close(log_probs, wanted, atol=1e-5, rtol=1e-5)
-        dist = policy.get_dist(out, mask_key=("masks", "all_assistant_mask"))
+        dist = policy.get_dist(out, mask_key=("masks", "all_assistant_mask"), padding_side="right")
         ids = pad_rows(read_rows(out, ("tokens", "full")), 0)
         torch.testing.assert_close(dist.log_prob(ids), wanted, atol=1e-5, rtol=1e-5)
 

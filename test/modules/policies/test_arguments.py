@@ -18,8 +18,8 @@ from torchrl_llm.modules.policies.policy_arguments import PolicyOptions, parse_g
 OWN = {
     "FakeWrapper": "answers tokenizer vocab_size eos_token_ids max_length",
     "LLMWrapperBase": "backend tokenizer",
-    "RemoteTransformersWrapper": "model tokenizer max_concurrency validate_model actor_name "
-    "num_gpus num_cpus num_replicas device dtype timeout_s start_timeout_s",
+    "RemoteTransformersWrapper": "model max_concurrency validate_model actor_name num_gpus "
+    "num_cpus tokenizer num_replicas device dtype timeout_s start_timeout_s",
     "TransformersWrapper": "model tokenizer pad_model_input device",
     "vLLMWrapper": "model tokenizer pad_model_input device engine_options",
 }
@@ -120,6 +120,11 @@ def test_one_dictionary_serves_the_policy_that_samples_and_the_one_that_scores()
         fake_tokens(generate=False, generate_kwargs={"topk": 3})
 
 
+def test_ends_of_a_response_by_the_name_of_transformers(fake):
+    assert params({"eos_token_id": 2}, fake).stop_token_ids == (2,)
+    assert params({"eos_token_id": [5, 2], "stop_token_ids": [4]}, fake).stop_token_ids == (2, 4, 5)
+
+
 def test_greedy_is_said_in_two_ways(fake):
     assert params({"do_sample": False}, fake).greedy
     assert params({"temperature": 0.0}, fake).greedy
@@ -133,7 +138,7 @@ def test_greedy_is_said_in_two_ways(fake):
         ({"max_tokens": 4, "max_new_tokens": 5}, "they mean the same, give one"),
         ({"n": 4, "num_return_sequences": 2}, "they mean the same, give one"),
         ({"stop": "x"}, "renamed to 'stop_sequences'"),
-        ({"eos_token_id": 2}, "renamed to 'stop_token_ids'"),
+        ({"eos_token_id": [3, 4]}, r"leaves out \[2\], which end a response"),
         ({"num_beams": 4}, "beam search"),
         ({"length_penalty": 2.0}, "beam search"),
         ({"do_sample": False, "temperature": 0.7}, "greedily"),

@@ -8,7 +8,7 @@ from modules.policies.rows_helper import USER, fake_tokens, history_td, tokens_t
 from tensordict import TensorDict, set_list_to_stack
 
 from torchrl_llm.data import FinishReason
-from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError
 from torchrl_llm.modules import Answer, FakeWrapper, TransformersWrapper, vLLMWrapper
 
@@ -111,8 +111,15 @@ def test_unknown_arguments_are_refused():
         fake_tokens()(tokens_td([5]), max_new_token=3)
     with pytest.raises(ConfigError, match="fixed at construction"):
         fake_tokens()(tokens_td([5]), num_samples=3)
-    with pytest.raises(ConfigError, match="no effect with generate=False"):
-        fake_tokens(generate=False)(tokens_td([5]), top_k=3)
+    with pytest.raises(ConfigError, match="did you mean 'top_k'"):
+        fake_tokens(generate=False)(tokens_td([5]), topk=3)
+
+
+def test_sampling_arguments_of_a_call_change_nothing_when_scoring():
+    td = TensorDict(tokens=ragged_rows({"full": [torch.tensor([5, 6])]}), batch_size=[1])
+    policy = fake_tokens(generate=False, inplace=False)
+    out = policy(td, top_k=3, max_tokens=8, n=2, temperature=0.0)
+    assert torch.equal(out["log_probs", "full"], policy(td)["log_probs", "full"])
 
 
 def test_log_probs_can_be_left_out():

@@ -100,10 +100,11 @@ def test_scores_of_padded_rows_join_what_stands_next_to_them(shape):
     assert [len(row) for row in rows_of(td, "log_probs", "full")] == [3, 2]
 
 
+@pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("shape", ["flat", "view", "lazy stack"])
-def test_masks_that_are_edited_row_by_row_are_edited(shape):
+def test_masks_that_are_edited_row_by_row_are_edited(shape, pad_output):
     td = {"flat": lambda td: td, **SHAPES}[shape](four_rows())
-    fake_tokens([21])(td)
+    fake_tokens([21], pad_output=pad_output)(td)
     for row in (row for block in flat_blocks(td) for row in block.unbind(0)):
         row["masks"].all_assistant_mask = torch.zeros_like(row["masks"].all_assistant_mask)
         row["masks", "all_attention_mask"].fill_(False)

@@ -340,8 +340,33 @@ def test_defect_17_distribution_and_full_log_probs_are_there_without_further_arg
     kept = TensorDict()
     same = policy.get_dist(out, kept, as_padded_tensor=True, padding_side="right")
     torch.testing.assert_close(kept["logits"].log_softmax(-1), same.logits)
+    short = min(range(2), key=lambda row: len(read_rows(out, ("tokens", "full"))[row]))
+    size = len(read_rows(out, ("tokens", "full"))[short])
+    assert not dist.mask[short, : longest - size + 1].any()
+    torch.testing.assert_close(dist.logits[short, longest - size :], same.logits[short, :size])
     with pytest.raises(ConfigError, match="padding_side must be one of"):
-        policy.get_dist(out, padding_side="left")
+        policy.get_dist(out, padding_side="middle")
+
+
+def test_a_distribution_needs_no_masks_in_the_rows(tokenizer):
+    policy = FakeWrapper(["an answer"], tokenizer=tokenizer)
+    out = policy(history_td([USER]))
+    for kind in ("assistant", "attention"):
+        key = ("masks", f"all_{kind}_mask")
+        dist = policy.get_dist(out.select(("history", "full")), mask_key=key)
+        assert torch.equal(dist.mask[0, 1:], read_rows(out, key)[0][1:])
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_scoring_returns_the_conversation_and_the_text_that_it_scored(tokenizer, mode):
+    policy = FakeWrapper(["an answer"], tokenizer=tokenizer, input_mode="history")
+    given = policy(history_td([USER], [{**USER, "content": "More"}]))
+    scorer = policy.get_new_version(generate=False, inplace=False, input_mode=mode)
+    assert [scorer.return_text, scorer.return_history] == [True, mode == "history"]
+    out = scorer(given.select("history", "text"))
+    assert list(out["text"].get("full")) == list(given["text"].get("full"))
+    if mode == "history":
+        assert out["history"].full.chats == given["history"].full.chats
     with pytest.raises(TypeError, match="has no argument 'pad_side'"):
         policy.get_dist(out, pad_side="left")
 

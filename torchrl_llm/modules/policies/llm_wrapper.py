@@ -37,6 +37,7 @@ from torchrl_llm.modules.policies.policy_arguments import (
     PolicyOptions,
     common_names,
     override_generation,
+    parse_generate_kwargs,
     settle_generation,
     take_options,
 )
@@ -202,7 +203,8 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, where it is
                 there, says which rows are to be answered.
             tensordict_out: where to write instead of what ``inplace`` says.
-            generate_kwargs: override those of the constructor, for this call and this caller only.
+            generate_kwargs: override those of the constructor, for this call and this caller only;
+                checked and without effect with ``generate=False``.
 
         Returns:
             As ``inplace`` says; with ``num_samples`` a new one of batch size ``[B, n]``.
@@ -213,14 +215,15 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             OverlongError: for a prompt that does not fit, unless ``on_overlong`` says otherwise.
         """
         blocks = row_blocks.flat_blocks(tensordict)
-        if not self.generate:
-            if generate_kwargs:
-                raise ConfigError(f"{sorted(generate_kwargs)} have no effect with generate=False")
-            return self._deliver(tensordict, self._score_rows(blocks), tensordict_out)
         arguments = self._arguments
         if generate_kwargs:
             merged = {**self._generate_kwargs, **common_names(generate_kwargs, self.backend)}
-            arguments = override_generation(merged, self.backend, arguments)
+            if self.generate:
+                arguments = override_generation(merged, self.backend, arguments)
+            else:
+                parse_generate_kwargs(merged, self.backend)
+        if not self.generate:
+            return self._deliver(tensordict, self._score_rows(blocks), tensordict_out)
         if self.num_samples is not None and "done" in tensordict.keys():
             raise ConfigError(
                 f"num_samples={self.num_samples} gives each row several answers, which an "
@@ -374,15 +377,16 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             tensordict_out: gets the logits under ``logits_key``, if it is given.
             logits_key: see above.
             mask_key: see :meth:`log_prob`.
-            form: TorchRL's ``as_padded_tensor``, ``as_nested_tensor``, ``padding_value``,
-                ``padding_side`` and ``layout``, where they ask for what is returned anyway: dense
-                logits, 0.0 at padding, which is where it is in :meth:`log_prob`.
+            form: TorchRL's ``padding_side`` of ragged rows (``"left"``, the default, or
+                ``"right"``; padded ones stay where they are); and its ``as_padded_tensor``,
+                ``as_nested_tensor``, ``padding_value`` and ``layout``, where they ask for what is
+                returned anyway: dense logits, 0.0 at padding.
 
         Raises:
             ConfigError: another form is asked for.
         """
-        scored_rows.check_form(form)
-        rows = self._whole_rows(tensordict, mask_key)
+        side = scored_rows.check_form(form)
+        rows = self._whole_rows(tensordict, mask_key, side)
         logits = self.backend.logits(rows.token_ids).float()
         temperature = rows.temperature
         if isinstance(temperature, Tensor):
@@ -399,7 +403,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         return scored_rows.TokenDistribution(shifted, rows.spread(rows.select).to(shifted.device))
 
     def _whole_rows(
-        self, tensordict: TensorDictBase, mask_key: NestedKey | None
+        self, tensordict: TensorDictBase, mask_key: NestedKey | None, side: str = "right"
     ) -> scored_rows.WholeRows:
         """Ids, tokens to score, temperature and kept ids of whole rows."""
         reader = self.reader
@@ -407,13 +411,18 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             reader = copy.copy(reader)
             reader.key = (getattr(self.names, self.input_mode), "full")
         blocks = row_blocks.flat_blocks(tensordict)
-        ids = reader.read_sequences(blocks).token_ids
+        sequences = reader.read_sequences(blocks)
+        ids = sequences.token_ids
+        known = {
+            (self.names.masks, "all_attention_mask"): [torch.ones_like(row).bool() for row in ids],
+            (self.names.masks, "all_assistant_mask"): sequences.assistant,
+        }
         return scored_rows.WholeRows(
             token_ids=ids,
-            select=scored_rows.select_tokens(reader, blocks, ids, mask_key),
+            select=scored_rows.select_tokens(reader, blocks, ids, mask_key, known),
             temperature=scored_rows.temperatures(blocks, self.names),
             supports=reader.read_support(blocks, ids),
-            places=reader.read_places(blocks, ids),
+            places=reader.read_places(blocks, ids, side),
         )
 
     def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
@@ -435,7 +444,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
             items = list(zip(ids, temperature, supports or [None] * len(ids), strict=True))
             log_probs = torch.cat(self.batcher.submit(items, key="score", run=self._score_items))
         flat = outputs.scored_columns(ids, sequences.assistant, log_probs, self.names)
-        for name, node in self.reader.scored_view(sequences).items():
+        for name, node in self.reader.scored_view(sequences, blocks).items():
             flat.set(name, node)
         return flat
 

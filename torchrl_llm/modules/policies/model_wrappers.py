@@ -103,6 +103,11 @@ class TransformersWrapper(LLMWrapperBase):
     def layout(self, layout: str) -> None:
         self.backend.layout = layout
 
+    @property
+    def pad_model_input(self) -> bool:
+        """Whether rows may be padded for scoring; ``False`` where they are always packed."""
+        return self.layout != "packed"
+
     def get_new_version(self, **changes: Any) -> Self:
         """See :meth:`LLMWrapperBase.get_new_version`."""
         if "pad_model_input" in changes:
@@ -195,13 +200,13 @@ class RemoteTransformersWrapper(LLMWrapperBase):
 
     Args:
         model: name or folder of a model, or the pool of another such policy.
-        tokenizer: a fast tokenizer, its name or folder; by default that of the model.
         max_concurrency: calls that the actor takes at once; the model runs one after the other.
         validate_model: make sure that the model can be found before an actor is started.
         actor_name: policies of the same Ray cluster with the same name share one actor, which ends
             with the policy that started it.
         num_gpus: GPUs of the actor; by default one where the cluster has any.
         num_cpus: CPUs of the actor.
+        tokenizer: a fast tokenizer, its name or folder; by default that of the model.
         num_replicas: actors with a model each, which share the work.
         device: where the model goes; by default its GPU where it has one.
         dtype: of the weights.
@@ -224,13 +229,13 @@ class RemoteTransformersWrapper(LLMWrapperBase):
     def __init__(
         self,
         model: str | os.PathLike[str] | EnginePool,
-        *,
-        tokenizer: Any = None,
         max_concurrency: int = 16,
         validate_model: bool = True,
         actor_name: str | None = None,
         num_gpus: float | None = None,
-        num_cpus: float = 1.0,
+        num_cpus: float = 1,
+        *,
+        tokenizer: Any = None,
         num_replicas: int = 1,
         device: torch.device | str | None = None,
         dtype: str | torch.dtype = torch.float32,

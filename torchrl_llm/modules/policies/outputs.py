@@ -309,21 +309,29 @@ def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorD
     lengths = [ids.shape[0] for ids in read_rows(flat, (names.tokens, "full"))]
     answers = read_rows(flat, (names.tokens, "response"), None)
     parts = _Parts(lengths, [0 if answers is None else a.shape[0] for a in answers or lengths])
-    for node in ("tokens", "masks", "log_probs", "trace", "support"):
+    for node in ("tokens", "log_probs", "trace", "support"):
         name = getattr(names, node)
         view = flat.get(name, None)
         if view is not None:
             dense = _dense(view._tensordict, node, pad_token_id, parts)
             padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
             out.set(name, type(view)._from_tensordict(padded))
+    masks = _dense(flat.get(names.masks)._tensordict, "masks", pad_token_id, parts)
+    out.set(names.masks, _node(Masks, _rows_of(masks)))
     for name in dict.fromkeys(fact.key[0] for fact in token_facts.added_facts()):
         view = flat.get(name, None)
         if view is not None:
-            # Still a lazy stack, now of rows of one length: an environment's next prompts, which
-            # are ragged, must fit into the same node.
-            dense = _dense(view, name, pad_token_id, parts)
-            out.set(name, ragged_rows({c: rows.unbind(0) for c, rows in dense.items()}))
+            out.set(name, ragged_rows(_rows_of(_dense(view, name, pad_token_id, parts))))
     return out
+
+
+def _rows_of(dense: dict[str, Tensor]) -> dict[str, Sequence[Tensor]]:
+    """Rows of one length, for a lazy stack.
+
+    What is assigned to a row of a mask must reach the batch, which it does not in a dense node; and
+    an environment's next prompts, which are ragged, must fit into the node of an added fact.
+    """
+    return {column: rows.unbind(0) for column, rows in dense.items()}
 
 
 class _Parts(NamedTuple):

@@ -34,7 +34,6 @@ _OF_A_MODE = {
 _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _RENAMED = {
     "max_length": "max_new_tokens",
-    "eos_token_id": "stop_token_ids",
     "stop": "stop_sequences",
     "stop_strings": "stop_sequences",
     "return_log_probs": "logprobs",
@@ -259,7 +258,7 @@ def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
         backend: see :func:`parse_generate_kwargs`.
 
     Raises:
-        ConfigError: for two values of one thing.
+        ConfigError: for two values of one thing, or fewer ends of a response than the model has.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -273,6 +272,15 @@ def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
                 f"{old}={given[old]} contradicts {new}={given[new]}; they mean the same, give one"
             )
         given.pop(old, None)
+    ends = given.pop("eos_token_id", None)
+    if ends is not None:
+        ends = {ends} if isinstance(ends, int) else set(ends)
+        if lost := set(backend.eos_token_ids) - ends:
+            raise ConfigError(
+                f"eos_token_id={sorted(ends)} leaves out {sorted(lost)}, which end a response of "
+                "this model; further ends are stop_token_ids, ignore_eos=True takes all ends away"
+            )
+        given["stop_token_ids"] = tuple(sorted(ends.union(given.get("stop_token_ids") or ())))
     for name in sorted(_WITHOUT_EFFECT.keys() & given.keys() - backend.native_arguments):
         warn(f"generate_kwargs: {name} has no effect, {_WITHOUT_EFFECT[name]}", stacklevel=2)
         del given[name]
@@ -287,7 +295,8 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     ``stop_sequences``, ``stop_token_ids``, ``seed``, ``ignore_eos``, ``record_support``,
     ``skip_special_tokens``, ``logprobs``; further names are those of ``backend.native_arguments``.
     ``max_tokens`` and ``n``, vLLM's names, mean ``max_new_tokens`` and ``num_return_sequences``, as
-    in TorchRL. Names of TorchRL's that would change nothing here are left out with a warning.
+    in TorchRL; ``eos_token_id`` means ``stop_token_ids`` and must name the model's own, too. Names
+    of TorchRL's that would change nothing here are left out with a warning.
 
     Args:
         kwargs: names and values; ``None`` means "not given", as everywhere in transformers.

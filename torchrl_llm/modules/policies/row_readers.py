@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -209,8 +209,13 @@ class RowReader(ABC):
         """
         return {}
 
-    def scored_view(self, sequences: Sequences) -> dict[str, Any]:
-        """Nodes of the mode's own for scored rows, by name."""
+    def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
+        """Nodes of the mode's own for scored rows, by name.
+
+        Args:
+            sequences: what was scored.
+            blocks: where it was read from.
+        """
         return {}
 
     @property
@@ -281,20 +286,23 @@ class RowReader(ABC):
             for ids, prompt in zip(sequences, prompts, strict=True)
         ]
 
-    def read_places(self, blocks: Blocks, sequences: Sequence[Tensor]) -> Tensor:
+    def read_places(
+        self, blocks: Blocks, sequences: Sequence[Tensor], side: Literal["left", "right"] = "right"
+    ) -> Tensor:
         """Where the tokens of whole rows are in a dense column, bool ``[B, T]``.
 
         Args:
-            blocks: the rows. Padded ones say it by their attention mask; ragged ones are padded on
-                the right.
+            blocks: the rows. Padded ones say it by their attention mask.
             sequences: ``B`` int64 tensors ``[T_b]``, their ids.
+            side: where ragged rows are padded.
         """
         lengths = [ids.shape[0] for ids in sequences]
         for masks in self._attention(blocks):
             one_length = len({mask.shape for mask in masks}) == 1
             if one_length and [int(mask.sum()) for mask in masks] == lengths:
                 return torch.stack(masks)
-        return pad_rows([torch.ones(length, dtype=torch.bool) for length in lengths], False)
+        ones = [torch.ones(length, dtype=torch.bool) for length in lengths]
+        return pad_rows(ones, False, side=side)
 
     def unpadded(self, blocks: Blocks, key: NestedKey) -> list[Tensor] | None:
         """A column over whole rows, the padding of a dense one taken off by the mask."""
@@ -320,7 +328,7 @@ class HistoryRows(RowReader):
     """Conversations; their token records ride inside them."""
 
     views = ("history", "text")
-    scored_views = ("text",)
+    scored_views = ("history", "text")
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the prompts: reused, extended, or encoded where there is none."""
@@ -411,10 +419,15 @@ class HistoryRows(RowReader):
             self.names.text: text_node(self.codec, prompts.records, records),
         }
 
-    def scored_view(self, sequences: Sequences) -> dict[str, Any]:
-        """``text.full``."""
+    def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
+        """``history.full`` and ``text.full``."""
+        chats = History.of(chat_rows(blocks, self.key))
+        node = TensorDict._new_unsafe({"full": chats}, batch_size=torch.Size([len(chats)]))
         texts = self.codec.decode(sequences.token_ids)
-        return {self.names.text: _text({"full": texts})}
+        return {
+            self.names.history: ChatHistory._from_tensordict(node),
+            self.names.text: _text({"full": texts}),
+        }
 
 
 def continues(record: TokenRecord) -> bool:
@@ -474,6 +487,7 @@ class TextRows(RowReader):
     """Strings; the ids that were sampled stand next to them."""
 
     views = ("text",)
+    scored_views = ("text",)
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the texts: stored ids where they spell the text, or its beginning."""
@@ -522,6 +536,10 @@ class TextRows(RowReader):
     ) -> dict[str, Any]:
         """``text``."""
         return {self.names.text: text_node(self.codec, prompts.records, records)}
+
+    def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
+        """``text.full``, as it was read."""
+        return {self.names.text: _text({"full": object_rows(blocks, self.key)})}
 
 
 def _of_text(ids: Tensor, cause: str | None = None, turns: int = 0) -> TokenRecord:

@@ -71,6 +71,7 @@ def select_tokens(
     blocks: Sequence[TensorDictBase],
     ids: Sequence[Tensor],
     mask_key: NestedKey | None,
+    known: Mapping[NestedKey, Sequence[Tensor]],
 ) -> list[Tensor]:
     """Which tokens of each row to score: all but the first, those of a mask if one is given.
 
@@ -79,14 +80,16 @@ def select_tokens(
         blocks: rows in one-dimensional blocks.
         ids: ``B``, the ids of each row.
         mask_key: a bool column of the rows.
+        known: masks that scoring finds out, for rows without them.
 
     Raises:
-        DataError: the rows have no such mask, or one that is shorter than its row.
+        DataError: there is no such mask, or one that is shorter than its row.
     """
     scorable = [torch.arange(row.shape[0]) > 0 for row in ids]
     if mask_key is None:
         return scorable
     masks = reader.unpadded(blocks, mask_key)
+    masks = known.get(mask_key) if masks is None else masks
     if masks is None:
         raise DataError(f"the input has no mask {mask_key!r}")
     for row, (mask, valid) in enumerate(zip(masks, scorable, strict=True)):
@@ -103,13 +106,13 @@ _FORM = {
     "as_padded_tensor": (None, True),
     "as_nested_tensor": (None, False),
     "padding_value": (None, 0, 0.0),
-    "padding_side": (None, "right"),
+    "padding_side": ("left", "right"),
     "layout": (None, torch.strided),
 }
 
 
-def check_form(form: Mapping[str, Any]) -> None:
-    """Refuse another form of logits than dense ones with 0.0 on the right.
+def check_form(form: Mapping[str, Any]) -> str:
+    """Refuse another form of logits than dense ones padded with 0.0; returns the side of padding.
 
     Args:
         form: TorchRL's arguments of ``get_dist`` by name.
@@ -124,8 +127,9 @@ def check_form(form: Mapping[str, Any]) -> None:
         if value not in _FORM[name]:
             raise ConfigError(
                 f"{name} must be one of {_FORM[name]}, got {value!r}: logits are dense [B, T, V], "
-                "padded with 0.0 on the right; cut them by the mask for other forms"
+                "padded with 0.0; cut them by the mask for other forms"
             )
+    return form.get("padding_side", "left")
 
 
 class TokenDistribution(Categorical):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, ClassVar
 
+import torch
 from tensordict.utils import NestedKey
 
 from torchrl_llm.modules.policies.policy_arguments import COMMON_NAMES
@@ -60,6 +61,12 @@ class WrapperAttributes:
     def padding_value(self) -> int:
         """The same as ``pad_token_id``."""
         return self.pad_token_id
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model's weights are; ``None`` where they are not in this process."""
+        weights = None if self.backend.module is None else self.backend.module.parameters()
+        return None if weights is None else next(weights).device
 
     @property
     def return_history(self) -> bool:
