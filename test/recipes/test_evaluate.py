@@ -261,9 +261,8 @@ def test_a_format_of_answers_and_a_prompt_of_the_users_own_are_used(recipe, tmp_
     env = recipe.make_env(recipe.load_config(values), "gsm8k", None)
     td = env.reset()
     assert td["history"].prompt.content == [[options["system_prompt"], "9 * 2?"]]
-    td["history"].full = type(td["history"].prompt).of(
-        [[*td["history"].prompt.chats[0], {"role": "assistant", "content": "#### 18, not 2"}]]
-    )
+    said = [{"role": "assistant", "content": "#### 18, not 2"}]
+    td["history"].full = type(td["history"].prompt).of([td["history"].prompt.chats[0] + said])
     assert env.step(td)["next", "success"].item()
 
 
