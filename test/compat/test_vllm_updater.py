@@ -119,3 +119,27 @@ def test_something_that_is_no_engine_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=dict))
     with pytest.raises(ConfigError, match="object is no engine"):
         vLLMUpdaterV2(object())
+
+
+def test_the_second_updater_by_an_argument_of_the_first():
+    engine = fake()
+    updater = vLLMUpdater(v2=True, vllm_engine=engine)
+    assert type(updater) is vLLMUpdaterV2
+    assert updater.vllm_engine is engine
+    assert updater.get_tp_size() == 1
+    updater.push_weights(weights=trained_fake(1))
+    assert answer(engine) == answer(fake(1))
+    with pytest.raises(ConfigError, match=r"got 0 positional arguments and \['master_port'\]"):
+        vLLMUpdater(v2=True, master_port=7)
+
+
+def test_attributes_by_torchrls_names(tokenizer):
+    updater = vLLMUpdater(device="cpu")
+    with _in_collector(None, _sampler(tokenizer), tokenizer) as collector:
+        assert collector.set_weight_updater(updater)
+        assert updater.collector is collector
+        metadata = get_model_metadata(trained_fake(1))
+        updater.init(metadata)
+        updater.maybe_init_group()
+        assert updater.model_metadata is metadata
+        assert (updater.master_address, updater.master_port) == ("127.0.0.1", updater.port)

@@ -165,9 +165,19 @@ class WrapperConformance:
             pairs += [(policy.log_prob(out, mask_key), sampled), (dist.log_prob(ids), sampled)]
             for options in ({}, {"batching": True, "batching_timeout": 0.0}):
                 scorer = policy.get_new_version(generate=False, inplace=False, **options)
-                scored = read_rows(scorer(out), key)
-                scored = [row.where(mask, 0.0) for row, mask in zip(scored, masks, strict=True)]
-                pairs += zip(scored, read_rows(out, key), strict=True)
+                # Padded on the left alone, where the rows of ``out`` have responses on the right.
+                again = scorer(out)
+                pairs += [
+                    (found[its], wanted[mask])
+                    for found, its, wanted, mask in zip(
+                        *(
+                            read_rows(each, name)
+                            for each in (again, out)
+                            for name in (key, mask_key)
+                        ),
+                        strict=True,
+                    )
+                ]
         for log_probs, wanted in pairs:
             torch.testing.assert_close(log_probs.cpu(), wanted, atol=1e-5, rtol=1e-5)
 

@@ -78,6 +78,15 @@ class VersionedCollector(BaseCollector):
         """
         self._update(given_weights(policy_or_weights, weights, policy, state_dict))
 
+    def set_weight_updater(self, weight_updater: Any) -> bool:
+        """Replace the updater; returns ``True``, as TorchRL's does.
+
+        Args:
+            weight_updater: see the arguments of the class.
+        """
+        self.weight_updater = weight_updater
+        return True
+
     @abstractmethod
     def _update(self, weights: Weights | None) -> None:
         """Bring weights and count a new version."""

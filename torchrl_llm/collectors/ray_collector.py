@@ -89,6 +89,7 @@ class RayLLMCollector(VersionedCollector):
     """
 
     __signature__ = FullSignature(LLMCollector)
+    init_random_frames = 0  # TorchRL's trainer reads it
 
     def __init__(
         self,

@@ -368,11 +368,12 @@ class vLLMUpdater(BroadcastWeights):
         model_metadata: name to ``(dtype, shape)`` of each weight; may come with :meth:`init`.
         vllm_tp_size: processes of one engine that take weights; compared with what the engine says
             (``Backend.num_copies``) at each push. By default whatever it says.
+        v2: make a :class:`vLLMUpdaterV2` of a ``vllm_engine``, which is then the only argument.
         device: see :class:`~torchrl_llm.weights.BroadcastWeights`.
         timeout_s: see there.
 
     Raises:
-        ConfigError: a tensor-parallel size below 1.
+        ConfigError: a tensor-parallel size below 1, or other arguments with ``v2``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -387,6 +388,17 @@ class vLLMUpdater(BroadcastWeights):
         True
     """
 
+    def __new__(cls, *args: Any, v2: bool = False, **options: Any) -> Any:
+        """The updater that ``v2`` asks for."""
+        if not v2:
+            return super().__new__(cls)
+        if args or options.keys() != {"vllm_engine"}:
+            raise ConfigError(
+                f"v2=True takes vllm_engine=... alone, got {len(args)} positional arguments and "
+                f"{sorted(options)}: the engine knows the rest"
+            )
+        return vLLMUpdaterV2(**options)
+
     def __init__(
         self,
         master_address: str | None = None,
@@ -394,6 +406,7 @@ class vLLMUpdater(BroadcastWeights):
         model_metadata: Metadata | None = None,
         vllm_tp_size: int | None = None,
         *,
+        v2: bool = False,
         device: torch.device | str | int | None = None,
         timeout_s: float = 120.0,
     ) -> None:
@@ -404,6 +417,7 @@ class vLLMUpdater(BroadcastWeights):
             device=device,
             timeout_s=timeout_s,
         )
+        self.master_address = master_address or "127.0.0.1"
         if vllm_tp_size is not None and vllm_tp_size < 1:
             raise ConfigError(f"vllm_tp_size must be at least 1, got {vllm_tp_size}")
         self.vllm_tp_size = vllm_tp_size
@@ -417,6 +431,20 @@ class vLLMUpdater(BroadcastWeights):
         if model_metadata is not None:
             self.metadata = model_metadata
         _ = self.port
+
+    def maybe_init_group(self) -> None:
+        """Begin to listen; the group itself is made by each push that needs one."""
+        self.init()
+
+    @property
+    def master_port(self) -> int:
+        """Where it listens."""
+        return self.port
+
+    @property
+    def model_metadata(self) -> Metadata | None:
+        """What will be sent, as far as it was said."""
+        return self.metadata
 
     def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
         copies = sum(backend.num_copies for backend in self.backends)
@@ -453,8 +481,9 @@ class vLLMUpdaterV2(EngineWeights):
     """
 
     def __init__(self, vllm_engine: Any) -> None:
-        super().__init__(backend_of(vllm_engine))
-        self._metadata: Metadata | None = None
+        self.vllm_engine = backend_of(vllm_engine)
+        super().__init__(self.vllm_engine)
+        self.model_metadata: Metadata | None = None
         self._broadcast: BroadcastSender | None = None
         self._batch_size: int | None = None
 
@@ -464,27 +493,28 @@ class vLLMUpdaterV2(EngineWeights):
         Args:
             model_metadata: name to ``(dtype, shape)``; weights are cast to these types.
         """
-        self._metadata = model_metadata
+        self.model_metadata = model_metadata
 
-    def push_weights(
-        self, policy_or_weights: Weights | Iterable[tuple[str, Tensor]] | None = None
-    ) -> None:
+    def get_tp_size(self) -> int:
+        """Processes of the engine that take weights."""
+        return self.vllm_engine.num_copies
+
+    def push_weights(self, weights: Weights | Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Send the weights, and return when they are proven to be there.
 
         Args:
-            policy_or_weights: the trained module, its state dict, a tensordict, or pairs of name
-                and tensor.
+            weights: the trained module, its state dict, a tensordict, or pairs of name and tensor.
 
         Raises:
             ConfigError: nothing to push, or other weights than :meth:`init` was told of.
             WeightUpdateError: they did not arrive, or not as they were sent.
         """
         known = (nn.Module, TensorDictBase, Mapping)
-        if policy_or_weights is not None and not isinstance(policy_or_weights, known):
-            policy_or_weights = dict(policy_or_weights)
-        if policy_or_weights is not None:
-            policy_or_weights = fitted(engine_weights(policy_or_weights), self._metadata)
-        super().push_weights(policy_or_weights)
+        if weights is not None and not isinstance(weights, known):
+            weights = dict(weights)
+        if weights is not None:
+            weights = fitted(engine_weights(weights), self.model_metadata)
+        super().push_weights(weights)
 
     def push_weights_from_transformers(self, transformers_model: nn.Module) -> None:
         """Send the weights of a Hugging Face model; its adapters are merged into what is sent.

@@ -32,6 +32,11 @@ def test_the_fewest_requests_win_and_of_equals_the_first():
     assert choose(loads(3, 1, 0, 2, dead={2}), "requests") == [1]
 
 
+def test_a_replica_is_chosen_by_torchrls_name():
+    balancer = LoadBalancer(lambda: loads(3, 1, 1, 2), "requests")
+    assert balancer.select_actor("a prompt", request_context={"turn": 1}) == 1
+
+
 def test_who_is_excluded_is_taken_before_nobody_is():
     assert choose(loads(3, 1, dead={0}), "requests", exclude={1}) == [1]
     with pytest.raises(WorkerError, match="none of 2 replicas serves"):

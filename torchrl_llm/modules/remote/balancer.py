@@ -10,8 +10,8 @@ import random
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -192,6 +192,19 @@ class LoadBalancer:
                     self._chosen[chosen.index] += 1
                     return chosen.index
         raise AssertionError("the last rule always chooses")
+
+    def select_actor(
+        self,
+        prompt: str | Sequence[int] | Tensor | None = None,
+        request_context: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Choose a replica: :meth:`select_actor_index` by TorchRL's name.
+
+        Args:
+            prompt: see there.
+            request_context: without effect, as in TorchRL.
+        """
+        return self.select_actor_index(prompt)
 
     def get_stats(self) -> dict[str, dict[str | int, int]]:
         """How often each strategy chose (``"strategies"``), and each replica (``"actors"``)."""

@@ -25,6 +25,7 @@ from torchrl_llm.modules import (
     TransformersBackend,
     load_model,
     load_tokenizer,
+    make_async_vllm_engine,
     make_vllm_worker,
     vLLMWrapper,
 )
@@ -118,13 +119,15 @@ def test_requests_in_vllms_own_words(engine, tokenizer):
     one = engine.generate(PROMPTS[0], params)
     spelled = tokenizer.decode(one.outputs[0].token_ids, skip_special_tokens=True)
     assert one.outputs[0].text == spelled
-    several = engine.generate(PROMPTS, params, timeout_seconds=60)
+    several = engine.generate(PROMPTS, params, use_tqdm=False, timeout_seconds=60)
     assert several[0].outputs[0].token_ids == one.outputs[0].token_ids
     ids = tokenizer(PROMPTS[0])["input_ids"]
     pinned = engine.generate(prompt_token_ids=[ids, ids], sampling_params=params, actor_index=1)
     assert [o.outputs[0].token_ids for o in pinned] == [one.outputs[0].token_ids] * 2
     with pytest.raises(ConfigError, match="either prompts or prompt_token_ids"):
         engine.generate(PROMPTS, params, prompt_token_ids=ids)
+    with pytest.raises(ConfigError, match="lora_request is of one request"):
+        engine.generate(PROMPTS, params, lora_request="mine")
 
 
 def test_a_wrapper_and_many_threads_share_it(engine, tokenizer):
@@ -196,8 +199,11 @@ def test_a_killed_replica_comes_back_with_the_weights_that_were_sent(engine, mod
 
 
 def test_workers_can_be_called_and_extended(engine):
-    assert engine.collective_rpc("check_weights_changed") == [False, False]
+    assert engine.collective_rpc("check_weights_changed", kwargs={}) == [False, False]
+    assert {engine.get_random_actor_index() for _ in range(50)} == {0, 1}
+    assert engine.get_tp_size() == 1
     engine.reset_prefix_cache()
+    engine.init_weight_update_group()
     with pytest.raises(WorkerError):
         engine.init_weight_update_group("127.0.0.1", 9, timeout_s=0.5)
 
@@ -246,6 +252,10 @@ def test_what_no_engine_knows_is_refused():
         AsyncVLLM(actor_class=TransformersBackend)
     with pytest.raises(ConfigError, match="engine_args"):
         AsyncVLLM(7)
+    with pytest.raises(ConfigError, match="they mean the same"):
+        make_async_vllm_engine(model_name="m", tensor_parallel_size=2, num_devices=1)
+    with pytest.raises(ConfigError, match="use num_replicas for more copies"):
+        make_async_vllm_engine(model_name="m", data_parallel_size=2)
     with pytest.raises(ConfigError, match="contradicts"):
         make_vllm_worker(model_name="m", devices=[0, 1], num_devices=1)
     with pytest.raises(ConfigError, match="Ray chooses"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -61,10 +62,10 @@ class ServedEngine(VLLMBackend):
             [EngineRequest(_native_prompt(p, self.tokenizer), params) for p in prompts]
         )
 
-    def call_workers(self, method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
+    def call_workers(self, method: str, timeout_s: float, args: tuple, kwargs: dict) -> list[Any]:
         """Call a method of each of the engine's workers, while it does nothing else."""
         with self.exclusive():
-            return self.engine.collective_rpc(method, timeout=timeout_s, args=args)
+            return self.engine.collective_rpc(method, timeout=timeout_s, args=args, kwargs=kwargs)
 
     def reach(self, address: str, port: int, timeout_s: float) -> None:
         """Raise unless a sender of weights listens there."""
@@ -140,8 +141,8 @@ class AsyncVLLM(EnginePool):
         served = ServedEngine if actor_class is None else actor_class
         if not (isinstance(served, type) and issubclass(served, ServedEngine)):
             raise ConfigError(f"actor_class must be a subclass of ServedEngine, got {served!r}")
-        self.model_name = model
-        self._served, self._engine = served, engine
+        self.model_name, self.engine_args, self.actor_class = model, engine_args, served
+        self._engine = engine
         self._engine_settings = {"in_flight": in_flight, "seeded": seeded}
         self._num_devices = num_devices
         self._sleeps, self._waiting = False, None
@@ -219,7 +220,7 @@ class AsyncVLLM(EnginePool):
             require("vllm", extra="vllm", feature=self.spec.what)
         gpus = _num_gpus(self._num_devices, ray.cluster_resources().get("GPU", 0))
         factory = partial(
-            self._served,
+            self.actor_class,
             self.model_name,
             num_devices=self._num_devices or 1,
             **self._engine_settings,
@@ -237,6 +238,8 @@ class AsyncVLLM(EnginePool):
         sampling_params: Any = None,
         *,
         prompt_token_ids: Any = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         **backend_options: Any,
@@ -251,6 +254,9 @@ class AsyncVLLM(EnginePool):
             prompts: a text, a list of texts, or what :meth:`EnginePool.generate` takes.
             sampling_params: ours, ``vllm.SamplingParams``, or ``None`` for vLLM's defaults.
             prompt_token_ids: one list of ids, or several, in place of ``prompts``.
+            use_tqdm: without effect, as in TorchRL.
+            lora_request: refused: replicas hold an adapter, see
+                :class:`~torchrl_llm.weights.AdapterWeights`.
             timeout_seconds: most seconds that the call may take.
             actor_index: run on this replica only.
             backend_options: see :meth:`EnginePool.generate`.
@@ -259,11 +265,16 @@ class AsyncVLLM(EnginePool):
             Lists of completions; or a ``vllm.RequestOutput``, a list of them for several prompts.
 
         Raises:
-            ConfigError: no prompts, or two kinds of them.
+            ConfigError: no prompts, two kinds of them, or an adapter of this request alone.
             WorkerError: no replica answered.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ConfigError("give either prompts or prompt_token_ids")
+        if lora_request is not None:
+            raise ConfigError(
+                "lora_request is of one request, and every replica samples with the adapter that "
+                "AdapterWeights brought: push it with AdapterWeights(engine)"
+            )
         given = prompt_token_ids if prompts is None else prompts
         single = isinstance(given, (str, dict)) or (
             isinstance(given, list) and bool(given) and isinstance(given[0], int)
@@ -313,7 +324,11 @@ class AsyncVLLM(EnginePool):
         return found if actor_index is None else found[actor_index]
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of every worker of every replica, while these do nothing else.
 
@@ -323,6 +338,7 @@ class AsyncVLLM(EnginePool):
             method: of vLLM's worker, or of its ``worker_extension_cls``.
             timeout: most seconds; that of the calls by default.
             args: its arguments.
+            kwargs: its keyword arguments.
 
         Returns:
             The results, replica after replica.
@@ -331,8 +347,18 @@ class AsyncVLLM(EnginePool):
             WorkerError: a replica died or did not answer in time.
         """
         limit = self.spec.options.timeout_s if timeout is None else timeout
-        found = self.on_every_replica("call_workers", method, limit, args, timeout_s=limit + 1.0)
+        found = self.on_every_replica(
+            "call_workers", method, limit, args, dict(kwargs or {}), timeout_s=limit + 1.0
+        )
         return [result for results in found for result in results]
+
+    def get_tp_size(self) -> int:
+        """GPUs (or processes) of each engine."""
+        return self._num_devices or 1
+
+    def get_random_actor_index(self) -> int:
+        """One of the replicas, drawn at random."""
+        return random.randrange(self.num_replicas)
 
     def reset_prefix_cache(self) -> None:
         """Drop the prefix caches; an update of the weights does so itself."""
@@ -342,7 +368,7 @@ class AsyncVLLM(EnginePool):
 
     def update_weights(
         self,
-        source: WeightSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        weights: WeightSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         *,
         version: int | None = None,
         timeout_s: float | None = None,
@@ -350,31 +376,38 @@ class AsyncVLLM(EnginePool):
         """See :meth:`EnginePool.update_weights`.
 
         Args:
-            source: a source, a state dict, or pairs of a name and a tensor, all of them.
+            weights: a source, a state dict, or pairs of a name and a tensor, all of them.
             version: their number; by default one more than the current one.
             timeout_s: see there.
         """
-        if not isinstance(source, WeightSource):
-            source = TensorSource(dict(source))
+        if not isinstance(weights, WeightSource):
+            weights = TensorSource(dict(weights))
         version = self.version + 1 if version is None else version
-        return super().update_weights(source, version=version, timeout_s=timeout_s)
+        return super().update_weights(weights, version=version, timeout_s=timeout_s)
 
     def init_weight_update_group(
-        self, master_address: str, master_port: int, *, timeout_s: float = 60.0
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        *,
+        timeout_s: float = 60.0,
     ) -> None:
         """Make sure that every replica can reach a sender that broadcasts weights.
 
-        The group itself is made by the sender's first update
+        Without one there is nothing to do: :meth:`update_weights` brings them by itself. The group
+        is made by the sender's first update
         (:class:`~torchrl_llm.collectors.weight_update.vLLMUpdater`), and again when a member died.
 
         Args:
-            master_address: of the sender.
+            master_address: of the sender; ``None`` where there is none.
             master_port: where it listens.
             timeout_s: most seconds to wait for it.
 
         Raises:
             WorkerError: a replica cannot reach it.
         """
+        if master_address is None:
+            return
         self.on_every_replica(
             "reach", master_address, master_port, timeout_s, timeout_s=timeout_s + 2
         )
@@ -410,9 +443,30 @@ def make_async_vllm_engine(
     verbose: bool = True,
     compile: bool = True,
     enable_fp32_output: bool = False,
+    tensor_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
     **options: Any,
 ) -> AsyncVLLM:
-    """Start engines of a model: :meth:`AsyncVLLM.from_pretrained` as a function."""
+    """Start engines of a model: :meth:`AsyncVLLM.from_pretrained` as a function.
+
+    ``tensor_parallel_size`` is ``num_devices`` by vLLM's name; the other two sizes may be 1.
+
+    Raises:
+        ConfigError: for other sizes than those.
+    """
+    if tensor_parallel_size is not None and num_devices not in (None, tensor_parallel_size):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size} contradicts num_devices={num_devices}; "
+            "they mean the same"
+        )
+    if data_parallel_size not in (None, 1) or pipeline_parallel_size not in (None, 1):
+        raise ConfigError(
+            f"data_parallel_size={data_parallel_size}, pipeline_parallel_size="
+            f"{pipeline_parallel_size}: an engine has one copy of the model on the GPUs of "
+            "num_devices; use num_replicas for more copies"
+        )
+    num_devices = tensor_parallel_size if num_devices is None else num_devices
     return AsyncVLLM.from_pretrained(
         model_name,
         num_devices,
