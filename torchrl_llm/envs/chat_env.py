@@ -49,12 +49,13 @@ class ChatEnv(EnvBase):
 
     Args:
         input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
-        batch_size: ``(B,)``, conversations at a time.
+        batch_size: ``B`` or ``(B,)``, conversations at a time.
         system_prompt: first message of every conversation.
         tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
             for ``with_tokenizer``.
         template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` or variables of the
-            template, for text and tokens mode and for ``with_tokenizer``.
+            template, for text and tokens mode and for ``with_tokenizer``; without effect elsewhere,
+            which is warned of.
         system_role: role of the system prompt.
         user_role: role of a ``query`` that is a string.
         policy_role: role of the model's messages; rewards look for it.
@@ -82,6 +83,10 @@ class ChatEnv(EnvBase):
         ([['Be brief.', 'Hi!', 'Hello']], tensor([1]))
     """
 
+    text_key = ("text", "prompt")
+    response_key = ("text", "response")
+    data_key = "query"
+
     def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
         """Build the environment, inside a tokenizing one if asked."""
         if with_tokenizer:
@@ -95,25 +100,24 @@ class ChatEnv(EnvBase):
         self,
         *,
         input_mode: Mode = "history",
-        batch_size: Sequence[int] = (1,),
+        batch_size: int | Sequence[int] | None = None,
         system_prompt: str | None = None,
         tokenizer: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
         system_role: str = "system",
         user_role: str = "user",
         policy_role: str = "assistant",
-        data_key: str = "query",
+        data_key: str | None = None,
         device: torch.device | None = None,
         with_tokenizer: bool = False,
         worker_id: int | None = None,
     ) -> None:
-        size = torch.Size(batch_size)
-        if len(size) != 1 or size[0] < 1:
-            raise ConfigError(f"batch_size must be (B,) with B >= 1, got {tuple(size)}")
+        size = _batch_size(batch_size)
         super().__init__(device=device, batch_size=size)
         self.input_mode = input_mode
         self.system_prompt = system_prompt
         self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
         self.system_role = system_role
         self._preamble = (
             None
@@ -122,7 +126,15 @@ class ChatEnv(EnvBase):
         )
         self.user_role = user_role
         self.policy_role = policy_role
-        self.data_key = data_key
+        if data_key is not None:
+            self.data_key = data_key
+        if self.template_kwargs and input_mode == "history":
+            warnings.warn(
+                f"template_kwargs {sorted(self.template_kwargs)} have no effect in history mode, "
+                "where the policy's wrapper applies the template: pass them there",
+                stacklevel=2,
+            )
+            template_kwargs = None
         self.mode = make_mode(
             input_mode,
             tokenizer=tokenizer,
@@ -276,6 +288,13 @@ class ChatEnv(EnvBase):
         self._trajectories.load_state_dict(state["trajectories"])
 
 
+def _batch_size(given: int | Sequence[int] | None) -> torch.Size:
+    size = torch.Size((1,) if given is None else (given,) if isinstance(given, int) else given)
+    if len(size) != 1 or size[0] < 1:
+        raise ConfigError(f"batch_size must be (B,) with B >= 1, got {tuple(size)}")
+    return size
+
+
 def _rows_of(queries: Any, size: int) -> list[Any]:
     """One object a row, from any form that a tensordict gives a column of objects."""
     if isinstance(queries, History):
@@ -300,6 +319,16 @@ class _TokenizedEnv(TransformedEnv):
     def append_transform(self, transform: Any) -> TransformedEnv:
         """Insert a transform before the tokenizing one."""
         return self.insert_transform(-1, transform)
+
+
+def _with_query(
+    make_row: Callable[[Mapping[str, Any]], Mapping[str, Any]], row: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A row whose column ``text`` is named ``query``, as TorchRL names it."""
+    made = make_row(row)
+    if "text" not in made or "query" in made:
+        return made
+    return {"query" if name == "text" else name: value for name, value in made.items()}
 
 
 class _Loader:
@@ -335,7 +364,9 @@ class DatasetChatEnv(TransformedEnv):
             applies its template in history mode, and ``input_mode="text"`` gives templated texts.
         collate_fn: list of rows to one dict of columns.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        data_key: the column that holds the user's message.
+        data_key: the column that holds the user's message, ``"query"`` by default. Where neither
+            this nor ``collate_fn`` is given, a column ``"text"`` is renamed to it: policies write
+            there.
         primers: specs of the columns, taken from the first row if not given.
         system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
         worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
@@ -393,13 +424,13 @@ class DatasetChatEnv(TransformedEnv):
                 'input_mode="text" gives prompts to which it has been applied',
                 stacklevel=2,
             )
-        data_key = "query" if data_key is None else data_key
         if isinstance(dataset, _Loader):
             loader = dataset.loader
         else:
             rows = load_rows(dataset, columns=self.COLUMNS, name=name, split=split)
+            named = data_key is not None or collate_fn is not None
             loader = RowLoader(
-                MappedRows(rows, self.make_row),
+                MappedRows(rows, self.make_row if named else partial(_with_query, self.make_row)),
                 shuffle=shuffle,
                 seed=seed,
                 batch_size=batch_size_dl,
@@ -417,6 +448,7 @@ class DatasetChatEnv(TransformedEnv):
             worker_id=worker_id,
         )
         primer.check_batch(num_envs)
+        data_key = "query" if data_key is None else data_key
         if data_key not in primer.data_keys:
             raise DataError(
                 f"the rows lack the column {data_key!r}; they have {sorted(primer.data_keys)}"
@@ -440,13 +472,17 @@ class DatasetChatEnv(TransformedEnv):
 
     @classmethod
     def from_dataloader(
-        cls, dataloader: Iterable[Any], *, batch_size: Sequence[int] = (1,), **kwargs: Any
+        cls,
+        dataloader: Iterable[Any],
+        *,
+        batch_size: int | Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> DatasetChatEnv:
         """An environment over a data loader that exists already.
 
         Args:
             dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`.
-            batch_size: ``(B,)``, conversations at a time.
+            batch_size: ``B`` or ``(B,)``, conversations at a time; 1 if not given.
             kwargs: the constructor's arguments, except those that build the loader.
 
         Raises:
@@ -455,9 +491,8 @@ class DatasetChatEnv(TransformedEnv):
         own = {"dataset", "shuffle", "name", "split", "batch_size_dl", "seed", "collate_fn"}
         if unused := sorted(own & set(kwargs)):
             raise ConfigError(f"{unused} would have no effect: the data loader decides these")
-        if len(batch_size) != 1:
-            raise ConfigError(f"batch_size must be (B,), got {tuple(batch_size)}")
-        return cls(dataset=_Loader(dataloader), num_envs=batch_size[0], **kwargs)
+        size = _batch_size(batch_size)
+        return cls(dataset=_Loader(dataloader), num_envs=size[0], **kwargs)
 
     @property
     def primer(self) -> DataLoadingPrimer:

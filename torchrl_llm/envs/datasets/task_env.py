@@ -7,7 +7,7 @@ A new task is a subclass of :class:`TaskEnv`: where its rows come from, what of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -83,6 +83,27 @@ class TaskEnv(DatasetChatEnv):
         if compute_reward:
             self.append_transform(self.make_reward())
         self.limit_steps(max_steps)
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Iterable[Any],
+        *,
+        compute_reward: bool = False,
+        max_steps: int | Literal["task"] | None = None,
+        **kwargs: Any,
+    ) -> TaskEnv:
+        """The task over rows that have its columns already; as in TorchRL without its reward.
+
+        Args:
+            dataloader: see :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
+            compute_reward: append the task's reward.
+            max_steps: as for the constructor; no limit if not given.
+            kwargs: see there.
+        """
+        return super().from_dataloader(
+            dataloader, compute_reward=compute_reward, max_steps=max_steps, **kwargs
+        )
 
     @staticmethod
     def _dataset(dataset: Any, data_files: str | Path | list[str | Path] | None) -> Any:

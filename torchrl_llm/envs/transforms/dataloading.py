@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_llm._registry import FullSignature, import_named
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
@@ -138,6 +139,11 @@ class _RowFeed:
         self._clear()
 
     @property
+    def batch_size(self) -> int:
+        given = self._batch_size
+        return (getattr(self.loader, "batch_size", None) if given is None else given) or 0
+
+    @property
     def loader(self) -> Any:
         if self._loader is None:
             self._loader = self._source()
@@ -200,10 +206,7 @@ class _RowFeed:
             raise DataError(
                 f"a data loader must give dicts or tensordicts, got {type(element).__name__}"
             )
-        batch_size = self._batch_size
-        if batch_size is None:
-            batch_size = getattr(self.loader, "batch_size", None)
-        if not batch_size:
+        if not self.batch_size:
             return [element]
         lengths = {name: len(values) for name, values in element.items()}
         if len(set(lengths.values())) != 1:
@@ -285,6 +288,9 @@ class DataLoadingPrimer(Transform):
         device: device of the tensors; the environment's if not given.
         group_repeats: promise that all repeats of a row start in the same reset. The batch must be
             a multiple of ``repeats``.
+        use_ray_service: make a :class:`RayDataLoadingPrimer`, with its arguments.
+        service_backend: ``"ray"`` is the same; ``"direct"`` is the default.
+        service_backend_options: must be empty: the actor's are arguments of their own.
         worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
 
     Raises:
@@ -305,7 +311,15 @@ class DataLoadingPrimer(Transform):
         (['1 + 1 =', '1 + 1 =', '2 + 2 ='], [0, 0, 1])
     """
 
+    __signature__ = FullSignature()
     group_key = "group_id"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DataLoadingPrimer:
+        """Build a primer whose rows come from an actor, if asked."""
+        if kwargs.get("use_ray_service") or kwargs.get("service_backend") == "ray":
+            path = "torchrl_llm.envs.transforms.ray_dataloading.RayDataLoadingPrimer"
+            cls = import_named(path)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -318,9 +332,19 @@ class DataLoadingPrimer(Transform):
         repeats: int | None = None,
         device: torch.device | None = None,
         group_repeats: bool = False,
+        use_ray_service: bool = False,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
         worker_id: int | None = None,
     ) -> None:
         super().__init__()
+        if service_backend not in (None, "direct", "ray"):
+            raise ConfigError(f"service_backend must be 'direct' or 'ray', got {service_backend!r}")
+        if service_backend_options:
+            raise ConfigError(
+                "service_backend_options must be empty: pass num_cpus, num_gpus and actor_name by "
+                f"their names, got {dict(service_backend_options)}"
+            )
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("pass exactly one of dataloader and dataloader_factory")
         if repeats is not None and repeats < 1:
@@ -342,7 +366,8 @@ class DataLoadingPrimer(Transform):
         self.stack_method = stack_method
         self.repeats = 1 if repeats is None else repeats
         self.group_repeats = group_repeats
-        self.data_device = device
+        self.dataloader_factory = dataloader_factory
+        self.device = device
         self._primers = primers
         self._groups = IdCounter("group", worker_id)
         self._example: Row | None = None
@@ -352,7 +377,26 @@ class DataLoadingPrimer(Transform):
         self._num_drawn = 0
         self._first_epoch: int | None = None
 
+    @property
+    def dataloader(self) -> Any:
+        """The loader that is read; that of a factory is built when it is first needed."""
+        return self._feed.loader
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Rows of an element of the loader, with all repeats where they are grouped."""
+        size = self._feed.batch_size
+        if self.group_repeats and self.repeats > 1:
+            size = max(size, 1) * self.repeats
+        return torch.Size((size,) if size else ())
+
     # Specs
+
+    @property
+    def primers(self) -> Composite:
+        """Specs of the columns."""
+        size = self.batch_size if self.parent is None else self.parent.batch_size
+        return Composite(self._column_specs(size), shape=size, device=self.device)
 
     @property
     def data_keys(self) -> tuple[str, ...]:
@@ -391,7 +435,7 @@ class DataLoadingPrimer(Transform):
     def _column_specs(self, batch_size: torch.Size) -> dict[str, Any]:
         size = tuple(batch_size)
         specs: dict[str, Any] = {
-            self.group_key: Unbounded(shape=size, dtype=torch.int64, device=self.data_device)
+            self.group_key: Unbounded(shape=size, dtype=torch.int64, device=self.device)
         }
         if self._primers is not None:
             primers = self._primers
@@ -402,7 +446,7 @@ class DataLoadingPrimer(Transform):
             if isinstance(value, Tensor):
                 shape = (-1,) * value.ndim if self.stack_method else value.shape
                 specs[name] = Unbounded(
-                    shape=(*size, *shape), dtype=value.dtype, device=self.data_device
+                    shape=(*size, *shape), dtype=value.dtype, device=self.device
                 )
             else:
                 specs[name] = ColumnSpec((*size, -1), example_data=value)
@@ -448,7 +492,7 @@ class DataLoadingPrimer(Transform):
             self._num_drawn += 1
             rows.append(self._row)
             ids.append(self._group_id)
-        return rows, torch.tensor(ids, dtype=torch.int64, device=self.data_device)
+        return rows, torch.tensor(ids, dtype=torch.int64, device=self.device)
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
@@ -482,7 +526,7 @@ class DataLoadingPrimer(Transform):
                     f"the tensors {tensors} of the rows cannot be stacked; pass "
                     "stack_method=as_padded_tensor for rows of different lengths"
                 ) from error
-            columns.update((name, stacked.get(name).to(self.data_device)) for name in tensors)
+            columns.update((name, stacked.get(name).to(self.device)) for name in tensors)
         for name in names:
             if name not in columns:
                 columns[name] = Column.of(row[name] for row in rows)

@@ -62,12 +62,10 @@ class PolicyVersion(Transform):
         super().__init__()
         if version_type not in (int, str, "int", "uuid"):
             raise ConfigError(f'version_type must be int or "uuid", got {version_type!r}')
-        self.version_type: Literal["int", "uuid"] = (
-            "int" if version_type in (int, "int") else "uuid"
-        )
+        self.version_type = version_type
         self._version: int | str | None = None
         self.version_history: deque[VersionChange] = deque(maxlen=_MOST_CHANGES)
-        self.version = 0 if self.version_type == "int" else uuid.uuid4().hex
+        self.version = 0 if version_type in (int, "int") else str(uuid.uuid4())
 
     @property
     def version(self) -> int | str:
@@ -81,7 +79,7 @@ class PolicyVersion(Transform):
 
     def increment_version(self) -> None:
         """Name the next version: one more, or a new random name."""
-        self.version = uuid.uuid4().hex if isinstance(self.version, str) else self.version + 1
+        self.version = str(uuid.uuid4()) if isinstance(self.version, str) else self.version + 1
 
     def _stamp(self, td: TensorDictBase) -> TensorDictBase:
         size = td.batch_size.numel()
@@ -109,7 +107,7 @@ class PolicyVersion(Transform):
         shape, device = observation_spec.shape, observation_spec.device
         observation_spec["policy_version"] = (
             Unbounded(shape=shape, dtype=torch.int64, device=device)
-            if self.version_type == "int"
+            if isinstance(self.version, int)
             else NonTensor(shape=shape, example_data="version", batched=True)
         )
         return observation_spec

@@ -78,6 +78,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         repeats: see there.
         actor_name: name of the actor in the cluster; without one only copies share it.
         num_cpus: CPUs that the actor holds.
+        num_gpus: GPUs that it holds.
         timeout_s: most seconds that a draw may take.
         worker_id: begins the group ids, see :class:`~torchrl_llm.envs.ids.IdCounter`.
         kwargs: further arguments of :class:`DataLoadingPrimer`. With ``group_repeats`` every reset
@@ -104,6 +105,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         repeats: int | None = None,
         actor_name: str | None = None,
         num_cpus: float = 0.0,
+        num_gpus: float = 0.0,
         timeout_s: float = 60.0,
         worker_id: int | None = None,
         **kwargs: Any,
@@ -121,7 +123,9 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         }
         self._source = RemoteObject(
             partial(_Source, options),
-            ActorOptions(num_cpus=num_cpus, name=actor_name, timeout_s=timeout_s),
+            ActorOptions(
+                num_cpus=num_cpus, num_gpus=num_gpus, name=actor_name, timeout_s=timeout_s
+            ),
             what=f"RayDataLoadingPrimer {actor_name or ''}".strip(),
         )
 
@@ -138,7 +142,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     def _draw(self, num: int) -> tuple[list[Mapping[str, Any]], Tensor]:
         self._first_row()
         rows, ids = self._source.call("draw", num)
-        return rows, ids.to(self.data_device)
+        return rows, ids.to(self.device)
 
     def reset_dataloader(self, seed: int | None = None) -> RayDataLoadingPrimer:
         """Start the data over for all environments, and drop repeats that are still due.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -45,7 +45,8 @@ class AddThinkingPrompt(Transform):
     Args:
         cond: gets one row of what the environment returned (the reward is in it, ``[1, 1]``) and
             says whether the model is to think again.
-        prompt: the text; by default the first of ``PROMPTS[egocentric]``.
+        prompt: the text; by default the first of ``DEFAULT_PROMPTS_EG`` (said to oneself) or
+            ``DEFAULT_PROMPTS_COG`` (told).
         random_prompt: one of these by chance, the same for the same trajectory and turn.
         role: who says it, ``"assistant"`` or ``"user"``.
         edit_last_turn: open the model's turn again instead of adding a message; role
@@ -54,7 +55,7 @@ class AddThinkingPrompt(Transform):
             as ``edit_last_turn`` by default.
         undo_done: let the episode go on.
         egocentric: whether the default prompt is said by the model to itself; by default if its
-            role is ``"assistant"``.
+            role is ``"assistant"``. A given prompt is taken as it is.
         tokenizer: keeps the sampled ids of an edited turn; the environment's if not given. Without
             any the whole conversation is encoded again.
 
@@ -73,21 +74,20 @@ class AddThinkingPrompt(Transform):
         [['3 * 4?', 'I say Wait,']]
     """
 
-    PROMPTS: ClassVar[Mapping[bool, tuple[str, ...]]] = {
-        True: (
-            "But wait, I should check this once more.",
-            "Hold on, is that right? I go through it again.",
-            "Let me look at each step again.",
-            "I am not sure about this. I start over, more slowly.",
-        ),
-        False: (
-            "But wait, please check this once more.",
-            "Hold on, is that right? Go through it again.",
-            "Look at each step again.",
-            "Are you sure about this? Start over, more slowly.",
-        ),
-    }
-    """Default prompts: what a model says to itself (``True``) or is told (``False``)."""
+    DEFAULT_PROMPTS_EG: ClassVar[Sequence[str]] = (
+        "But wait, I should check this once more.",
+        "Hold on, is that right? I go through it again.",
+        "Let me look at each step again.",
+        "I am not sure about this. I start over, more slowly.",
+    )
+    """What a model says to itself."""
+    DEFAULT_PROMPTS_COG: ClassVar[Sequence[str]] = (
+        "But wait, please check this once more.",
+        "Hold on, is that right? Go through it again.",
+        "Look at each step again.",
+        "Are you sure about this? Start over, more slowly.",
+    )
+    """What a model is told."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class AddThinkingPrompt(Transform):
                 "only the model's own turn can be edited: with role='user' pass "
                 "edit_last_turn=False"
             )
-        if prompt is not None and (random_prompt or egocentric is not None):
-            raise ConfigError("a prompt leaves nothing to random_prompt or egocentric")
+        if prompt is not None and random_prompt:
+            raise ConfigError("a prompt leaves nothing to random_prompt: pass one of the two")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty")
         if tokenizer is not None and not edit_last_turn:
@@ -121,9 +121,10 @@ class AddThinkingPrompt(Transform):
         self.edit_last_turn = edit_last_turn
         self.zero_reward = edit_last_turn if zero_reward is None else zero_reward
         self.undo_done = undo_done
-        own = role == "assistant" if egocentric is None else egocentric
-        defaults = self.PROMPTS[own] if random_prompt else self.PROMPTS[own][:1]
-        self.prompts = defaults if prompt is None else (prompt,)
+        self.egocentric = role == "assistant" if egocentric is None else egocentric
+        self.random_prompt = random_prompt
+        defaults = self.DEFAULT_PROMPTS_EG if self.egocentric else self.DEFAULT_PROMPTS_COG
+        self.prompts = (prompt,) if prompt is not None else defaults[: None if random_prompt else 1]
         self._tokenizer = tokenizer
         self._codec: Codec | None = None
 
@@ -137,6 +138,11 @@ class AddThinkingPrompt(Transform):
                 f"{env.input_mode!r}; there pass edit_last_turn=False, so that the prompt is a "
                 "message of its own"
             )
+
+    @property
+    def prompt(self) -> str:
+        """The text; with ``random_prompt`` another one each time."""
+        return random.choice(self.prompts)
 
     # -- which rows, which prompt -----------------------------------------------------------------
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Chat
+from torchrl_llm.data.containers import Tokens
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord
@@ -32,6 +34,8 @@ class IncrementalTokenizer(Transform):
         tokenizer: a Hugging Face tokenizer with a chat template.
         history_key: the conversations to read.
         tokens_key: where the ids go, a nested key.
+        add_generation_prompt: end the ids with the header of the model's next turn. Without it they
+            are written next to the conversation only, which a policy continues with the header.
         kwargs: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`: the template, its tools
             and variables.
 
@@ -50,6 +54,7 @@ class IncrementalTokenizer(Transform):
         *,
         history_key: NestedKey = ("history", "prompt"),
         tokens_key: NestedKey = ("tokens", "prompt"),
+        add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(in_keys=[history_key], out_keys=[history_key, tokens_key])
@@ -57,6 +62,12 @@ class IncrementalTokenizer(Transform):
             raise ConfigError(f"tokens_key must have two parts, got {tokens_key!r}")
         self.formatter = ChatFormatter(tokenizer, **kwargs)
         self.history_key, self.tokens_key = history_key, tokens_key
+        self.tokenizer, self.add_generation_prompt = tokenizer, add_generation_prompt
+        self.chat_template_name = kwargs.get("chat_template_name")
+        self.chat_template = kwargs.get("chat_template")
+        question = [{"role": "user", "content": "A question?"}]
+        bare = self.formatter.encode(question, add_generation_prompt=False).token_ids
+        self._header = self.formatter.encode(question).token_ids[len(bare) :]
 
     def _record(self, chat: Chat) -> TokenRecord:
         record = chat.record
@@ -74,10 +85,15 @@ class IncrementalTokenizer(Transform):
         chats = [chat.with_record(record) for chat, record in zip(chats, records, strict=True)]
         next_tensordict.set(self.history_key, History.of(chats))
         empty = torch.zeros(0, dtype=torch.int64)
-        ids = [empty if record is None else record.token_ids for record in records]
+        ids = [empty if record is None else self._shown(record.token_ids) for record in records]
         node, field = self.tokens_key
-        next_tensordict.set(node, ragged_rows({field: ids}))
+        next_tensordict.set(node, Tokens._from_tensordict(ragged_rows({field: ids})))
         return next_tensordict
+
+    def _shown(self, ids: Tensor) -> Tensor:
+        size = len(self._header)
+        ends = size and len(ids) >= size and torch.equal(ids[-size:], self._header)
+        return ids[:-size] if ends and not self.add_generation_prompt else ids
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
