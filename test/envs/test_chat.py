@@ -202,7 +202,7 @@ def test_impossible_settings_are_refused_at_construction(make_tokenizer, tokeniz
         ChatEnv(input_mode="tokens")
     with pytest.raises(ConfigError, match="batch_size"):
         ChatEnv(batch_size=())
-    with pytest.raises(ConfigError, match="no effect in history mode"):
+    with pytest.warns(UserWarning, match="no effect in history mode"):
         ChatEnv(template_kwargs={"chat_template_name": "qwen"})
     with pytest.raises(ConfigError, match="history mode"):
         ChatEnv(with_tokenizer=True, tokenizer=tokenizer, input_mode="text")

@@ -128,6 +128,6 @@ def test_rows_that_come_from_a_stream_end_where_it_ends(tokenizer):
         def __iter__(self):
             return iter(ROWS[:3])
 
-    task = Numbers.from_dataloader(Stream(), batch_size=(2,))
+    task = Numbers.from_dataloader(Stream(), batch_size=(2,), compute_reward=True, max_steps=1)
     policy = FakeWrapper("1", tokenizer=tokenizer)
     assert evaluate(task, policy, num_prompts=9).num_prompts == 3

@@ -55,10 +55,6 @@ def loader(batch_size=1, rows=ROWS):
     return DataLoader([dict(row) for row in rows], batch_size=batch_size, shuffle=False)
 
 
-def mapped(row):
-    return {"query": row["text"], "answer": row["answer"]}
-
-
 # -- reset and step -------------------------------------------------------------------------------
 
 
@@ -194,8 +190,12 @@ def the_reply_as_a_new_chat_history():
 def specs_of_the_keys():
     for mode in ("history", "text"):
         env = ChatEnv(batch_size=(2,), input_mode=mode, tokenizer=tokenizer())
-        show(env.batch_size, env.observation_keys and mode in {k[0] for k in env.observation_keys})
-        show(mode in {k[0] for k in env.action_keys}, env.done_keys, env.reward_keys)
+        show(mode in {key[0] for key in env.observation_keys})
+        show(mode in {key[0] for key in env.action_keys}, env.reward_keys)
+
+
+def flags_of_the_end():
+    show(ChatEnv().done_keys)
 
 
 def attributes_of_a_chat_env():
@@ -299,7 +299,7 @@ def attributes_of_a_primer():
     data = loader(2)
     primer = DataLoadingPrimer(data, repeats=2, stack_method="as_padded_tensor")
     show(primer.repeats, primer.dataloader is data, primer.dataloader_factory, primer.batch_size)
-    show(primer.stack_method is as_padded_tensor, primer.auto_batch_size)
+    show(primer.stack_method is as_padded_tensor)
     show({"query", "answer"} <= {*primer.data_keys}, {"query", "answer"} <= {*primer.primers.keys()})
 
 
@@ -329,19 +329,6 @@ def a_task_from_a_data_loader():
     show(td["history"].prompt.role, td["query"], td["answer"])
     td = env.step(answered(td, "<answer>5</answer>"))
     show(td.get(("next", "reward"), None), td["next", "done"])
-
-
-def a_column_named_text():
-    rows = [{"text": "One?", "answer": "1"}, {"text": "Two?", "answer": "2"}]
-
-    class Texts(DatasetChatEnv):
-        @staticmethod
-        def _dataloader_factory(dataset, name, split, seed, batch_size_dl, shuffle, collate_fn):
-            from torchrl.envs.llm.chat import _default_collate_fn
-
-            return DataLoader(rows, batch_size=1, collate_fn=_default_collate_fn)
-
-    show(Texts(dataset=rows, shuffle=False).reset()["query"])
 
 
 def numbers_to_count_down():
@@ -376,7 +363,7 @@ def ids_after_a_step():
     env = ChatEnv(with_tokenizer=True, tokenizer=tokenizer())
     td = env.step(answered(env.reset(queries("One?")), "1"))
     ids = td.get(("next", "tokens", "prompt"), as_list=True)[0]
-    show(type(env).__name__, tokenizer().decode(ids.tolist()))
+    show(isinstance(env, TransformedEnv), tokenizer().decode(ids.tolist()))
 
 
 def ids_by_the_class_method():

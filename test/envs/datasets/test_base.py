@@ -93,6 +93,21 @@ def test_a_query_column_may_hold_messages():
     check_env_specs(env)
 
 
+def test_a_column_text_is_the_query_unless_another_is_named():
+    rows = [{"text": "a", "answer": "1"}]
+    td = DatasetChatEnv(dataset=rows).reset()
+    assert (list(td["query"]), "text" in td.keys()) == (["a"], False)
+    assert list(DatasetChatEnv(dataset=rows, data_key="text").reset()["text"]) == ["a"]
+
+
+def test_a_task_over_a_data_loader_has_its_reward_where_it_is_asked_for():
+    def rewards(**kwargs):
+        return UpperEnv.from_dataloader(ROWS, **kwargs).reward_keys
+
+    assert rewards() == []
+    assert "reward" in rewards(compute_reward=True)
+
+
 def test_a_file_is_a_data_set(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS))

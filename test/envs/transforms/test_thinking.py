@@ -259,7 +259,7 @@ def test_random_prompts_are_the_same_for_the_same_trajectory_and_turn(tokenizer)
     assert said(3) == said(3)
     assert said(3) != said(4)
     assert len(set(said(3))) > 1
-    assert set(said(3)) <= set(AddThinkingPrompt.PROMPTS[True])
+    assert set(said(3)) <= set(AddThinkingPrompt.DEFAULT_PROMPTS_EG)
 
 
 def test_the_tokens_of_the_environment_are_those_of_the_opened_turn(tokenizer):
@@ -281,7 +281,6 @@ def test_the_tokens_of_the_environment_are_those_of_the_opened_turn(tokenizer):
         {"role": "user"},
         {"role": "system", "edit_last_turn": False},
         {"prompt": "x", "random_prompt": True},
-        {"prompt": "x", "egocentric": True},
         {"prompt": " "},
         {"edit_last_turn": False, "tokenizer": object()},
     ],

@@ -112,7 +112,8 @@ def merge_rows(new: Sequence[Any], old: Sequence[Any], stepped: Sequence[bool] |
 def missing_key(key: tuple[str, str]) -> DataError:
     """The error for a policy that did not write what the mode reads."""
     return DataError(
-        f"the policy did not write {key!r}, which the environment turns into the next prompt"
+        f"the policy did not write {key!r}, which the environment turns into the next prompt; a "
+        f"policy sets td[{key!r}]"
     )
 
 

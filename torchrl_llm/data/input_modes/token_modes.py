@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.data.containers import Text, Tokens
+from torchrl_llm.data.containers import Text
 from torchrl_llm.data.input_modes import appending, input_mode
 from torchrl_llm.data.input_modes.input_mode import InputMode, Message, merge_rows
 from torchrl_llm.data.ragged import ragged_rows, read_rows
@@ -144,8 +144,7 @@ class _TokenCarrier(InputMode):
     def _write_tokens(self, out: TensorDictBase, columns: Mapping[str, Sequence[Tensor]]) -> None:
         keyed = {fact.prompt_key: list(columns[fact.name]) for fact in self._facts}
         for node, rows in by_node(keyed).items():
-            ragged = ragged_rows(rows)
-            out.set(node, Tokens._from_tensordict(ragged) if node == "tokens" else ragged)
+            out.set(node, ragged_rows(rows))
 
 
 def _filled(rows: Sequence[Tensor], fact: TokenFact) -> list[Tensor]:

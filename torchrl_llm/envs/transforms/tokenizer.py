@@ -13,7 +13,6 @@ from torchrl.envs import Transform
 
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import Tokens
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord
@@ -87,7 +86,7 @@ class IncrementalTokenizer(Transform):
         empty = torch.zeros(0, dtype=torch.int64)
         ids = [empty if record is None else self._shown(record.token_ids) for record in records]
         node, field = self.tokens_key
-        next_tensordict.set(node, Tokens._from_tensordict(ragged_rows({field: ids})))
+        next_tensordict.set(node, ragged_rows({field: ids}))
         return next_tensordict
 
     def _shown(self, ids: Tensor) -> Tensor:
