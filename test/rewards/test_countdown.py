@@ -155,7 +155,7 @@ def test_the_reward_is_one_for_right_a_tenth_for_a_block_zero_for_none():
     right = parser.score("<think>t</think><answer>2 * 3 * 4</answer>", PROBLEM)
     assert right == (1.0, True, True, True)
     assert parser.score("<answer>4 * 6</answer>", PROBLEM) == (0.1, False, True, False)
-    assert parser.score("<answer></answer>", PROBLEM) == (0.1, False, True, False)
+    assert parser.score("<answer></answer>", PROBLEM) == (0.0, False, False, False)
     assert parser.score("2 * 3 * 4", PROBLEM) == (0.0, False, False, False)
     assert parser.score("<think><answer>2*3*4</answer></think>", PROBLEM).reward == 0.0
 
@@ -170,4 +170,4 @@ def test_the_statics_agree_with_the_score():
     assert CountdownRewardParser.normalize_answer(PROBLEM) == (24, (2, 3, 4, 9))
     assert CountdownRewardParser.answers_match("4 * (9 - 3)", PROBLEM)
     assert not CountdownRewardParser.answers_match("4 * (9 - 3)", "24")
-    assert CountdownRewardParser.extract_tags("<answer>1</answer>") == (None, "1")
+    assert CountdownRewardParser.extract_tags("<answer>1</answer>") == ("", "1")

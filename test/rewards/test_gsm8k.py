@@ -80,7 +80,7 @@ def test_the_reward_is_one_for_right_a_tenth_for_a_block_zero_for_none():
     right = parser.score("<think>t</think><answer>72 dollars</answer>", "#### 72")
     assert right == (1.0, True, True, True)
     assert parser.score("<answer>73</answer>", "72") == (0.1, False, True, False)
-    assert parser.score("<answer></answer>", "72") == (0.1, False, True, False)
+    assert parser.score("<answer></answer>", "72") == (0.0, False, False, False)
     assert parser.score("72", "72") == (0.0, False, False, False)
     assert parser.score("<answer>72", "72") == (0.0, False, False, False)
     assert parser.score("", "72") == (0.0, False, False, False)

@@ -174,7 +174,7 @@ def test_the_reward_is_one_for_right_a_tenth_for_a_block_zero_for_none():
     right = parser.score(r"<think>t</think><answer>$\dfrac12$</answer>", r"\frac{1}{2}")
     assert right == (1.0, True, True, True)
     assert parser.score("<answer>3</answer>", "5") == (0.1, False, True, False)
-    assert parser.score("<answer></answer>", "5") == (0.1, False, True, False)
+    assert parser.score("<answer></answer>", "5") == (0.0, False, False, False)
     assert parser.score(r"\boxed{5}", "5") == (0.0, False, False, False)
     assert parser.score("<think><answer>5</answer></think>", "5").reward == 0.0
 

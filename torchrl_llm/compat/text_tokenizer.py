@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict.nn import dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Bounded, Composite
@@ -133,6 +134,34 @@ class Tokenizer(Transform):
             raise ConfigError("pass tokenizer=...: the environment has none")
         return self._tokenizer
 
+    @property
+    def out_device(self) -> torch.device | None:
+        """Device of the ids: the environment's."""
+        return None if self.parent is None else self.parent.device
+
+    device = out_device
+
+    def call_tokenizer_fn(self, value: str | list[str]) -> Any:
+        """Tokenize one text or several.
+
+        Args:
+            value: the text, or ``B`` of them.
+
+        Returns:
+            Ids ``[T]`` or ``[B, T]``, and their mask where masks are written.
+        """
+        one = isinstance(value, str)
+        td = TensorDict(batch_size=() if one else (len(value),), device=self.out_device)
+        self._write_ids(td, value if one else Column.of(value), ("text", "ids"))
+        ids = td.get(("text", "ids"))
+        return (ids, td.get(("text", "attention_mask"))) if self.return_attention_mask else ids
+
+    def call_tokenizer_inv_fn(self, value: Tensor) -> Any:
+        """The text of ids ``[T]``, or a column with the texts of ``[B, T]``."""
+        rows = value.reshape(-1, value.shape[-1]).tolist()
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=self.skip_special_tokens)
+        return NonTensorData(texts[0]) if value.ndim == 1 else Column.of(texts)
+
     # -- text to ids ------------------------------------------------------------------------------
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -198,6 +227,7 @@ class Tokenizer(Transform):
         if isinstance(ids, Tensor) and td.get(mask_key, None) is None:
             td.set(mask_key, torch.ones_like(ids))
 
+    @dispatch(source="in_keys", dest="out_keys")
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Tokenize the texts of rows outside an environment."""
         return self._call(tensordict)

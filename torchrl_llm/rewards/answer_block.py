@@ -64,9 +64,10 @@ def split_response(response: str) -> ResponseParts:
 
 
 class AnswerBlockParser(RewardParser):
-    """1.0 for a right ``<answer>`` block, 0.1 for another block, 0.0 for none.
+    """1.0 for a right ``<answer>`` block, 0.1 for another block, 0.0 for none or an empty one.
 
-    Subclasses write :meth:`read_truth` and :meth:`is_right`.
+    ``reward_right`` is the same number, as in TorchRL. Subclasses write :meth:`read_truth` and
+    :meth:`is_right`.
 
     Args:
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
@@ -115,13 +116,14 @@ class AnswerBlockParser(RewardParser):
         self.correct_reward = correct_reward
 
     @staticmethod
-    def extract_tags(response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, ``None`` where there is none."""
-        return extract_tags(response)
+    def extract_tags(text: str) -> tuple[str, str]:
+        """Reasoning and answer of a response, empty where there is none."""
+        think, answer = extract_tags(text)
+        return think or "", answer or ""
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response; :meth:`extract_tags` if not overridden."""
-        return self.extract_tags(response)
+        """Reasoning and answer of a response, those between tags if not overridden."""
+        return extract_tags(response)
 
     @abstractmethod
     def read_truth(self, answer: Any) -> Any:
@@ -151,6 +153,9 @@ class AnswerBlockParser(RewardParser):
         """
         truth = self.read_truth(answer)
         think, block = self.read_response(response)
-        right = block is not None and self.is_right(block, truth)
-        reward = self.correct_reward if right else 0.0 if block is None else self.format_reward
-        return RewardScore(reward, right, block is not None, think is not None)
+        right = bool(block) and self.is_right(block, truth)
+        reward = self.correct_reward if right else self.format_reward if block else 0.0
+        return RewardScore(reward, right, bool(block), bool(think))
+
+    def _right(self, score: RewardScore) -> float:
+        return score.reward

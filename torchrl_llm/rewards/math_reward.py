@@ -171,7 +171,7 @@ class MATHRewardParser(AnswerBlockParser):
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
         """Reasoning and answer of a response, boxed answers among them if they count."""
-        think, block = self.extract_tags(response)
+        think, block = super().read_response(response)
         if block is None and self.boxed:
             block = last_boxed(response.rpartition("</think>")[2])
         return think, block

@@ -173,7 +173,7 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
         """Reasoning and answer of a response, the answer by ``answer_format``."""
-        think, block = self.extract_tags(response)
+        think, block = super().read_response(response)
         if self.answer_format in HARNESS_FORMATS:
             block = harness_answer(response, self.answer_format)
         elif self.answer_format == "auto":

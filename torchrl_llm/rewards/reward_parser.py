@@ -99,7 +99,8 @@ class RewardParser(Transform):
     At each step the responses of all rows that were stepped are scored and these keys written:
 
     - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
-      last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer;
+      last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer (what an
+      :class:`~torchrl_llm.rewards.AnswerBlockParser` gives for the answer);
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
       ``[B]``, wall-clock time of the score;
     - ``("error", "type")``, ``("error", "message")`` and ``("error", "place")`` (file, line and
@@ -168,6 +169,7 @@ class RewardParser(Transform):
         if len(out_keys) != len(names):
             raise ConfigError(f"out_keys renames {names}, got {out_keys}")
         self._names = dict(zip(names, out_keys, strict=True))
+        self.out_keys = out_keys
         self._answer_key: NestedKey = "answer"
         if in_keys is not None:
             if len(in_keys) != 2 or isinstance(in_keys[0], str):
@@ -177,6 +179,7 @@ class RewardParser(Transform):
             if input_mode not in (None, in_keys[0][0]):
                 raise ConfigError(f"in_keys {in_keys[0]!r} contradicts input_mode={input_mode!r}")
             input_mode, self._answer_key = in_keys[0][0], in_keys[1]
+            self.in_keys = list(in_keys)
         if input_mode not in (None, *_INPUT_MODES):
             raise ConfigError(f"input_mode must be one of {_INPUT_MODES}, got {input_mode!r}")
         self.tokenizer = tokenizer
@@ -203,6 +206,12 @@ class RewardParser(Transform):
         """
 
     # Reading
+
+    def set_container(self, container: Any) -> None:
+        """Name the keys that are read, where they were left to the environment."""
+        super().set_container(container)
+        if not self.in_keys and self.input_mode is not None:
+            self.in_keys = [(self.input_mode, "full"), self._answer_key]
 
     @property
     def input_mode(self) -> str | None:
@@ -289,7 +298,7 @@ class RewardParser(Transform):
         table = [
             (nan, nan, nan, nan, 0.0, 0.0, seconds)
             if score is None
-            else (*_floats(score), score.success, True, seconds)
+            else (*score[:1], *score[2:], self._right(score), score.success, True, seconds)
             for score, _, _, seconds, _ in outcomes
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
@@ -309,6 +318,10 @@ class RewardParser(Transform):
         next_td.set("reward_valid", valid)
         next_td.set("reward_seconds", _added(before, "reward_seconds", columns[6]))
         _set_errors(next_td, failures)
+
+    def _right(self, score: RewardScore) -> float:
+        """What ``reward_right`` says of a score."""
+        return score.success
 
     @property
     def _adds(self) -> bool:
@@ -460,10 +473,6 @@ def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
     if auxiliary is not None:
         mask &= ~auxiliary.reshape(size, -1).any(-1).cpu()
     return mask.nonzero().flatten().tolist()
-
-
-def _floats(score: RewardScore) -> tuple[float, ...]:
-    return score.reward, score.has_answer, score.has_think, score.success
 
 
 def _flag(name: str, value: Any) -> bool:

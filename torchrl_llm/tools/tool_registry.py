@@ -86,7 +86,9 @@ class ToolRegistry:
         if not isinstance(name, str) or not name or not callable(service):
             raise ConfigError(f"a service has a name and can be called, got {service!r}")
         if name in self._services:
-            raise ConfigError(f"a service named {name!r} is registered already")
+            raise ConfigError(
+                f"a service named {name!r} is registered already, and a call must have one meaning"
+            )
         self._services[name] = service
 
     def get(self, name: str) -> ToolService:

@@ -300,7 +300,9 @@ def attributes_of_a_primer():
     primer = DataLoadingPrimer(data, repeats=2, stack_method="as_padded_tensor")
     show(primer.repeats, primer.dataloader is data, primer.dataloader_factory, primer.batch_size)
     show(primer.stack_method is as_padded_tensor)
-    show({"query", "answer"} <= {*primer.data_keys}, {"query", "answer"} <= {*primer.primers.keys()})
+    show(
+        {"query", "answer"} <= {*primer.data_keys}, {"query", "answer"} <= {*primer.primers.keys()}
+    )
 
 
 def an_env_from_a_data_loader():
@@ -335,11 +337,16 @@ def numbers_to_count_down():
     env = CountdownEnv(num_envs=2, seed=0, num_count=3, max_number=20, max_target=50)
     td = env.reset()
     show(td.batch_size, td["history"].prompt.role)
-    show([sorted(part.split("=")[0].strip() for part in row.split(", ")[:2]) for row in td["answer"]])
+    show(
+        [sorted(part.split("=")[0].strip() for part in row.split(", ")[:2]) for row in td["answer"]]
+    )
 
 
 def padded_rows():
-    rows = [TensorDict(a=torch.arange(2) + 1, b=torch.ones(1)), TensorDict(a=torch.arange(3) + 1, b=torch.ones(2))]
+    rows = [
+        TensorDict(a=torch.arange(2) + 1, b=torch.ones(1)),
+        TensorDict(a=torch.arange(3) + 1, b=torch.ones(2)),
+    ]
     td = as_padded_tensor(rows)
     show(td.batch_size, td["a"], td["b"])
 
@@ -373,9 +380,7 @@ def ids_by_the_class_method():
 
 
 def ids_without_a_generation_prompt():
-    env = ChatEnv().append_transform(
-        IncrementalTokenizer(tokenizer(), add_generation_prompt=False)
-    )
+    env = ChatEnv().append_transform(IncrementalTokenizer(tokenizer(), add_generation_prompt=False))
     td = env.reset(queries("One?"))
     show(tokenizer().decode(td.get(("tokens", "prompt"), as_list=True)[0].tolist()))
 
@@ -515,7 +520,9 @@ def attributes_of_a_tokenizer_transform():
 
 def a_template_as_a_transform():
     transform = TemplateTransform(tokenizer())
-    show(transform.in_keys, transform.out_keys, transform.chat_template == tokenizer().chat_template)
+    show(
+        transform.in_keys, transform.out_keys, transform.chat_template == tokenizer().chat_template
+    )
 
 
 def rows_of_ifeval():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+
 import torch
 from _shared import show, tokenizer
 from tensordict import TensorDict
@@ -14,10 +18,18 @@ from torchrl.envs.llm import (
     CountdownRewardParser,
     DatasetChatEnv,
     GSM8KRewardParser,
-    IfEvalScorer,
     IFEvalScoreData,
+    IfEvalScorer,
     MATHRewardParser,
 )
+
+if "torchrl_llm" not in IfEvalScorer.__module__:
+    # TorchRL's scorer asks for packages that the instructions below do not use.
+    for name in ("nltk", "immutabledict"):
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].immutabledict = dict
+            setattr(sys.modules[IfEvalScorer.__module__], f"_has_{name}", True)
 
 GSM = [("What is 2+3?", "so it is #### 5")]
 KEYS = ("reward", "reward_answer", "reward_think", "reward_right", "success")
@@ -78,6 +90,20 @@ def an_answer_and_the_end_of_the_turn():
     show(scored(GSM8KRewardParser(tokenizer()), ["<answer>5</answer><|im_end|>"])["reward"])
 
 
+def an_answer_among_the_thoughts():
+    reply = "<think><answer>4</answer> no</think><answer>5</answer>"
+    show(scored(GSM8KRewardParser(), [reply])["success"])
+
+
+def an_answer_that_is_given_again():
+    show(scored(GSM8KRewardParser(), ["<answer>4</answer> no: <answer>5</answer>"])["success"])
+
+
+def an_answer_without_a_word():
+    td = scored(GSM8KRewardParser(), ["<answer></answer>"])
+    show(td["reward"], td["done"])
+
+
 def other_values_of_right_and_form():
     parser = GSM8KRewardParser(format_reward=0.5, correct_reward=2.0)
     show(scored(parser, ["<answer>5</answer>", "<answer>6</answer>", "none"])["reward"])
@@ -91,8 +117,11 @@ def an_answer_does_not_end_the_episode():
 def attributes_of_a_parser():
     parser = GSM8KRewardParser(tokenizer(), format_reward=0.2)
     show(parser.out_keys, parser.eos_token, parser.set_done_if_answer)
-    show(parser.format_reward, parser.correct_reward, parser.input_mode)
-    show(parser.tokenizer is tokenizer())
+    show(parser.format_reward, parser.correct_reward, parser.tokenizer is tokenizer())
+
+
+def mode_of_a_parser_alone():
+    show(GSM8KRewardParser().input_mode)
 
 
 def keys_that_a_parser_reads():
@@ -159,7 +188,9 @@ def two_rewards_of_one_step():
 
 def two_rewards_of_which_one_is_right():
     first = GSM8KRewardParser(format_reward=0.25)
-    show(scored([first, GSM8KRewardParser()], ["<answer>6</answer>", "<answer>5</answer>"])["reward"])
+    show(
+        scored([first, GSM8KRewardParser()], ["<answer>6</answer>", "<answer>5</answer>"])["reward"]
+    )
 
 
 # -- MATH and Countdown ---------------------------------------------------------------------------
@@ -238,11 +269,18 @@ def followed(scorer, reply, ids=INSTRUCTIONS["instruction_id_list"], before=()):
 
 
 def show_score(td):
-    score = td["ifeval_score"]
-    for name in ("prompt_level_strict_acc", "inst_level_strict_acc"):
-        show((name, getattr(score, name).flatten().int().tolist()))
-    for name in ("prompt_level_loose_acc", "inst_level_loose_acc"):
-        show((name, getattr(score, name).flatten().int().tolist()))
+    for level in (
+        "prompt_level_strict",
+        "inst_level_strict",
+        "prompt_level_loose",
+        "inst_level_loose",
+    ):
+        show((level, td["ifeval_score", f"{level}_acc"].flatten().int().tolist()))
+
+
+def scores_by_attribute():
+    td = followed(IfEvalScorer(), "<answer>Hi there</answer>")
+    show(td["ifeval_score"].prompt_level_strict_acc.shape)
 
 
 def instructions_that_are_followed():
@@ -307,7 +345,10 @@ def attributes_of_a_scorer():
     scorer = IfEvalScorer()
     show(scorer.instruction_ids_key, scorer.keyword_args_key, scorer.id_key, scorer.score_key)
     show(scorer.format_weights, scorer.aggregate_reward, scorer.verbose, scorer.set_done_if_answer)
-    show(scorer.prompt_key, scorer.response_key, scorer.expected_keys)
+
+
+def columns_that_a_scorer_does_not_need():
+    show(IfEvalScorer().prompt_key, IfEvalScorer().response_key)
 
 
 def a_score():

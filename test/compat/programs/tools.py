@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from typing import ClassVar
 
 from _shared import show
 from tensordict import TensorDict
@@ -22,6 +24,9 @@ from torchrl.envs.llm.transforms import (
 )
 from torchrl.envs.llm.transforms.tools import PersistentPythonProcess, ToolTransformBase
 
+with contextlib.suppress(ImportError):
+    import mcp.client.stdio  # noqa: F401  while the standard error is a file that servers inherit
+
 SERVER = """
 from mcp.server import MCPServer
 
@@ -37,30 +42,30 @@ server.run()
 """
 
 
-class Adder:
+class Service:
+    schema_in: ClassVar[dict] = {}
+    schema_out: ClassVar[dict] = {}
+
+
+class Adder(Service):
     name = "add"
-    schema_in = {"a": int, "b": int}
-    schema_out = {"sum": int}
+    schema_in: ClassVar[dict] = {"a": int, "b": int}
 
     def __call__(self, a, b, **kwargs):
         return {"sum": a + b}
 
 
-class Failing:
+class Failing(Service):
     name = "fail"
-    schema_in = {}
-    schema_out = {}
 
     def __call__(self, **kwargs):
         raise ValueError("no luck")
 
 
-class Asking:
+class Asking(Service):
     """Looks at the state that it is handed."""
 
     name = "ask"
-    schema_in = {}
-    schema_out = {}
 
     def __call__(self, _state=None, **kwargs):
         return {"state": "some" if _state else "none", "is_dict": hasattr(_state, "get")}
@@ -81,7 +86,11 @@ def with_tool(transform, num=1):
 
 def show_answers(prompts):
     for prompt in prompts:
-        show([pair for pair in zip(prompt.role, prompt.content) if pair[0] != "<none>"][1:])
+        show(
+            [pair for pair in zip(prompt.role, prompt.content, strict=True) if pair[0] != "<none>"][
+                1:
+            ]
+        )
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -160,7 +169,9 @@ def ordered(*services, **kwargs):
 
 
 def tools_in_order():
-    reply = '<tool name="add">{"a": 1, "b": 2}</tool><tool name="add" tag="B">{"a": 3, "b": 4}</tool>'
+    reply = (
+        '<tool name="add">{"a": 1, "b": 2}</tool><tool name="add" tag="B">{"a": 3, "b": 4}</tool>'
+    )
     show_answers(stepped(with_tool(ordered(Adder())), reply))
 
 
@@ -267,8 +278,12 @@ def a_simple_tool_that_fails():
 
 def attributes_of_simple_tools():
     transform = SimpleToolTransform({"add": add}, tool_schemas={"add": {"description": "x"}})
-    show(sorted(transform.tools), transform.tool_schemas, transform.parser)
-    show(transform.tool_role, transform.timeout, transform.tool_call_pattern)
+    show(sorted(transform.tools), transform.tool_schemas, transform.tool_role, transform.timeout)
+
+
+def the_pattern_of_simple_tools():
+    transform = SimpleToolTransform({"add": add})
+    show(transform.parser, transform.tool_call_pattern)
 
 
 # -- tools of one's own ---------------------------------------------------------------------------
@@ -284,7 +299,7 @@ class Shout(ToolTransformBase):
 def a_tool_of_ones_own():
     env = TransformedEnv(ChatEnv(batch_size=(2,)), Shout())
     for prompt in stepped(env, "Hey!", "Hey."):
-        pairs = zip(prompt.role, prompt.content)
+        pairs = zip(prompt.role, prompt.content, strict=True)
         show([pair for pair in pairs if pair[0] != "<none>"])
 
 
@@ -361,7 +376,9 @@ def an_unknown_service():
 
 def a_python_process():
     process = PersistentPythonProcess(timeout=5.0)
-    show(process.execute("a = 3"), process.execute("print(a)"))
+    for code in ("a = 3", "print(a)"):
+        result = process.execute(code)
+        show([result[key] for key in ("success", "stdout", "stderr", "returncode")])
     process.cleanup()
 
 
@@ -386,4 +403,4 @@ def a_tool_of_the_first_server():
 
 def a_browser_without_a_page():
     transform = BrowserTransform(allowed_domains=["example.com"])
-    show(transform.allowed_domains, transform.headless, transform.timeout, transform.tool_name)
+    show(transform.allowed_domains, transform.headless, transform.timeout, transform.tool_role)

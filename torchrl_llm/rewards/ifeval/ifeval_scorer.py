@@ -138,6 +138,9 @@ class IFEvalData(TensorClass["nocast"]):
         instruction_id_list: ``B`` tuples of names.
         kwargs: ``B`` tuples with the arguments of each instruction.
         response: ``B`` strings, where there are answers.
+        tokens: int64 ``[B, T]``, their ids with those of the prompts, where they are known.
+        tokens_response: int64 ``[B, R]``, theirs alone.
+        logits: float32 ``[B, R, V]``, where they were kept.
         reward: float32 ``[B, 1, 1]``, where they were scored.
 
     Example:
@@ -155,6 +158,9 @@ class IFEvalData(TensorClass["nocast"]):
     instruction_id_list: Any
     kwargs: Any
     response: Any = None
+    tokens: Tensor | None = None
+    tokens_response: Tensor | None = None
+    logits: Tensor | None = None
     reward: Tensor | None = None
 
     @classmethod
@@ -351,8 +357,11 @@ class IfEvalScorer(RewardParser):
         self.prompt_key = prompt_key
         self.keyword_args_key = keyword_args_key
         self.id_key = id_key
-        self.response_column = response_column
+        self.response_column = self.response_key = response_column
         self.score_key = score_key
+        if aggregate_reward is False:
+            self.out_keys = []
+        self.out_keys = [score_key, *self.out_keys]
         self.aggregate_reward = aggregate_reward
         self.format_weights = weights
         self.verbose = verbose
@@ -456,7 +465,9 @@ class IfEvalScorer(RewardParser):
     # Writing
 
     def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
-        written = next_td if self.aggregate_reward is not False else next_td.empty()
+        written = next_td
+        if self.aggregate_reward is False:
+            written = next_td.select(*_NO_REWARD_KEYS, strict=False)
         super()._write_outcomes(outcomes, written)
         if self.aggregate_reward is False:
             for name in _NO_REWARD_KEYS:
