@@ -128,13 +128,13 @@ class MATHRewardParser(AnswerBlockParser):
 
     @classmethod
     def answers_match(
-        cls, answer: str, truth: str, *, timeout: float = 5.0, num_workers: int = 2
+        cls, predicted: str, reference: str, *, timeout: float = 5.0, num_workers: int = 2
     ) -> bool:
         r"""Whether an answer, boxed or not, is the same mathematics as a reference.
 
         Args:
-            answer: what the model answered.
-            truth: the reference.
+            predicted: what the model answered.
+            reference: what is right.
             timeout: seconds that the comparison may take.
             num_workers: see :class:`MATHRewardParser`.
 
@@ -146,7 +146,7 @@ class MATHRewardParser(AnswerBlockParser):
             >>> MATHRewardParser.answers_match("0.5", r"\frac{1}{2}")
             True
         """
-        answer, truth = cls.extract_boxed(answer), cls.extract_boxed(truth)
+        answer, truth = cls.extract_boxed(predicted), cls.extract_boxed(reference)
         if not answer or len(answer) > _MAX_LENGTH:
             return False
         answer, truth = _as_latex(answer), _as_latex(truth)

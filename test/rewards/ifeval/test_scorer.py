@@ -21,6 +21,7 @@ from torchrl_llm.rewards.ifeval import (
     IfEvalScorer,
     Verdict,
 )
+from torchrl_llm.rewards.reward_parser import RewardParser
 
 COMMA, LOWER, TITLE = (
     "punctuation:no_comma",
@@ -138,6 +139,18 @@ def test_scores_without_a_reward(answer):
     assert "reward_answer" not in td.keys()
     assert td["reward_valid"].all()
     assert td["done"].all()
+
+
+def test_scores_without_a_reward_leave_the_validity_of_another_reward(answer):
+    class Failing(RewardParser):
+        def score(self, response, answer):
+            raise ValueError("no luck")
+
+    rows = [{**row, "answer": ""} for row in ROWS]
+    env = make_env(Failing(), rows).append_transform(IfEvalScorer(aggregate_reward=False))
+    td = env.step(answer(env.reset(), *["<answer>fine</answer>"] * 3))["next"]
+    assert td["reward_valid"].tolist() == [False] * 3
+    assert list(td["error", "message"]) == ["no luck"] * 3
 
 
 def test_an_answer_ends_the_episode_unless_told_otherwise(answer):

@@ -105,7 +105,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         repeats: int | None = None,
         actor_name: str | None = None,
         num_cpus: float = 0.0,
-        num_gpus: float = 0.0,
+        num_gpus: float = 0,
         timeout_s: float = 60.0,
         worker_id: int | None = None,
         **kwargs: Any,
