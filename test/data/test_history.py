@@ -116,19 +116,28 @@ def test_messages_are_stored_in_one_form_and_the_input_stays_as_it_was():
     assert given == before
 
 
-def test_multimodal_items_are_carried_through_to_the_template():
+def test_multimodal_items_are_a_tensorclass_and_dicts_for_the_template():
     picture = ContentBase(type="image", url="a.png")
-    history = History(role=["user"], content=[[ContentBase(type="text", text="See"), picture]])
-    assert history[0].content == [{"type": "text", "text": "See"}, picture]
-    assert pickle.loads(pickle.dumps(history)).content[0][1].url == "a.png"
+    parts = lazy_stack([ContentBase(type="text", text="See"), picture])
+    assert (parts.type, parts[1].url, parts.shape) == (["text", "image"], "a.png", (2,))
+    history = History(role=["user", "assistant"], content=[[*parts.unbind(0)], "fine"])
+    stacked = torch.stack([History(role="user", content=parts), history[1]], -1)
+    stored = [{"type": "text", "text": "See"}, {"type": "image", "url": "a.png"}]
+    for one in (history, stacked, pickle.loads(pickle.dumps(history)), history[None][0]):
+        assert one.chats[0].messages[0]["content"] == stored
+        assert one[0].content.type == ["text", "image"]
+        assert one.content[0][1].url == "a.png"
+        assert one.content[1] == "fine"
     template = (
-        "{% for m in messages %}{% for part in m['content'] %}"
+        "{% for m in messages if m['content'] is not string %}{% for part in m['content'] %}"
         "[{{ part['type'] }}:{{ part['text'] or part['url'] }}]{% endfor %}{% endfor %}"
     )
     text = history.apply_chat_template(chat_template=template, tokenize=False)
     assert text == "[text:See][image:a.png]"
-    with pytest.raises(AttributeError):
-        _ = picture.colour
+    dicts = History(role="user", content=stored)
+    assert dicts.content == stored
+    both = lazy_stack([lazy_stack([picture]), lazy_stack([picture])])
+    assert [c.url for c in History(role=["user"] * 2, content=both).content] == [["a.png"]] * 2
 
 
 def test_both_module_paths_are_the_same_class():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.ragged import ragged_rows
@@ -221,7 +221,8 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_
 def test_rows_of_every_form_come_back_from_a_checkpoint(tmp_path):
     record = TokenRecord.from_prompt(torch.tensor([5]), torch.ones(1, dtype=torch.int8), 1)
     part = ContentBase(type="text", text="é")
-    chat = Chat([{"role": "user", "content": [part]}]).with_record(record)
+    message = {"role": "user", "content": [part]}
+    chat = History.from_chats([message]).chats[0].with_record(record)
     rows = ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]})
     rows.set("text", Column.of(["a", "b"]))
     rows.set("chat", Column.of([chat] * 2))

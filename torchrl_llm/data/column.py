@@ -27,6 +27,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from torchrl_llm.data.content import ContentBase
 from torchrl_llm.data.messages import canonical_message
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import DataError
@@ -441,6 +442,8 @@ def _transposed(fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _picked(name: str, value: Any, index: int, count: int) -> Any:
+    if isinstance(value, ContentBase) and value.batch_dims:
+        value = value.unbind(0)
     if not isinstance(value, (list, tuple)):
         if name == "is_complete":
             return value

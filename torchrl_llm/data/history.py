@@ -25,7 +25,7 @@ from torchrl.data import Composite, NonTensor
 from torchrl_llm.data import column as cells
 from torchrl_llm.data import message_grid as grids
 from torchrl_llm.data.column import Chat, Column, Message
-from torchrl_llm.data.messages import ContentBase  # noqa: F401
+from torchrl_llm.data.content import ContentBase, as_written  # noqa: F401
 from torchrl_llm.data.text.templates import (  # noqa: F401
     add_chat_template,
     remove_chat_template,
@@ -56,7 +56,8 @@ class History(TensorClass["nocast"]):
 
     Args:
         role: who speaks; ``"system"``, ``"user"``, ``"assistant"``, ``"tool"`` or any other name.
-        content: a string, a :class:`ContentBase`, or a list of content items.
+        content: a string, a :class:`ContentBase` (one item or a stack ``[N]``), or a list of
+            content items, which may be dicts.
         is_complete: whether the message was ended, by its end-of-turn token for instance.
         tool_calls: ``{"name", "arguments"}`` mappings, with or without the ``"function"`` level.
         tool_responses: results that a message of role tool carries next to its content.
@@ -179,8 +180,9 @@ class History(TensorClass["nocast"]):
 
     @property
     def content(self) -> Any:
-        """The content of each message."""
-        return _field(self, "content")
+        """The content of each message: a string, a list of dicts, or :class:`ContentBase`."""
+        stored = cells.cells_of(self._tensordict)
+        return cells.read_messages(stored, lambda message: as_written(message["content"]))
 
     @property
     def is_complete(self) -> Any:

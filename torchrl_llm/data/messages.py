@@ -12,81 +12,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
+from torchrl_llm.data.content import (  # noqa: F401
+    ContentBase,
+    ContentType,
+    content_items,
+    rebuild_content,
+)
 from torchrl_llm.errors import DataError
 
-ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 _THINK_MARKS = re.compile("<think>|</think>")
-_FIELDS = frozenset(
-    ("type", "text", "url", "data", "mime_type", "name", "size", "function_name", "function_args")
-)
-
-
-class ContentBase(dict):
-    """One item of a multimodal content: a dict that checks its keys and reads as attributes.
-
-    Being a dict, it goes to templates, JSON and processors as it is. Fields without a value are
-    left out and read as ``None``.
-
-    Args:
-        type: ``"text"``, ``"image"``, ``"audio"``, ``"video"``, ``"file"`` or ``"function_call"``.
-        text: the text of a text item.
-        url: where the data is.
-        data: the data itself, encoded as a string, or an object that a processor takes.
-        mime_type: for instance ``"image/png"``.
-        name: name of a file.
-        size: size of a file in bytes.
-        function_name: name of the called function.
-        function_args: its arguments.
-
-    Raises:
-        DataError: the type is another one.
-
-    Example:
-        >>> item = ContentBase(type="image", url="https://example.org/cat.png")
-        >>> item, item.text
-        ({'type': 'image', 'url': 'https://example.org/cat.png'}, None)
-    """
-
-    def __init__(
-        self,
-        type: ContentType,
-        text: str | None = None,
-        url: str | None = None,
-        data: Any = None,
-        mime_type: str | None = None,
-        name: str | None = None,
-        size: int | None = None,
-        function_name: str | None = None,
-        function_args: Mapping[str, Any] | None = None,
-    ) -> None:
-        if type not in get_args(ContentType):
-            raise DataError(f"content type must be one of {get_args(ContentType)}, got {type!r}")
-        given = {
-            "text": text,
-            "url": url,
-            "data": data,
-            "mime_type": mime_type,
-            "name": name,
-            "size": size,
-            "function_name": function_name,
-            "function_args": function_args,
-        }
-        super().__init__(type=type, **{k: v for k, v in given.items() if v is not None})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FIELDS:
-            return self.get(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce__(self) -> tuple:
-        return rebuild_content, (dict(self),)
-
-
-def rebuild_content(fields: dict[str, Any]) -> ContentBase:
-    """A part of a message's content from its pickle."""
-    return ContentBase(**fields)
 
 
 def canonical_message(message: Mapping[str, Any], where: str = "message") -> dict[str, Any]:
@@ -119,9 +55,11 @@ def canonical_message(message: Mapping[str, Any], where: str = "message") -> dic
     if content is None:
         content = ""
     elif isinstance(content, ContentBase):
-        content = [content]
-    elif isinstance(content, (list, tuple)) and all(isinstance(x, Mapping) for x in content):
-        content = list(content)
+        content = content_items(content)
+    elif isinstance(content, (list, tuple)) and all(
+        isinstance(part, (Mapping, ContentBase)) for part in content
+    ):
+        content = [item for part in content for item in content_items(part)]
     elif not isinstance(content, str):
         raise DataError(
             f"{where} ({role}): content must be a string or a list of content items (mappings "

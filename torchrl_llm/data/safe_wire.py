@@ -30,8 +30,8 @@ from torch import Tensor
 
 from torchrl_llm.data import containers, enums
 from torchrl_llm.data.column import Chat, Column, Message, rebuild_chat, rebuild_column
+from torchrl_llm.data.content import rebuild_content
 from torchrl_llm.data.history import History
-from torchrl_llm.data.messages import rebuild_content
 from torchrl_llm.data.record import TokenRecord, rebuild_record
 from torchrl_llm.data.safe_bytes import CLAIM_BYTES, from_bytes, to_bytes
 from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, SUPPORT_COLUMNS, added_facts

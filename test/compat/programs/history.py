@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, show
+from _shared import CHAT, OTHER, show, tokenizer
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
@@ -344,3 +344,379 @@ def content_parts_of_a_message():
 def content_parts_stack():
     parts = lazy_stack([ContentBase(type="text", text="a"), ContentBase(type="text", text="b")])
     show(parts.batch_size, parts.text)
+
+
+def content_parts_of_different_kinds():
+    parts = lazy_stack([ContentBase(type="text", text="a"), ContentBase(type="image", url="u")])
+    show(parts.batch_size, parts.type, parts[0].text, parts[1].url, parts.text, parts.size)
+
+
+def content_parts_in_a_message():
+    parts = lazy_stack([ContentBase(type="text", text="a"), ContentBase(type="text", text="b")])
+    message = History(role="user", content=parts)
+    show(message.batch_size, message.role, message.content.text, message.content[0].type)
+
+
+def content_parts_with_a_batch_size():
+    part = ContentBase(type="file", data="ab", size=2, mime_type="text/plain", name="n")
+    part = part.clone().expand(2)
+    show(part.batch_size, part.data, part.size, part.mime_type, part.name)
+
+
+def content_parts_of_a_function_call():
+    part = ContentBase(type="function_call", function_name="f", function_args={"a": 1})
+    show(part.function_name, part.function_args, part.url, sorted(part.keys()))
+
+
+def content_parts_changed():
+    part = ContentBase(type="text", text="a")
+    part.text = "b"
+    show(part.text, part.clone().text, sorted(part.to_dict().items()))
+
+
+def content_parts_in_a_template():
+    template = (
+        "{% for m in messages %}{% generation %}{% for part in m['content'] %}"
+        "[{{ part['type'] }}:{{ part['text'] }}]{% endfor %}{% endgeneration %}{% endfor %}"
+    )
+    parts = lazy_stack([ContentBase(type="text", text="a"), ContentBase(type="text", text="b")])
+    chat = lazy_stack([History(role="user", content=parts)])
+    show(
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template=template, add_generation_prompt=False
+        )
+    )
+
+
+def content_parts_as_dicts():
+    chat = History.from_chats([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
+    show(chat.content, chat[0].content)
+
+
+def stack_of_conversations_behind_the_messages():
+    turned = torch.stack([one(), one()], -1)
+    show(turned.batch_size, turned.content)
+
+
+def lazy_stack_of_conversations_behind_the_messages():
+    turned = lazy_stack([one(), one()], -1)
+    show(turned.batch_size, turned.content)
+
+
+def lazy_stack_of_messages_of_a_batch():
+    messages = [two()[..., 0], two()[..., 1]]
+    chats = lazy_stack(messages, -1)
+    show(chats.batch_size, chats.content)
+
+
+def rows_where_something_holds():
+    keep = torch.tensor([True, False])
+    show(two()[keep].batch_size, two()[~keep].content)
+
+
+def messages_by_their_role():
+    users = torch.tensor([role == "user" for role in one().role])
+    show(one()[users].batch_size, one()[users].content)
+
+
+def messages_by_a_mask_of_columns():
+    mask = torch.tensor([True, False, True])
+    show(two()[:, mask].batch_size, two()[:, mask].content, two()[..., mask].content)
+
+
+def messages_of_a_ragged_batch_by_index():
+    show(ragged()[..., 0].content, ragged()[:, 1].content, ragged()[0, 2].content)
+
+
+def ragged_rows_through_unbind():
+    show(*[row.batch_size for row in ragged().unbind(0)], *[len(row) for row in ragged()])
+
+
+def ragged_all_but_the_last_message():
+    show(*[row.content for row in ragged()[..., :-1].unbind(0)])
+
+
+def numel_of_a_message_and_of_batches():
+    show(two()[0, 0].numel(), two()[..., 0].numel(), two()[..., :2].numel(), two()[:0].numel())
+
+
+def size_by_dimension():
+    show(two().size(0), two().size(-1), two().size(), two().dim(), two().batch_dims)
+
+
+def torch_functions_of_shape():
+    show(
+        torch.unsqueeze(two(), 1).shape,
+        torch.squeeze(two()[:1], 0).shape,
+        torch.permute(two(), (1, 0)).shape,
+        torch.flatten(two(), 0, 1).shape,
+        torch.reshape(two(), (3, 2)).content,
+    )
+
+
+def transposes_by_their_names():
+    show(two().permute(1, 0).content, two().transpose(-1, -2).content)
+
+
+def split_of_sizes():
+    show(*[part.content for part in two().split([1, 2], -1)])
+
+
+def split_of_a_conversation():
+    show(*[part.content for part in one().split(2)], *[p.batch_size for p in one().chunk(2)])
+
+
+def gather_of_messages():
+    index = torch.tensor([[2, 0], [1, 1]])
+    show(two().gather(-1, index).content)
+
+
+def repeat_of_a_batch():
+    show(two().repeat(2, 1).content, two().repeat_interleave(2, dim=0).content)
+
+
+def nested_lists_of_a_batch():
+    chats = History(
+        role=[["user", "assistant"], ["user", "assistant"]],
+        content=[["a", "b"], ["c", "d"]],
+        batch_size=(2, 2),
+    )
+    show(chats.batch_size, chats.role, chats[1].content, chats[..., -1].content)
+
+
+def a_list_without_a_batch_size():
+    chat = History(role=["user", "assistant"], content=["a", "b"])
+    show(chat.role, chat.content)
+
+
+def an_assignment_by_index_of_a_row_of_another_length():
+    chat = ragged()
+    chat[1] = one()
+    show(chat.content)
+
+
+def an_assignment_by_a_mask_of_rows():
+    chat = two()
+    chat[torch.tensor([False, True])] = chat[:1]
+    show(chat.content)
+
+
+def an_assignment_of_the_last_message():
+    chat = two()
+    chat[..., -1] = chat[..., 0]
+    show(chat.content)
+
+
+def an_assignment_of_one_message():
+    chat = one()
+    chat[1] = History(role="user", content="new")
+    show(chat.content)
+
+
+def an_assignment_of_a_role():
+    chat = two()
+    chat.role = [["user"] * 3, ["user"] * 3]
+    show(chat.role)
+
+
+def a_set_of_a_field():
+    message = History(role="user", content="a")
+    message.set("content", "b")
+    show(message.content)
+
+
+def an_update_of_a_field():
+    message = History(role="user", content="a")
+    message.update(History(role="assistant", content="b"))
+    show(message.role, message.content)
+
+
+def a_replacement_of_a_field():
+    message = History(role="user", content="a").replace(content="b")
+    show(message.role, message.content)
+
+
+def a_get_of_a_field():
+    show(one().get("role"), two().get("content"), two()[0].get("role"))
+
+
+def a_get_of_what_is_not_there():
+    show(one().get("colour", "none"))
+
+
+def keys_of_a_conversation():
+    show(sorted(one().keys()))
+
+
+def keys_of_a_message():
+    show(sorted(History(role="user", content="a").keys()))
+
+
+def values_by_key():
+    show(sorted((key, value) for key, value in History(role="u", content="a").to_dict().items()))
+
+
+def to_dict_of_a_conversation():
+    made = one().to_dict()
+    show(made["role"], made["content"])
+
+
+def to_tensordict_of_a_conversation():
+    made = one().to_tensordict()
+    show(made.batch_size, sorted(made.keys()), made["role"])
+
+
+def nested_keys_in_a_tensordict():
+    from tensordict import TensorDict
+
+    td = TensorDict(history=two(), batch_size=2)
+    show(td["history", "role"], td.get(("history", "content")))
+
+
+def a_batch_of_a_tensordict_from_its_batch_size():
+    from tensordict import TensorDict
+
+    td = TensorDict(history=two(), batch_size=two().batch_size)
+    show(td.batch_size, td[..., -1]["history"].content)
+
+
+def iteration_over_a_batch_and_its_messages():
+    show([[message.content for message in row] for row in two()])
+
+
+def length_of_everything():
+    show(len(one()), len(two()), len(two()[0]), len(two()[..., -1]), len(ragged()[1]))
+
+
+def length_of_a_message():
+    show(len(History(role="user", content="a")))
+
+
+def equality_of_a_different_batch():
+    same = two() == two()[torch.tensor([1, 0])]
+    show(same.all(), same.any())
+
+
+def inequality_by_message():
+    show((one() != History.from_chats(OTHER)).any())
+
+
+def equality_of_two_fields():
+    show((one() == History.from_chats(OTHER)).content)
+
+
+def equality_in_an_if():
+    show(bool((one() == one()).all()))
+
+
+def membership_of_a_field():
+    show("role" in one().keys(), "colour" in one().keys())
+
+
+def copies_by_copy_and_deepcopy():
+    import copy
+
+    chat = one()
+    for made in (copy.copy(chat), copy.deepcopy(chat), chat.clone(False)):
+        show(made.batch_size, made.content)
+
+
+def a_pickle_of_a_batch():
+    import pickle
+
+    show(pickle.loads(pickle.dumps(two())))
+
+
+def a_device():
+    show(one().device, two().to("cpu").content)
+
+
+def the_zero_of_a_spec():
+    show(History.default_spec().zero().batch_size)
+
+
+def the_shape_of_a_spec():
+    show(History.default_spec((4, -1)).shape)
+
+
+def is_complete_of_an_open_answer():
+    chat = History(role=["user", "assistant"], content=["a", "b"], is_complete=[True, False])
+    show(chat.is_complete)
+
+
+def a_placeholder_message_is_left_out():
+    chat = lazy_stack(
+        [History(role="user", content="a"), History(role="<none>", content="nothing")]
+    )
+    show(
+        chat.apply_chat_template(
+            tokenizer=tokenizer(), chat_template_name="chatml_format", add_generation_prompt=False
+        )
+    )
+
+
+def append_to_a_message():
+    message = History(role="user", content="a")
+    message.append(History(role="assistant", content="b"))
+    show(message.content)
+
+
+def append_of_a_conversation():
+    chat = one()
+    chat.append(one())
+    show(chat.content)
+
+
+def append_to_a_batch_in_place():
+    chat = two()
+    chat.append(two()[..., 0])
+    show(chat.batch_size, chat.content)
+
+
+def append_of_one_row():
+    batch = two().append(one(), inplace=False, dim=0)
+    show(batch.batch_size, batch.content)
+
+
+def extend_of_a_batch_by_rows():
+    batch = two().extend(two(), inplace=False)
+    show(batch.batch_size, batch.content)
+
+
+def extend_of_a_batch_by_rows_in_place():
+    batch = two()
+    batch.extend(two()[:1])
+    show(batch.batch_size, batch.content)
+
+
+def extend_of_a_message():
+    one().extend(History(role="user", content="a"))
+
+
+def chats_with_tool_calls():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    chat = History.from_chats([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    show(chat.tool_calls, chat[0].tool_calls)
+
+
+def chats_of_an_empty_list():
+    History.from_chats([])
+
+
+def where_of_two_batches():
+    made = torch.where(torch.tensor([True, False]), two(), two()[torch.tensor([1, 0])])
+    show(made.content)
+
+
+def unflatten_of_rows():
+    four = torch.cat([two(), two()], 0).unflatten(0, (2, 2))
+    show(four.batch_size, four.content)
+
+
+def expand_of_a_message():
+    many = History(role="user", content="a").expand(2)
+    show(many.batch_size, many.content)
+
+
+def contiguous_and_densified():
+    show(two().contiguous().content)
