@@ -27,6 +27,7 @@ import torch
 from tensordict import TensorDict
 from torchrl._utils import logger
 
+from torchrl_llm import _log
 from torchrl_llm.data.history import History
 
 # How long an example takes says more about the machine than about the code.
@@ -186,3 +187,12 @@ def answer():
         return td
 
     return write
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Warnings that are said once, as if none had been said before."""
+    lines = []
+    monkeypatch.setattr(_log, "_told", set())
+    monkeypatch.setattr(logger, "warning", lines.append)
+    return lines

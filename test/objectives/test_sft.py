@@ -119,9 +119,21 @@ class TestByHand:
         expected = (math.log(2) - math.log(1 / (1 + math.exp(0.3)))) / 2
         assert output.loss_sft.item() == pytest.approx(expected)
 
-    def test_a_slope_without_minor_sft_is_refused(self):
-        with pytest.raises(ConfigError, match="beta has no effect"):
-            SFTLoss(actor(), beta=0.1)
+    def test_a_slope_without_minor_sft_has_no_effect_and_is_said_once(self, told):
+        for _ in range(2):
+            output = SFTLoss(actor(), beta=7.0)(two_rows())
+        assert output.loss_sft.item() == pytest.approx(3.5)
+        assert len(told) == 1
+        assert "beta has no effect" in told[0]
+
+    def test_a_divergence_besides_minor_sft_has_no_effect_and_is_said_once(self, told):
+        settings = {"loss_function": "minor_sft", "beta": 0.1}
+        for _ in range(2):
+            output = SFTLoss(actor(), kl_to_ref_coeff=0.5, **settings)(two_rows(ref=-2.0))
+        plain = SFTLoss(actor(), **settings)(two_rows(ref=-2.0))
+        assert output.total_loss().item() == plain.total_loss().item()
+        assert len(told) == 1
+        assert "kl_to_ref_coeff has no effect" in told[0]
 
     def test_a_trace_of_demonstrations_does_not_hide_them(self):
         rows = two_rows(reason=[1, 1, 1])
@@ -221,7 +233,6 @@ class TestRefusals:
             ({"loss_function": "dpo"}, "loss_function"),
             ({"reduction": "token_mean", "normalize_by_seq_length": True}, "no meaning there"),
             ({"reduction": "token_mean", "loss_function": "minor_sft"}, "no meaning there"),
-            ({"loss_function": "minor_sft", "kl_to_ref_coeff": 0.1}, "no kl_to_ref_coeff"),
             ({"kl_to_ref_coeff": -0.1}, "kl_to_ref_coeff must not be negative"),
             ({"loss_function": "minor_sft", "beta": -0.1}, "beta must be positive"),
         ):

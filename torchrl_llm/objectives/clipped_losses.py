@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
@@ -48,8 +48,7 @@ class GRPOLoss(PolicyGradientLoss):
     the objective.
 
     Differences from TorchRL: the entropy is a metric and no bonus unless asked for; means are over
-    tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip cuts;
-    ``gamma``, ``clip_value`` and ``samples_mc_entropy`` are refused, because nothing reads them.
+    tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip cuts.
 
     Ludic's GRPO sums a row's tokens (``aggregation="sequence_sum"``). TRL's ``loss_type="grpo"`` is
     ``aggregation="sequence_mean"``, its default ``"dapo"`` is the token mean here, and its
@@ -62,8 +61,6 @@ class GRPOLoss(PolicyGradientLoss):
             advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. With a
             negative advantage it bounds the loss as the dual clip of arXiv:1912.09729 does; it is
             no importance correction, which is ``correction``.
-        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
-            ``aggregation="none"``.
         aggregation: ``"token_mean"``, ``"sequence_mean"`` (what TorchRL calls ``"prompt_mean"``),
             ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
             ``"constant"`` or ``"none"``.
@@ -96,6 +93,8 @@ class GRPOLoss(PolicyGradientLoss):
 
     output_type = GRPOLossOutput
     clip_epsilon = Bounds(max_low=1.0)
+    clip_epsilon_low = property(lambda loss: loss.clip_epsilon[0], doc="The lower bound.")
+    clip_epsilon_high = property(lambda loss: loss.clip_epsilon[1], doc="The upper bound.")
 
     def __init__(
         self,
@@ -103,17 +102,9 @@ class GRPOLoss(PolicyGradientLoss):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_cap: float | None = None,
-        reduction: Literal["mean", "none"] | None = None,
         aggregation: Aggregation = "token_mean",
         **settings: Unpack[PolicyLossSettings],
     ) -> None:
-        if reduction not in (None, "mean", "none"):
-            raise ConfigError(
-                f"reduction must be mean or none, got {reduction!r}; sums are "
-                "aggregation='sequence_sum'"
-            )
-        if reduction == "none":
-            aggregation = "none"
         super().__init__(actor_network, aggregation=aggregation, **settings)
         self.clip_epsilon = clip_epsilon
         if ratio_cap is not None and not ratio_cap > 1.0:

@@ -167,6 +167,7 @@ class DistillationLoss(SFTLoss):
             device=device,
         )
         self.kl_direction = kl_direction
+        self.assistant_only = assistant_only
         self.masking_strategy = "rlhf" if assistant_only else "generic"
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:

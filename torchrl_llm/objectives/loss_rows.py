@@ -217,13 +217,15 @@ class TokenRows:
             values_N: ``[N]``.
 
         Returns:
-            ``[B, T]`` with ``T`` the longest stored row, 0 where a token does not count.
+            ``[B, T]`` with ``T`` the longest stored row, shorter ones padded on the left; 0 where a
+            token does not count.
         """
         index = self._index
         if self._kept is not None:
             index = self._kept.nonzero()[:, 0][index]
         flat = values_N.new_zeros(sum(self._stored))
-        return pad_flat(flat.index_put((index.to(values_N.device),), values_N), self._stored)
+        values = flat.index_put((index.to(values_N.device),), values_N)
+        return pad_flat(values, self._stored, side="left")
 
     def stored_select(self) -> list[Tensor]:
         """The tokens that count as bool ``[T]`` per row, as rows are stored, padding included."""

@@ -24,6 +24,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl._utils import logger
 
+from torchrl_llm._log import tell_once
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import (
@@ -53,8 +54,8 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a policy-gradient loss; fields are float32 scalars.
 
     Attributes:
-        loss_objective: the surrogate, averaged as the loss's ``aggregation`` says; ``[B, T]`` per
-            token when that is ``"none"``.
+        loss_objective: the surrogate, averaged as the loss's ``aggregation`` says; ``[B, T, 1]``
+            per token when that is ``"none"``.
         clip_fraction: share of tokens whose gradient is cut by a bound.
         kl_approx: mean of sampled (with a correction, proximal) minus current log-prob, nats.
         ess_moments: ``[3]``, sums that the effective sample size is made of, see ``ESS``.
@@ -156,11 +157,14 @@ class PolicyGradientLoss(TokenLoss):
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
+            ``aggregation="none"``.
         aggregation: how the tokens' losses are averaged. ``"token_mean"``; ``"sequence_mean"``, a
             mean over each row's tokens and then over rows (TorchRL's ``"prompt_mean"``);
             ``"prompt_mean"``, a mean over the tokens of all rows of a prompt and then over
             prompts, which needs ``"group_id"``; ``"sequence_sum"``; ``"constant"``, as the former
-            but divided by ``constant_length``; ``"none"``, a padded ``[B, T]`` loss.
+            but divided by ``constant_length``; ``"none"``, a padded ``[B, T, 1]``
+            loss.
         constant_length: tokens that ``"constant"`` divides by.
         count_empty_rows: rows of which no token counts (masked as a whole: stale, overlong,
             filtered) are sequences in the denominator, as they are in Ludic and TRL. By default
@@ -186,6 +190,11 @@ class PolicyGradientLoss(TokenLoss):
         masking_strategy: see above.
         device: where the loss is computed from the log-probs; theirs by default. The actor is not
             moved.
+        gamma: without effect, as in TorchRL: the advantage estimator discounts.
+        clip_value: without effect, as in TorchRL: there is no value.
+        samples_mc_entropy: without effect: the entropy of tokens is exact.
+        ref_log_prob_padding_side: without effect: log-probs stand where their tokens stand.
+        ref_log_prob_padding_value: without effect, likewise.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
@@ -208,6 +217,7 @@ class PolicyGradientLoss(TokenLoss):
         self,
         actor_network: nn.Module | TokenScorer,
         *,
+        reduction: Literal["mean", "none"] | None = None,
         aggregation: Aggregation = "token_mean",
         constant_length: int | None = None,
         count_empty_rows: bool = False,
@@ -220,8 +230,30 @@ class PolicyGradientLoss(TokenLoss):
         kl_estimator: KLEstimator = "k3",
         masking_strategy: MaskingStrategy = "sft",
         device: torch.device | str | None = None,
+        gamma: float | None = None,
+        clip_value: bool | float | None = None,
+        samples_mc_entropy: int = 1,
+        ref_log_prob_padding_side: Literal["left", "right"] = "left",
+        ref_log_prob_padding_value: float = 0.0,
     ) -> None:
         super().__init__(actor_network, device=device)
+        self.samples_mc_entropy = samples_mc_entropy
+        self.ref_log_prob_padding_side = ref_log_prob_padding_side
+        self.ref_log_prob_padding_value = ref_log_prob_padding_value
+        _tell_of(
+            gamma=gamma is not None,
+            clip_value=bool(clip_value),
+            samples_mc_entropy=samples_mc_entropy != 1,
+            ref_log_prob_padding_side=ref_log_prob_padding_side != "left",
+            ref_log_prob_padding_value=ref_log_prob_padding_value != 0,
+            entropy_coeff=entropy_bonus is False and bool(entropy_coeff),
+        )
+        if reduction not in (None, "mean", "none"):
+            raise ConfigError(
+                f"reduction must be mean or none, got {reduction!r}; sums are "
+                "aggregation='sequence_sum'"
+            )
+        aggregation = "none" if reduction == "none" else aggregation
         check_choice("aggregation", aggregation, get_args(Aggregation))
         check_choice("masking_strategy", masking_strategy, get_args(MaskingStrategy))
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
@@ -245,10 +277,6 @@ class PolicyGradientLoss(TokenLoss):
                 f"count_empty_rows has no effect with aggregation={aggregation!r}, which divides "
                 "by no number of rows"
             )
-        if entropy_bonus is False and entropy_coeff:
-            raise ConfigError(
-                f"entropy_coeff={entropy_coeff} has no effect with entropy_bonus=False"
-            )
         if correction is not None and not isinstance(correction, Correction):
             raise ConfigError(f"correction must be a Correction, got {correction!r}")
         self.aggregation = aggregation
@@ -257,7 +285,8 @@ class PolicyGradientLoss(TokenLoss):
         self.correction = correction
         self.kl_mask_threshold = kl_mask_threshold
         default = 0.01 if entropy_bonus else 0.0
-        self.entropy_coeff = default if entropy_coeff is None else float(entropy_coeff)
+        entropy_coeff = default if entropy_coeff is None else float(entropy_coeff)
+        self.entropy_coeff = 0.0 if entropy_bonus is False else entropy_coeff
         self.kl_to_ref_coeff = float(kl_to_ref_coeff or 0.0)
         self.kl_to_inference_coeff = float(kl_to_inference_coeff or 0.0)
         self.kl_estimator = kl_estimator
@@ -267,7 +296,22 @@ class PolicyGradientLoss(TokenLoss):
                 "policy; as a loss take k2 or k3, or put the divergence into the reward"
             )
         self.masking_strategy = masking_strategy
+        if aggregation == "prompt_mean":
+            tell_once(
+                "aggregation='prompt_mean' is a mean over the tokens of all rows of a prompt, and "
+                "then over prompts; what TorchRL calls so is aggregation='sequence_mean'"
+            )
         self._forward_value_estimator_keys()
+
+    @property
+    def reduction(self) -> str:
+        """``"none"`` where the loss is one of each token, else ``"mean"``."""
+        return "none" if self.aggregation == "none" else "mean"
+
+    @property
+    def entropy_bonus(self) -> bool:
+        """Whether the entropy is part of the loss: ``entropy_coeff`` is not 0."""
+        return bool(self.entropy_coeff)
 
     @abstractmethod
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
@@ -459,7 +503,7 @@ class PolicyGradientLoss(TokenLoss):
     ) -> Callable[[Tensor], Tensor]:
         mode = self.aggregation
         if mode == "none":
-            return rows.scatter
+            return lambda values: rows.scatter(values).unsqueeze(-1)
         lengths = None
         if mode == "sequence_mean":
             lengths = rows.counts
@@ -491,7 +535,15 @@ class PolicyGradientLoss(TokenLoss):
             self.in_keys.append(keys.ref_log_probs)
         if self.aggregation == "prompt_mean":
             self.in_keys.append(keys.group_id)
-        self.out_keys = list(self.output_type.__dataclass_fields__)
+        fields = self.output_type.__dataclass_fields__
+        self.out_keys = ["ESS" if name == "ess_moments" else name for name in fields]
+
+
+def _tell_of(**without_effect: bool) -> None:
+    """Log, once, the arguments that were given and that no loss reads."""
+    for name, given in without_effect.items():
+        if given:
+            tell_once(f"{name} has no effect here: nothing of a policy loss reads it")
 
 
 class PolicyLossSettings(TypedDict, total=False):
@@ -511,6 +563,12 @@ class PolicyLossSettings(TypedDict, total=False):
     kl_to_inference_coeff: float | None
     kl_to_ref_coeff: float | None
     masking_strategy: MaskingStrategy
+    reduction: Literal["mean", "none"] | None
+    gamma: float | None
+    clip_value: bool | float | None
+    samples_mc_entropy: int
+    ref_log_prob_padding_side: Literal["left", "right"]
+    ref_log_prob_padding_value: float
 
 
 class Bounds:

@@ -15,6 +15,7 @@ from tensordict import TensorClass, TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_llm._log import tell_once
 from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
 from torchrl_llm.data.ragged import read_rows, write_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
@@ -144,7 +145,7 @@ class SFTLoss(TokenLoss):
         kl_to_ref_coeff: weight of the divergence from a reference policy (``k3``, a mean over
             tokens), whose log-probs the rows must have under ``("next", "ref_log_probs", "full")``.
         loss_function: ``"sft"`` or ``"minor_sft"``; the latter needs the reference's log-probs.
-        beta: slope of MinorSFT, 0.1 by default; for ``loss_function="minor_sft"`` only.
+        beta: slope of MinorSFT, 0.1 by default; without effect on ``"sft"``.
         device: where the loss is computed from the log-probs; theirs by default.
 
     Raises:
@@ -173,6 +174,8 @@ class SFTLoss(TokenLoss):
         history: NestedKey = ("history", "full")
         loss_weight: NestedKey = "loss_weight"
         ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+        # TorchRL's; the actor is asked for log-probs, and does not write them into rows.
+        log_probs: NestedKey = ("log_probs", "full")
 
     default_keys = _AcceptedKeys
     masking_strategy: MaskingStrategy = "rlhf"
@@ -200,13 +203,16 @@ class SFTLoss(TokenLoss):
                 "minor_sft, which look at rows, have no meaning there"
             )
         if beta is not None and loss_function == "sft":
-            raise ConfigError("beta has no effect with loss_function='sft'")
+            tell_once("beta has no effect with loss_function='sft', which has no slope")
         check_positive(beta=beta)
         if loss_function == "minor_sft" and kl_to_ref_coeff:
-            raise ConfigError(
-                "minor_sft holds the policy to the reference already: no kl_to_ref_coeff"
+            tell_once(
+                "minor_sft holds the policy to the reference already: kl_to_ref_coeff has no effect"
             )
+            kl_to_ref_coeff = None
         self.formatter = row_formatter(actor_network, tokenizer, tokenizer_kwargs)
+        self.tokenizer = getattr(self.formatter, "tokenizer", None)
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
         self.reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length is not False
         self.kl_to_ref_coeff = float(kl_to_ref_coeff or 0.0)

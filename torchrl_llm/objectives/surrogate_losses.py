@@ -67,6 +67,8 @@ class CISPOLoss(PolicyGradientLoss):
 
     output_type = CISPOLossOutput
     clip_epsilon = Bounds(max_low=1.0, open_low=True)
+    clip_epsilon_low = GRPOLoss.clip_epsilon_low
+    clip_epsilon_high = GRPOLoss.clip_epsilon_high
 
     def __init__(
         self,

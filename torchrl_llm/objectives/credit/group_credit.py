@@ -49,6 +49,8 @@ class MCAdvantage(ComparingCredit):
     exact zeros. Rows wait in queues until their group is complete, see
     :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
 
+    What :meth:`get_stats` counts of trajectories and groups are attributes, too, as in TorchRL.
+
     Args:
         grpo_size: trajectories of a group.
         prompt_key: what tells groups apart; ``None`` for ``"group_id"``, else ``"query"``.
@@ -129,11 +131,18 @@ class MCAdvantage(ComparingCredit):
             "eps_as": eps_as,
             "positive_only": positive_only,
         }
+        self.in_keys = [prompt_key or "group_id", rewards_key, done_key]
+        self.out_keys = [advantage_key]
 
     @property
     def grpo_size(self) -> int:
         """Trajectories of a group."""
         return self.group_size
+
+    def get_stats(self) -> dict[str, int]:
+        """As in the base, with TorchRL's ``dropped_groups``: complete, and not written."""
+        stats = super().get_stats()
+        return {**stats, "dropped_groups": stats["invalid_groups"] + stats["filtered_groups"]}
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
         """Advantages of returns; see the class."""
@@ -403,7 +412,8 @@ class RayMCAdvantage(Transform):
         super().__init__()
         ray = require_ray("RayMCAdvantage", running=ray_init_config is None)
         arguments = {"grpo_size": grpo_size, "prompt_key": prompt_key, **options}
-        self.group_size = MCAdvantage(**arguments).group_size  # bad ones are refused here
+        # Bad arguments are refused here; a tuple hides it from nn.Module.
+        self._arguments = (MCAdvantage(**arguments),)
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
         config = {"num_cpus": 0.0, **(remote_config or {})}
@@ -456,3 +466,20 @@ class RayMCAdvantage(Transform):
     def shutdown(self) -> None:
         """End the actor; what waits in it is gone."""
         self._queues.shutdown()
+
+
+_COUNTED = (
+    *("completed_trajectories", "completed_groups", "written_groups", "dropped_groups"),
+    *("queued_groups", "queued_trajectories"),
+)
+_ARGUMENTS = (
+    *("group_size", "grpo_size", "prompt_key", "rewards_key", "advantage_key", "done_key"),
+    *("verbose", "trajectory_return", "keep_return_bounds", "candidate_group_size"),
+    *("candidate_selection_min_size", "candidate_selector"),
+)
+for _name in _COUNTED:
+    for _class in (MCAdvantage, RayMCAdvantage):
+        setattr(_class, _name, property(lambda self, name=_name: self.get_stats()[name]))
+for _name in _ARGUMENTS:
+    _value = property(lambda self, name=_name: getattr(*self._arguments, name))
+    setattr(RayMCAdvantage, _name, _value)
