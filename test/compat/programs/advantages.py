@@ -1,0 +1,185 @@
+"""Advantages of groups, and the choice of candidates."""
+
+from __future__ import annotations
+
+import torch
+from _shared import show
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
+
+
+def turns(group, *rewards):
+    """A trajectory of one row per reward."""
+    done = torch.arange(len(rewards)) == len(rewards) - 1
+    next_ = {"reward": torch.tensor(rewards)[:, None], "done": done[:, None]}
+    return TensorDict(
+        query=lazy_stack([TensorDict()] * len(rewards))
+        if group is None
+        else [group] * len(rewards),
+        group=torch.full((len(rewards),), len(str(group))),
+        next=TensorDict(next_, [len(rewards)]),
+        batch_size=[len(rewards)],
+    )
+
+
+def advantages_wait_for_a_group():
+    show(MCAdvantage(2).inv(turns("a", 1.0)))
+
+
+def advantages_of_a_group():
+    estimator = MCAdvantage(2)
+    estimator.inv(turns("a", 0.0))
+    show(estimator.inv(turns("a", 1.0))["advantage"].flatten())
+
+
+def advantages_of_turns_by_default():
+    estimator = MCAdvantage(2)
+    estimator.inv(turns("a", 0.0, 1.0))
+    show(estimator.inv(turns("a", 1.0, 3.0))["advantage"].flatten())
+
+
+def advantages_of_turns_by_themselves():
+    estimator = MCAdvantage(2, trajectory_return=None)
+    estimator.inv(turns("a", 0.0, 1.0))
+    show(estimator.inv(turns("a", 1.0, 3.0))["advantage"].flatten())
+
+
+def advantages_of_whole_trajectories():
+    for how in ("sum", "max", "mean"):
+        estimator = MCAdvantage(2, trajectory_return=how)
+        estimator.inv(turns("a", 0.0, 1.0))
+        show(estimator.inv(turns("a", 1.0, 3.0))["advantage"].flatten())
+
+
+def advantages_by_another_key():
+    estimator = MCAdvantage(2, "group", advantage_key="adv")
+    estimator.inv(turns("a", 0.0))
+    show(estimator.inv(turns("b", 1.0))["adv"].flatten(), estimator.prompt_key)
+
+
+def advantages_of_several_groups_at_once():
+    estimator = MCAdvantage(2)
+    out = estimator.inv(
+        torch.cat([turns("a", 0.0), turns("b", 2.0), turns("a", 1.0), turns("b", 4.0)])
+    )
+    show(out.shape, out["advantage"].flatten())
+
+
+def advantages_in_a_buffer():
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(2), batch_size=2)
+    buffer.extend(turns("a", 0.0))
+    show(len(buffer))
+    buffer.extend(turns("a", 1.0))
+    show(len(buffer), buffer[:]["advantage"].flatten())
+
+
+def a_trajectory_that_is_not_done():
+    rows = turns("a", 0.0, 1.0)
+    rows["next", "done"] = torch.zeros(2, 1).bool()
+    MCAdvantage(2).inv(rows)
+
+
+def groups_outside_of_the_bounds_are_dropped():
+    estimator = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9))
+    show(estimator.inv(turns("a", 0.0)), estimator.inv(turns("a", 0.0)))
+    show(estimator.inv(turns("a", 0.0)), estimator.inv(turns("a", 1.0)).shape)
+
+
+def bounds_without_returns_of_trajectories():
+    MCAdvantage(2, keep_return_bounds=(0.1, 0.9), trajectory_return=None)
+
+
+def bounds_that_do_not_increase():
+    MCAdvantage(2, keep_return_bounds=(0.9, 0.1), trajectory_return="sum")
+
+
+def candidates_are_chosen():
+    estimator = MCAdvantage(
+        2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9), candidate_group_size=3
+    )
+    show(estimator.inv(turns("a", 0.0)), estimator.inv(turns("a", 0.0)))
+    show(sorted(estimator.inv(turns("a", 1.0))["advantage"].flatten().tolist()))
+
+
+def counts_of_groups():
+    estimator = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9))
+    for reward in (0.0, 1.0, 0.0, 0.0, 1.0):
+        estimator.inv(turns("a", reward))
+    names = "completed_groups written_groups dropped_groups queued_groups queued_trajectories"
+    show({name: estimator.get_stats()[name] for name in names.split()})
+
+
+def counts_are_attributes():
+    estimator = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9))
+    for reward in (0.0, 1.0, 0.0, 0.0, 1.0):
+        estimator.inv(turns("a", reward))
+    show(estimator.completed_groups, estimator.written_groups, estimator.dropped_groups)
+    show(estimator.queued_groups, estimator.queued_trajectories, estimator.completed_trajectories)
+
+
+def every_count():
+    estimator = MCAdvantage(2, trajectory_return="sum")
+    for reward in (0.0, 1.0, 0.5):
+        estimator.inv(turns("a", reward))
+    show({name: float(value) for name, value in estimator.get_stats().items()})
+
+
+def counting_from_zero():
+    estimator = MCAdvantage(2)
+    for reward in (0.0, 1.0):
+        estimator.inv(turns("a", reward))
+    estimator.reset_stats()
+    show(estimator.get_stats()["completed_groups"])
+
+
+def groups_that_never_fill_are_given_up():
+    estimator = MCAdvantage(2)
+    estimator.inv(turns("a", 0.0))
+    estimator.clear_queues()
+    show(estimator.get_stats()["queued_groups"], estimator.inv(turns("a", 1.0)))
+
+
+def attributes_of_advantages():
+    estimator = MCAdvantage(3, advantage_key="adv", verbose=True, trajectory_return="sum")
+    show(estimator.grpo_size, estimator.advantage_key, estimator.rewards_key, estimator.done_key)
+    show(estimator.verbose, estimator.keep_return_bounds, estimator.trajectory_return)
+
+
+def keys_of_advantages():
+    estimator = MCAdvantage(3, "query")
+    show(estimator.in_keys, estimator.out_keys, estimator.prompt_key)
+
+
+def the_group_key_by_default():
+    show(MCAdvantage(3).prompt_key)
+
+
+def candidates_by_default():
+    show(MCAdvantage(3).candidate_group_size, MCAdvantage(3).candidate_selection_min_size)
+
+
+def a_group_of_one():
+    MCAdvantage(1, trajectory_return="sum")
+
+
+def the_selector():
+    candidates = TensorDict({"return": torch.tensor([0.0, 0.0, 0.0, 1.0])}, [4])
+    for how in ("first", "uniform", "balanced"):
+        selector = MCAdvantageSelector(how)
+        show(selector.select(candidates, group_size=2))
+        show(selector.select(candidates, group_size=2, keep_return_bounds=(0.1, 0.9)))
+
+
+def the_selector_by_default():
+    selector = MCAdvantageSelector()
+    show(selector.strategy, selector.max_combinations, selector.in_keys)
+
+
+def the_selector_with_too_few():
+    candidates = TensorDict({"return": torch.tensor([0.0])}, [1])
+    MCAdvantageSelector().select(candidates, group_size=2)
+
+
+def an_unknown_selection():
+    MCAdvantageSelector("best")
