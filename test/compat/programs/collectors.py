@@ -226,7 +226,7 @@ def a_postprocessing_set_later():
 
 
 def environments_that_step_on_their_own():
-    pool = AsyncEnvPool([env, env], backend="threading", stack="lazy")
+    pool = AsyncEnvPool([env], backend="threading", stack="lazy")
     made = collector(pool, yield_completed_trajectories=True, dialog_turns_per_batch=1)
     show(made.async_envs)
     for batch in itertools.islice(made, 2):
