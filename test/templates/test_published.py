@@ -58,5 +58,7 @@ def test_templates_of_others_are_continued_and_read(reports):
     wrong = sum("continued as" in fault or "a fork that" in fault for fault in faults)
     assert wrong <= 0.005 * steps
     assert sum(r.counts["forked, needless"] for r in reports) <= 0.002 * steps
-    calls, read = (sum(r.counts[key] for r in reports) for key in ("calls", "calls read"))
-    assert read >= 0.97 * calls
+    for what in ("calls", "thoughts"):
+        told, read = (sum(r.counts[key] for r in reports) for key in (what, f"{what} read"))
+        assert read == told > 400
+    assert not faults

@@ -9,7 +9,7 @@ from data.text.zoo import Specimen
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.data.text.call_syntax import NAME, VALUE
+from torchrl_llm.data.text.call_syntax import ANSWER, NAME, VALUE
 from torchrl_llm.data.text.learnt_calls import syntax_of
 from torchrl_llm.errors import TemplateError
 
@@ -80,6 +80,48 @@ def test_the_form_of_a_call_is_learnt_from_one_example(form):
 
 def test_what_would_not_read_its_own_example_is_no_syntax():
     assert syntax_of(f'<do>{{"name": "{NAME}, "arguments": {{"key": "{VALUE}"}}"}}</do>') is None
+
+
+# One call in front of or behind a text, as templates write it, and what a model may write.
+BESIDE = {
+    "behind": (
+        'SAID{"name": "NAME", "parameters": {"key": "VALUE"}}',
+        'Hm {x}. {"name": "get_weather", "parameters": {"n": 1}}',
+        "Hm {x}. ",
+    ),
+    "in_front": ('[NAME(key="VALUE")]SAID', "[get_weather(n=1)] Hm [x].", " Hm [x]."),
+    "marked": (
+        '<say>SAID</say>{"name": "NAME", "parameters": {"key": "VALUE"}}',
+        '<say>Hm</say>{"name": "get_weather", "parameters": {"n": 1}}',
+        "Hm",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BESIDE)
+def test_text_next_to_a_call_without_marks_is_told_from_it(form):
+    example, text, said = BESIDE[form]
+    example = example.replace("NAME", NAME).replace("VALUE", VALUE)
+    syntax = syntax_of(example.replace("SAID", ""), example.replace("SAID", ANSWER))
+    known = {"get_weather": {}}
+    read = syntax.parse(text, known)
+    assert [(c.name, c.arguments) for c in read.found] == [("get_weather", {"n": 1})]
+    assert read.content == said
+    alone = syntax.parse(text.replace(said, ""), known)
+    assert [c.name for c in alone.calls] == ["get_weather"]
+    assert not alone.content
+    # A tool that is not known may be an example within an answer.
+    answer = text.replace("get_weather", "other")
+    assert form == "marked" or syntax.parse(answer, known) == (answer, [])
+
+
+def test_the_outer_mark_of_named_calls_may_be_missing():
+    syntax = syntax_of(f'<do><one>function<sep>{NAME}\n{{"key": "{VALUE}"}}</one></do>')
+    for text in (
+        '<do><one>function<sep>f\n{"a": 1}</one></do>',
+        '<one>function<sep>f\n{"a": 1}</one>',
+    ):
+        assert [(c.name, c.arguments) for c in syntax.parse(text, {}).calls] == [("f", {"a": 1})]
 
 
 def _formatter(body, *, tools=None, **fields):
@@ -176,3 +218,74 @@ def test_marks_that_only_the_model_writes_are_no_header_and_no_content():
     prompt = formatter.encode([{"role": "user", "content": "hi"}]).token_ids
     ids = formatter._codec.ids("<|say|>so<|said|><|im_end|>")
     assert formatter.parse_response(prompt, ids, FinishReason.STOP)["content"] == "so"
+
+
+_CALL = (
+    '{{- \'<do>{"name": "\' + c.function.name + \'", "arguments": \' '
+    "+ (c.function.arguments | tojson) + '}</do>' -}}"
+)
+
+
+def test_a_template_that_drops_calls_with_text_takes_them_alone():
+    body = (
+        "{{- '<|im_start|>' + m.role + '\n' -}}{%- if m.content -%}{{- m.content -}}{%- else -%}"
+        "{%- for c in m.tool_calls or [] -%}" + _CALL + "{%- endfor -%}{%- endif -%}"
+        "{{- '<|im_end|>\n' -}}"
+    )
+    formatter = _formatter(body, tools=TOOLS, added=("<do>", "</do>"))
+    user = {"role": "user", "content": "hi"}
+    prompt = formatter.encode([user]).token_ids
+    ids = formatter._codec.ids('So: <do>{"name": "get_weather", "arguments": {}}</do><|im_end|>')
+    message = formatter.parse_response(prompt, ids, FinishReason.STOP)
+    assert "tool_calls" not in message
+    assert "call alone" in message["tool_call_errors"][0]
+    call = {"function": {"name": "get_weather", "arguments": {}}}
+    assert "get_weather" in formatter.render([user, {"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(TemplateError, match="message 1 has text next to its tool calls"):
+        formatter.render([user, {"role": "assistant", "content": "So", "tool_calls": [call]}])
+
+
+def test_a_thought_that_ends_as_the_turn_does_is_refused():
+    body = (
+        "{%- if m.reasoning_content -%}{{- '<|im_start|>assistant\n<think>' + m.reasoning_content "
+        "+ '<|im_end|>' -}}{%- endif -%}" + _TURN + "{{- '<|im_end|>' -}}"
+    )
+    with pytest.raises(TemplateError, match=r"ends a thought .*<think>.* with '<\|im_end\|>'"):
+        _formatter(body, added=("<think>",))
+
+
+def test_a_header_that_only_history_has_behind_a_result_is_no_content():
+    body = (
+        "{%- if m.role == 'tool' -%}{{- '<got>' + m.content + '</got>' -}}{%- else -%}"
+        + _TURN
+        + "{%- for c in m.tool_calls or [] -%}"
+        + _CALL
+        + "{%- endfor -%}"
+        "{{- '<|im_end|>\n' -}}{%- endif -%}"
+    )
+    template = (
+        "{%- for m in messages -%}" + body + "{%- endfor -%}{%- if add_generation_prompt and "
+        "messages[-1].role != 'tool' -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+    )
+    specimen = Specimen(template, added=("<do>", "</do>"))
+    formatter = ChatFormatter(tokenizer_of(specimen, "bytes"), tools=TOOLS, debug=True)
+    call = {"id": "a", "function": {"name": "get_weather", "arguments": {}}}
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "a"},
+    ]
+    prompt = formatter.encode(chat).token_ids
+    ids = formatter._codec.ids("<|im_start|>assistant\nSunny.<|im_end|>")
+    message = formatter.parse_response(prompt, ids, FinishReason.STOP)
+    assert message["content"].strip() == "Sunny."
+    assert "flags" not in message
+    new = [{"role": "user", "content": "more"}]
+    whole = prompt.new_tensor([*prompt.tolist(), *ids])
+    more = formatter.extend(
+        whole, [*chat, message], FinishReason.STOP, new, response_start=len(prompt)
+    )
+    assert not more.forked
+    # Where the prompt has the header, another one is content and is told.
+    prompt = formatter.encode(chat[:1]).token_ids
+    assert formatter.parse_response(prompt, ids, FinishReason.STOP)["flags"] == ["injection"]

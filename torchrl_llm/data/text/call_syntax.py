@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from torchrl_llm.errors import ConfigError
 
 Schemas = Mapping[str, Mapping[str, Any]]
-# Words that stand for the tool's name and for the value of its argument ``key`` in an example.
-NAME, VALUE = "kqxname", "kqxvalue"
+# Words that stand for the tool's name, for the value of its argument ``key`` and for a text next to
+# the call in an example.
+NAME, VALUE, ANSWER = "kqxname", "kqxvalue", "kqxanswer"
 CALL_ID = "callkqx00"  # nine characters: some templates count them
 
 _SPACE = re.compile(r"\s*")

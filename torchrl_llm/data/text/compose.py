@@ -119,6 +119,8 @@ class Composer:
                 lost = "is a tool result"
             elif role == "system" and index == 0 and not self.probe.system:
                 lost = "is a system message"
+            elif message.get("tool_calls") and self.probe.loses_calls and message.get("content"):
+                lost = "has text next to its tool calls"
             if lost is not None:
                 raise TemplateError(f"message {index} {lost}, and the chat template drops it")
 

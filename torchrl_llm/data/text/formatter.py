@@ -162,6 +162,7 @@ class ChatFormatter:
         own = spec.name == "tokenizer"
         declared = getattr(tokenizer, "response_template", None) if own else None
         self._parser = ResponseParser(self._codec, self.probe, self.tools, declared)
+        self._check_thoughts()
         if self.tools is not None:
             self._check_tools()
 
@@ -189,8 +190,21 @@ class ChatFormatter:
                 "response; pass chat_template, or add the tokens to tokenizer and model"
             )
 
+    def _check_thoughts(self) -> None:
+        opened, shut = self.probe.reasoning or ("", "")
+        ends = [c.text for c in self.probe.terminal if shut.startswith(c.text)]
+        if ends and not self._parser.declared:
+            raise TemplateError(
+                f"the chat template ends a thought ({opened!r}) with {ends[0]!r}, which ends the "
+                "turn as well: what is sampled would end with its thought; expected a mark of its "
+                "own for the end of a thought; use another template"
+            )
+
     def _check_tools(self) -> None:
         lost = "tool calls" if self.probe.call is None else "tool results"
+        if self.probe.call is None:  # what it refuses, it does not drop
+            chat = [{"role": "user", "content": USER}, calling([(NAME, VALUE)])]
+            self._renderer.render(chat, tools=[TOOL])
         if self.probe.call is None or not self.probe.results:
             raise TemplateError(
                 f"tools are given, but the chat template drops {lost}; use a template that writes "

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from torchrl_llm.data.text.call_syntax import (
+    ANSWER,
     CALL_ID,
     NAME,
     VALUE,
@@ -47,10 +48,15 @@ _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|<\|END_THINKING\|>|\[/THINK\]")
 _ID = r"(?P<id>[\w.:\-]{1,200})"
 
 
-def syntax_of(call: str | None) -> CallSyntax | None:
+def syntax_of(call: str | None, beside: str | None = None) -> CallSyntax | None:
     """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``.
 
-    ``None`` where nothing is known that reads this very text as that call.
+    Args:
+        call: the text.
+        beside: the text for such a call with ``ANSWER`` next to it.
+
+    Returns:
+        ``None`` where nothing is known that reads this very text as that call.
     """
     if call is None or NAME not in call or VALUE not in call:
         return None
@@ -65,8 +71,59 @@ def syntax_of(call: str | None) -> CallSyntax | None:
             read = syntax.parse(call, schemas)
             own = [(c.name, c.arguments) for c in read.calls] == [(NAME, {"key": VALUE})]
             if own and not read.errors and not read.content.strip():
-                return syntax
+                return _beside(syntax, call, beside or "")
     return None
+
+
+class _Beside(CallSyntax):
+    """A bare call that has text on one side: the tool must be a known one, or the text has marks.
+
+    Args:
+        bare: reads the call alone.
+        leads: the text stands in front of the call.
+        opening: what the template writes in front of the text, ``closing`` behind it.
+    """
+
+    _begins = re.compile(r"[\[{]\s*\"(?:name|type|function|id)\"|\[\s*[A-Za-z_][\w.]{0,200}\(")
+    _ends = re.compile(r"\)\s*\]|\}\s*\}")
+
+    def __init__(self, bare: CallSyntax, leads: bool, opening: str, closing: str) -> None:
+        self._bare, self._leads, self._opening, self._closing = bare, leads, opening, closing
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        whole = self._bare.parse(text, schemas)
+        if whole.found:
+            return whole
+        # Text may spell calls, too: the one next to it, or the last one, is meant.
+        found = (self._begins if self._leads else self._ends).finditer(text)
+        places = [m.start() if self._leads else m.end() for m in found]
+        for at in dict.fromkeys((*places[:1], *places[-1:])):
+            said, call = (text[:at], text[at:])[:: 1 if self._leads else -1]
+            read = self._bare.parse(call, schemas)
+            marked = self._opening and said.lstrip().startswith(self._opening)
+            known = marked or all(c.name in schemas for c in read.calls)
+            if read.calls and not read.errors and known:
+                said = said.strip() if self._opening or self._closing else said
+                said = said.removeprefix(self._opening).removesuffix(self._closing)
+                return ParsedCalls(said, read.found)
+        return whole
+
+
+def _beside(syntax: CallSyntax, call: str, beside: str) -> CallSyntax:
+    around, said, behind = beside.partition(ANSWER)
+    if isinstance(syntax, TaggedJson) and said and (around + behind).strip() == call:
+        opening = around.strip()
+        shut = syntax.opening.removeprefix(opening)
+        if opening and shut and behind.startswith(shut):  # marks of the text, even of none
+            return _Beside(BareJson(), True, opening, shut)
+    if not isinstance(syntax, (BareJson, _BarePythonic)):
+        return syntax
+    if said and call in behind:
+        return _Beside(syntax, True, around.strip(), behind[: behind.index(call)].strip())
+    if said and call in around:
+        begun = around[around.index(call) + len(call) :]
+        return _Beside(syntax, False, begun.strip(), behind.strip())
+    return _Beside(syntax, True, "", "")
 
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -104,7 +161,7 @@ def _json(call: str) -> CallSyntax | None:
 class _NamedJson(Marked):
     """A name between two marks, and the JSON of its arguments (DeepSeek, newer Mistral)."""
 
-    def __init__(self, opening: str, before: str, middle: str, after: str) -> None:
+    def __init__(self, opening: str, before: str, middle: str, after: str, inner: str = "") -> None:
         self.opening = opening
         flexible = _flexible(middle)
         with_id = _flexible(CALL_ID).strip("\\s*") in flexible
@@ -116,6 +173,14 @@ class _NamedJson(Marked):
         self._numbered = re.search(r"^:\d+(?!\w)", middle) is not None
         self._prefix = before if self._numbered and not before.startswith("<") else ""
         self._tail = _MARKS.findall(after)
+        # Some templates write the outer mark in front of the first call of a conversation alone.
+        inner = inner and _NamedJson(inner, before, middle, after)
+        self._inner = inner or None
+
+    def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
+        if self._inner is not None and self.opening not in text:
+            return self._inner.parse(text, schemas)
+        return super().parse(text, schemas)
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
         calls, cursor = [], at
@@ -150,8 +215,10 @@ def _named(call: str) -> CallSyntax | None:
     if brace < 0 or near is None:
         return None
     _, end = json_behind(call, brace)
-    opening = _first_mark(call[:at]) or call[:at].strip()
-    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:])
+    marks = [m for m in _MARKS.findall(call[:at]) if m != near.group()]
+    opening = marks[0] if marks else _first_mark(call[:at]) or call[:at].strip()
+    inner = marks[1] if len(marks) > 1 else ""
+    return _NamedJson(opening, near.group(), call[at + len(NAME) : brace], call[end:], inner)
 
 
 # -- tags -----------------------------------------------------------------------------------------

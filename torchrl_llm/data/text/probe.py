@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_llm.data.messages import REASONING_KEYS
-from torchrl_llm.data.text.call_syntax import CALL_ID, NAME, VALUE
+from torchrl_llm.data.text.call_syntax import ANSWER, CALL_ID, NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.errors import TemplateError
 
-USER, ANSWER, NEXT = "kqxuser", "kqxanswer", "kqxnext"
+USER, NEXT = "kqxuser", "kqxnext"
 THOUGHT, RESULT = "kqxthought", "kqxresult"
 _SECOND = "kqxsecond"
 _BLANK = re.compile(r"\s")
@@ -65,6 +65,11 @@ class Probe:
         system: a leading system message is written.
         counts: what is written of a turn depends on how many turns stand before it.
         trail: what history writes between an answer and the closer.
+        beside: what the template writes for such a call with the text ``ANSWER`` next to it;
+            ``None`` if it drops the text.
+        loses_calls: it drops a call that has text next to it.
+        behind_result: what history writes between tool results and an answer, white space aside,
+            and the generation prompt does not.
     """
 
     form: Form
@@ -80,6 +85,9 @@ class Probe:
     system: bool
     counts: bool = False
     trail: str = ""
+    beside: str | None = None
+    loses_calls: bool = False
+    behind_result: str = ""
 
 
 def probe_template(renderer: Renderer, codec: Codec) -> Probe:
@@ -164,7 +172,9 @@ class _Prober:
         if last is None or last == answer:
             terminal.append(called)
         closers = _distinct([answer, called, last, ended])
-        written = self._call_text(call, header, lead, called or ended or answer)
+        end_of_call = called or ended or answer
+        written = self._call_text(call, header, lead, end_of_call)
+        beside = None if call is None else self._beside()
         told = [{"role": "system", "content": RESULT}, _user(USER)]
         terminal = _distinct(terminal)
         return Probe(
@@ -181,6 +191,9 @@ class _Prober:
             system=RESULT in (self.text(told) or ""),
             counts=self._counts(call is not None),
             trail=self._trail(answer or last),
+            beside=self._call_text(beside, header, lead, end_of_call, ANSWER) if beside else None,
+            loses_calls=beside == "",
+            behind_result=self._behind_result(lead) if call is not None else "",
         )
 
     # -- form of the messages ---------------------------------------------------------------------
@@ -257,6 +270,8 @@ class _Prober:
         )
         if turn is None or ANSWER not in turn:
             raise TemplateError("the chat template drops the content of an assistant message")
+        # What stands in front of the user's text may depend on the generation prompt.
+        bare, full, turn = (t[t.find(USER) :] if t and USER in t else t for t in (bare, full, turn))
         user, answer = turn.index(USER) + len(USER), turn.index(ANSWER)
         if bare is None or full is None or bare == full:
             header = turn[user:answer].rstrip()
@@ -413,11 +428,12 @@ class _Prober:
         at = text.find(THOUGHT)
         if at < 0 or stop < 0:
             return None
+        closing = text[at + len(THOUGHT) : stop].strip()
         head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
         if header and header not in text[:at]:  # history has another header than this turn
-            near = re.search(r"<[^<>]*>\s*$", text[:at])
+            near = re.search(r"<[^<>]*>\s*$", text[:at]) or _named_mark(text[:at], closing)
             head = near.start() if near else at
-        opening, closing = text[head:at].strip(), text[at + len(THOUGHT) : stop].strip()
+        opening = text[head:at].strip()
         if ANSWER not in text:  # found next to a call: keep only the first marker
             first = re.match(r"<[^<>]*>", closing)
             closing = first.group() if first else closing.split("\n")[0]
@@ -425,16 +441,43 @@ class _Prober:
             opening = closing.replace("/", "", 1)  # the generation prompt has it already
         return (opening, closing) if closing else None
 
+    def _beside(self) -> str | None:
+        """A text with ``ANSWER`` next to a call; "" if the call is lost, None if the text is."""
+        chat = [_user(USER), {**calling([(NAME, VALUE)]), "content": ANSWER}]
+        text = self.text([*chat, _RESULT], prompt=True) or self.text(chat) or ""
+        if ANSWER not in text:
+            return None
+        return text if NAME in _call_in(text) else ""
+
+    def _behind_result(self, lead: str) -> str:
+        chat = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
+        prompt = self.text(chat, prompt=True) or ""
+        told = self.text([*chat, _answer(ANSWER), _user(NEXT)]) or self.text(
+            [*chat, _answer(ANSWER)]
+        )
+        if RESULT not in prompt or not told or RESULT not in told or ANSWER not in told:
+            return ""
+        prompted = "".join(prompt[prompt.rindex(RESULT) :].split())
+        written = "".join(told[told.rindex(RESULT) : told.rindex(ANSWER)].split())
+        more = written.removeprefix(prompted)
+        return more if more not in (written, "".join(lead.split())) else ""
+
     def _call_text(
-        self, call: str | None, header: str, lead: str, closer: Closer | None
+        self,
+        call: str | None,
+        header: str,
+        lead: str,
+        closer: Closer | None,
+        beside: str = "",
     ) -> str | None:
         if call is None:
             return None
         at = call.rfind(NAME, 0, call.rindex(VALUE)) if NAME in call else -1
+        at = min(at, call.index(beside)) if beside else at
         heads = (header + lead, (header + lead).rstrip(), header, header.rstrip())
         begin = next((h for h in heads if h and call.rfind(h, 0, at) >= 0), "")
         start = call.rfind(begin, 0, at) + len(begin) if begin else call.find(USER) + len(USER)
-        end = call.rindex(VALUE) + len(VALUE)
+        end = max(call.rindex(word) + len(word) for word in (VALUE, beside or VALUE))
         stop = call.find(closer.text, end) if closer is not None else -1
         if stop < 0:
             stop = call.find(RESULT, end)
@@ -450,6 +493,12 @@ def _call_in(text: str) -> str:
     if end < 0:
         return ""
     return text[max(text.rfind(USER, 0, end), text.rfind(NAME, 0, end), 0) : end]
+
+
+def _named_mark(text: str, closing: str) -> re.Match[str] | None:
+    """A mark with a word behind it at the end of a text, if the closing mark has its letters."""
+    found = re.search(r"<([^<>]*)>\w+\s*$", text)
+    return found if found and found[1].strip("|/") == closing.strip("<|/>") else None
 
 
 def _common_prefix(one: str, two: str) -> str:

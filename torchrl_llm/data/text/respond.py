@@ -28,6 +28,11 @@ from torchrl_llm.errors import TemplateError
 
 # The time grows with the number of regions, and no real turn has as many.
 _MOST_REGIONS = 256
+_LONGEST_HEAD = 64
+_ALONE = (
+    "text stands next to a tool call, and the chat template drops a call that has text: write the "
+    "call alone"
+)
 _OWN_KEYS = {"role", "content", "tool_calls", *REASONING_KEYS}
 
 
@@ -64,13 +69,14 @@ class ResponseParser:
     ) -> None:
         self._codec = codec
         self._probe = probe
-        self._syntax = syntax_of(probe.call)
+        self._syntax = syntax_of(probe.call, probe.beside)
         # Every added token, so that none can be spelled out in ordinary characters.
         self._shield = Shield(codec.added)
         self._tools = list(tools or ())
         self._schemas = dict(_schema(tool) for tool in self._tools)
         self._reasoning = probe.reasoning
         self._lead, self._trail = probe.lead.strip(), probe.trail
+        self._heads = [h for h in (_squeezed(probe.header), probe.behind_result) if h]
         structure = " ".join([probe.lead, probe.trail, probe.call or "", *(probe.reasoning or ())])
         inner = {i for m, i in codec.added.items() if m in structure}
         self._roles = probe.openers - inner
@@ -129,9 +135,10 @@ class ResponseParser:
         ending = read_ending(response, finish_reason, self._probe, codec)
         if ending.overrun:
             flags.append("overrun")
-        if self._roles.intersection(ending.body):
+        body = self._without_head(ending.body, prompt)
+        if self._roles.intersection(body):
             flags.append("injection")
-        text = self._text(ending.body, self._roles)
+        text = self._text(body, self._roles)
         reasoning, rest, closed = self._split_reasoning(text, prompt)
         if not closed:
             flags.append("unclosed_reasoning")
@@ -211,6 +218,8 @@ class ResponseParser:
             parsed = ParsedCalls(piece, [])
             if self._syntax is not None and not is_thought:
                 parsed = self._syntax.parse(piece, self._schemas)
+                if self._probe.loses_calls and parsed.calls and parsed.content.strip():
+                    parsed = ParsedCalls(piece, [BrokenCall(_ALONE)])
             content.append(parsed.content)
             found += parsed.found
         return ParsedCalls("".join(content), found)
@@ -255,13 +264,25 @@ class ResponseParser:
                 if not mark:  # another message may follow the thought than an answer (gpt-oss)
                     first = next((m for _, _, m in self._shield.markers_in(closing)), closing)
                     thought, mark, rest = start.partition(first)
-                    rest = rest.removeprefix(header)
+                    rest = rest.removeprefix(header).removeprefix(self._lead)
                 if not mark:
                     return _unwrapped(thought, 1), "", False
                 return _unwrapped(thought, 1).removesuffix("\n"), _unwrapped(rest, 2), True
         if self._lead and text.lstrip().startswith(self._lead):
             text = _unwrapped(text.lstrip()[len(self._lead) :], 2)
         return None, text, True
+
+    def _without_head(self, body: list[int], prompt: Sequence[int]) -> list[int]:
+        """The ids behind what the template writes in front of a turn and the prompt lacks."""
+        for head in self._heads:
+            for size in range(1, min(len(body), _LONGEST_HEAD) + 1):
+                said = _squeezed(self._codec.decode(body[:size]))
+                if said == head:
+                    before = _squeezed(self._codec.decode(prompt[-_LONGEST_HEAD:]))
+                    return body if before.endswith(head) else body[size:]
+                if not head.startswith(said.rstrip("\ufffd")):
+                    break
+        return body
 
     def _inside(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside a thought that it opened."""
@@ -291,6 +312,10 @@ class ResponseParser:
         if isinstance(value, list):
             return [self._plain_tree(item) for item in value]
         return value
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _unwrapped(text: str, newlines: int) -> str:
