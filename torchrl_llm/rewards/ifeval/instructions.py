@@ -9,7 +9,8 @@ Strict and loose (arXiv:2311.07911, section 2.2): strictly, the response as it i
 instruction; loosely, at least one of eight forms of it does, which forgives an opening sentence
 ("Sure, here it is:"), a closing one, and markup by stars.
 
-Next: :mod:`torchrl_llm.rewards.ifeval.paper_instructions` has the instructions;
+Next: :mod:`torchrl_llm.rewards.ifeval.paper_instructions` has the instructions,
+:mod:`torchrl_llm.rewards.ifeval.published_instructions` those of the published checker;
 :mod:`torchrl_llm.rewards.ifeval.ifeval_scorer` turns verdicts into rewards.
 """
 
@@ -19,14 +20,18 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from torchrl_llm.errors import RewardError
+from torchrl_llm.errors import ConfigError, RewardError
 
 Relation = Literal["at least", "less than"]
+Checker = Literal["strict", "published"]
 
 INSTRUCTIONS: dict[str, Instruction] = {}
-"""The instructions by name."""
+"""The instructions by name, as the strict checker reads them."""
+
+PUBLISHED: dict[str, Instruction] = {}
+"""Those of them that the published checker reads in another way."""
 
 
 def holds(count: int, relation: Relation, bound: int) -> bool:
@@ -129,10 +134,12 @@ class Instruction:
         return bool(response.strip()) and bool(self.function(response, **read))
 
 
-def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+def instruction(
+    name: str, *, checker: Checker = "strict"
+) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
     """Register a function as the instruction of that name.
 
-    A new instruction of your own is one function:
+    A new instruction of your own is one function, which both checkers find:
 
     Example:
         >>> @instruction("example:polite")
@@ -144,20 +151,35 @@ def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool
     """
 
     def register(function: Callable[..., bool]) -> Callable[..., bool]:
-        if name in INSTRUCTIONS:
+        registry = PUBLISHED if checker == "published" else INSTRUCTIONS
+        if name in registry:
             raise ValueError(f"there is an instruction {name!r} already")
-        INSTRUCTIONS[name] = Instruction(name, function)
+        registry[name] = Instruction(name, function)
         return function
 
     return register
 
 
-def find(name: Any) -> Instruction:
+def ensure_checker(checker: Any) -> None:
+    """Refuse what is no checker.
+
+    Raises:
+        ConfigError: for another than ``"strict"`` or ``"published"``.
+    """
+    if checker not in get_args(Checker):
+        raise ConfigError(f"checker must be 'strict' or 'published', got {checker!r}")
+
+
+def find(name: Any, checker: Checker = "strict") -> Instruction:
     """The instruction of that name.
 
     Raises:
+        ConfigError: for an unknown checker.
         RewardError: for a name that is not registered.
     """
+    ensure_checker(checker)
+    if isinstance(name, str) and checker == "published" and name in PUBLISHED:
+        return PUBLISHED[name]
     if isinstance(name, str) and name in INSTRUCTIONS:
         return INSTRUCTIONS[name]
     near = difflib.get_close_matches(str(name), INSTRUCTIONS, 1)
@@ -165,15 +187,24 @@ def find(name: Any) -> Instruction:
     raise RewardError(f"unknown instruction {name!r}, there are {len(INSTRUCTIONS)}{hint}")
 
 
-def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
+def check(
+    name: str,
+    response: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    checker: Checker = "strict",
+) -> bool:
     """Whether a response follows one instruction.
 
     Args:
         name: a key of :data:`INSTRUCTIONS`.
         response: what the model wrote.
         arguments: of the instruction; ``None`` values count as not given.
+        checker: see :func:`verify`.
 
     Raises:
+        ConfigError: for an unknown checker.
+        MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
         RewardError: for an unknown name or wrong arguments.
 
     Example:
@@ -181,7 +212,7 @@ def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) 
         >>> check("punctuation:no_comma", "Neither this nor that.")
         True
     """
-    return find(name).follows(response, arguments)
+    return find(name, checker).follows(response, arguments)
 
 
 # Four times the longest answer that a prompt asks for; each instruction reads it nine times.
@@ -221,17 +252,25 @@ def verify(
     response: str,
     instruction_ids: Sequence[str],
     arguments: Iterable[Mapping[str, Any] | None],
+    *,
+    checker: Checker = "strict",
 ) -> Verdict:
     r"""Both verdicts on every instruction of a prompt.
 
-    A response of more than 32,768 characters follows none.
+    For the strict checker, a response of more than 32,768 characters follows none.
 
     Args:
         response: what the model wrote.
         instruction_ids: names of the instructions.
         arguments: of each instruction; ``None`` values count as not given.
+        checker: ``"strict"`` for the words of an instruction
+            (:mod:`~torchrl_llm.rewards.ifeval.paper_instructions`), ``"published"`` for the
+            verdicts of the program that published accuracies are by
+            (:mod:`~torchrl_llm.rewards.ifeval.published_instructions`). Either gives both verdicts.
 
     Raises:
+        ConfigError: for an unknown checker.
+        MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
         RewardError: for an unknown instruction, wrong arguments, or none at all.
 
     Example:
@@ -244,12 +283,12 @@ def verify(
             "a prompt needs as many arguments as instructions, and at least one of them; got "
             f"{len(instruction_ids)} instructions and {len(arguments)} arguments"
         )
-    if len(response) > _LONGEST:
+    if checker == "strict" and len(response) > _LONGEST:
         return Verdict(*[(False,) * len(arguments)] * 2)
     forms = loose_forms(response)
     strict, loose = [], []
     for name, given in zip(instruction_ids, arguments, strict=True):
-        instruction = find(name)
+        instruction = find(name, checker)
         strict.append(instruction.follows(response, given))
         # The response is its own first form.
         loose.append(strict[-1] or any(instruction.follows(form, given) for form in forms[1:]))

@@ -267,7 +267,7 @@ def detect_language(text: str) -> str | None:
     """The most probable language, always the same one for the same text.
 
     Args:
-        text: any text; no more than its first 10,000 characters are looked at.
+        text: any text; of what is no address, only the first 10,000 characters are looked at.
 
     Returns:
         A code such as ``"en"`` or ``"zh-cn"``, ``None`` for a text without letters.
@@ -279,23 +279,39 @@ def detect_language(text: str) -> str | None:
         >>> detect_language("The weather is fine today."), detect_language("1 + 1 = 2")
         ('en', None)
     """
-    # The detector cuts the text itself, but first looks for addresses in all of it.
-    return _detect(text[:12_000])
+    found = most_probable_language(text)
+    return found if found in known_languages() else None
+
+
+def most_probable_language(text: str) -> str | None:
+    """What the detector says: a code, ``"unknown"``, or ``None`` where it finds no letters.
+
+    Args:
+        text: as of :func:`detect_language`.
+    """
+    with _LOCK:  # the profiles are loaded once, whoever comes first
+        detector = _detectors().create()
+    # The detector does the same, and composes two characters to one, before it cuts the text.
+    text = detector.MAIL_RE.sub(" ", detector.URL_RE.sub(" ", text))
+    return _detect(text[: 2 * detector.max_text_length])
 
 
 @lru_cache(maxsize=1024)
 def _detect(text: str) -> str | None:
-    with _LOCK:  # the profiles are loaded once, whoever comes first
-        factory = _detectors()
-    detector = factory.create()
+    detector = _detectors().create()
     detector.append(text)
     try:
-        found = detector.detect()
+        return detector.detect()
     except require(
         "langdetect", extra="ifeval", feature="detecting a language"
     ).LangDetectException:
         return None  # no letters of any script
-    return None if found == detector.UNKNOWN_LANG else found
+
+
+def known_languages() -> list[str]:
+    """The codes that the detector knows."""
+    with _LOCK:
+        return _detectors().get_lang_list()
 
 
 @instruction("language:response_language")
@@ -305,8 +321,7 @@ def is_in_language(response: str, *, language: str) -> bool:
     Raises:
         RewardError: for a code that the detector does not know, which no response could satisfy.
     """
-    with _LOCK:
-        known = _detectors().get_lang_list()
+    known = known_languages()
     if not any(code.partition("-")[0] == language or code == language for code in known):
         raise RewardError(f"language {language!r} cannot be detected, only {sorted(known)}")
     found = detect_language(response)

