@@ -85,7 +85,7 @@ def _describe(value) -> dict:
     functions = {
         name: _arguments(function)
         for name in every
-        if callable(function := getattr(value, name, None)) and not inspect.isclass(function)
+        if callable(function := _read(value, name)) and not inspect.isclass(function)
     }
     return {
         "arguments": _arguments(value),
@@ -94,6 +94,12 @@ def _describe(value) -> dict:
         "methods": functions,
         "bases": [name for name, base in BASES.items() if _is(value, base)],
     }
+
+
+def _read(value, name: str):
+    # A property of TorchRL's vLLMWrapper imports vLLM when it is read from the class.
+    with contextlib.suppress(ImportError):
+        return getattr(value, name, None)
 
 
 def _is(value, base) -> bool:

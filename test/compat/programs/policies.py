@@ -355,6 +355,10 @@ def a_distribution_without_a_mask():
     show(scorer().get_dist(chats(3)).logits.shape)
 
 
+def logits_alone():
+    show("logits" in scorer()(chats(3), logits_only=True))
+
+
 def log_probs_by_a_distribution():
     made, td = scorer(), chats(3)
     out = made(td.copy())
