@@ -152,8 +152,9 @@ def test_a_row_of_a_batch_that_has_changed_is_taken_again():
 
 def test_changes_that_cannot_be_had_name_a_way_out():
     batch = History.from_chats([chat("abc")])
-    with pytest.raises(AttributeError, match="build the message anew"):
-        batch[0, 0].content = "x"
+    for change in (lambda m: setattr(m, "content", "x"), lambda m: m.set("content", "x")):
+        with pytest.raises(AttributeError, match=r"h.replace\(content=...\) gives"):
+            change(batch[0, 0])
     with pytest.raises(DataError, match="append takes a History or a message dict, got str"):
         batch.append("hi")
     with pytest.raises(DataError, match="do not change in place"):
@@ -180,3 +181,32 @@ def test_tensordicts_of_ragged_rows_stack_densely():
     assert td.reshape(2, 1)["h"].content == [[[*"abc"]], [[*"de"]]]
     assert TensorDict(h=DENSE, batch_size=[2, 3])[..., -1]["h"].content == ["c", "f"]
     assert TensorDict(h=DENSE, batch_size=[2, 3]).reshape(-1)["h"].content == [*"abcdef"]
+
+
+def test_fields_are_keys_that_are_read_copied_and_replaced():
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    batch = DENSE.replace(tool_calls=[[None, [call], None], [None] * 3])
+    assert sorted(batch.keys()) == ["content", "is_complete", "role", "tool_calls"]
+    assert dict(batch.items())["content"].tolist() == DENSE.content
+    assert batch.to_dict()["tool_responses"] is None
+    td = TensorDict(h=batch, batch_size=[2])
+    assert td["h", "role"] == batch.role
+    assert td.get(("h", "tool_responses"), "none") == "none"
+    for other in (RAGGED, batch, ONE, message("x"), batch[:, -1], batch.reshape(1, 2, 3)):
+        made = other.to_tensordict()
+        assert (made.batch_size, made["role"]) == (other.shape, other.role)
+        assert History.from_tensordict(made).content == other.content
+        assert History.from_dict(other.to_dict()).tool_calls == other.tool_calls
+        assert td.clone()["h"].chats == batch.chats
+    turned = RAGGED.replace(content=[["x", "y", "z"], ["v", "w"]])
+    assert (turned.content, turned.role) == ([["x", "y", "z"], ["v", "w"]], RAGGED.role)
+    assert message("a").replace(role="tool").role == "tool"
+    with pytest.raises(DataError, match="one value a message"):
+        RAGGED.replace(content=[["x"], ["v", "w"]])
+    with pytest.raises(DataError, match="colour"):
+        ONE.replace(colour="x")
+
+
+def test_nested_lists_of_chats_are_batches():
+    deep = History.from_chats([[chat("ab"), chat("cd")], [chat("ef"), chat("gh")]])
+    assert (deep.shape, deep.content[1]) == ((2, 2, 2), [["e", "f"], ["g", "h"]])

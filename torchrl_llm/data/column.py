@@ -420,6 +420,10 @@ def build_node(fields: dict[str, Any], batch: tuple[int, ...] | None) -> TensorD
         return node.expand(batch) if batch else node
     if role and isinstance(role[0], (list, tuple)):
         split = _split(fields)
+        if role[0] and isinstance(role[0][0], (list, tuple)):
+            if batch and batch[0] != len(split):
+                raise DataError(f"{len(split)} batches cannot have batch_size {list(batch)}")
+            return torch.stack([build_node(row, batch and batch[1:]) for row in split])
         rows = [Chat(_transposed(row, f"chat {k}, message")) for k, row in enumerate(split)]
         if batch is not None and batch not in ((len(rows),), (len(rows), len(rows[0]))):
             raise DataError(f"{len(rows)} conversations cannot have batch_size {list(batch)}")

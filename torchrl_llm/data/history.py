@@ -26,6 +26,13 @@ from torchrl_llm.data import column as cells
 from torchrl_llm.data import message_grid as grids
 from torchrl_llm.data.column import Chat, Column, Message
 from torchrl_llm.data.content import ContentBase, as_written  # noqa: F401
+from torchrl_llm.data.message_fields import (
+    FIELDS,
+    MessageFields,
+    asked_inside,
+    fixed,
+    read_fields,
+)
 from torchrl_llm.data.text.templates import (  # noqa: F401
     add_chat_template,
     remove_chat_template,
@@ -36,7 +43,7 @@ from torchrl_llm.data.tokenize_options import TokenizeOptions
 from torchrl_llm.errors import DataError, TokenizerError
 
 
-class History(TensorClass["nocast"]):
+class History(MessageFields, TensorClass["nocast"]):
     """Conversations, one per row.
 
     ``History(role=..., content=...)`` makes one message, or with lists one conversation, or with
@@ -89,13 +96,12 @@ class History(TensorClass["nocast"]):
         return cls._from_tensordict(cells.row_node(Column.of(chats)))
 
     @classmethod
-    def from_chats(
-        cls, chats: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]]
-    ) -> History:
+    def from_chats(cls, chats: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]) -> History:
         """Conversations from message dicts.
 
         Args:
-            chats: a list of messages (batch size ``[]``) or a list of such lists (``[B]``).
+            chats: a list of messages (shape ``[T]``), a list of such lists (``[B, T]``), or lists
+                of these, equally long (``[*B, T]``).
 
         Raises:
             DataError: a message has no role, or a content of the wrong form.
@@ -109,6 +115,8 @@ class History(TensorClass["nocast"]):
             raise DataError("from_chats needs at least one conversation")
         if isinstance(chats[0], Mapping):
             return _single(cells.chat_of(chats, "message"))
+        if isinstance(chats[0], (list, tuple)) and chats[0] and isinstance(chats[0][0], list):
+            return _stack([cls.from_chats(rows) for rows in chats])
         return cls.of(
             [cells.chat_of(chat, f"chat {row}, message") for row, chat in enumerate(chats)]
         )
@@ -445,11 +453,7 @@ def _grown(history: History, batch: tuple[int, ...], chats: list[Chat], inplace:
 
 def _fixed(name: str) -> Any:
     def refuse(self: History, value: Any) -> None:
-        raise AttributeError(
-            f"messages do not change: {name} cannot be set to {value!r:.60}; build the message "
-            f"anew, History(role=m.role, {name}=...), and put it behind the others: h = "
-            "h[..., :-1].append(message, inplace=False)"
-        )
+        raise fixed(name, value)
 
     return refuse
 
@@ -564,7 +568,7 @@ def _setitem(self: History, index: Any, value: Any) -> None:
             raise DataError(
                 f"messages do not change in place: h[{index!r:.40}] = ... cannot be done; build "
                 "the conversations anew, h = h[..., :-1].append(messages, inplace=False) for "
-                "another last message, torch.cat([...], -1) for any other"
+                "another last message, h.replace(content=...) or torch.cat([...], -1) for any other"
             )
         index = tuple(parts)
         if not grids.is_grid(value._tensordict):
@@ -594,12 +598,12 @@ def _shape_of(self: History) -> torch.Size:
 
 def _batch_size_of(self: History) -> torch.Size:
     node = self._tensordict
-    return node.batch_size if _asked_inside() else grids.grid_shape(node)
+    return node.batch_size if asked_inside() else grids.grid_shape(node)
 
 
 def _set_batch_size(self: History, value: Any) -> None:
     size = torch.Size((value,) if isinstance(value, int) else value)
-    if _asked_inside(3):  # behind tensordict's __setattr__
+    if asked_inside(3):  # behind tensordict's __setattr__
         self._tensordict.batch_size = size
     elif size != grids.grid_shape(self._tensordict):
         raise DataError(
@@ -609,16 +613,9 @@ def _set_batch_size(self: History, value: Any) -> None:
 
 
 def _batch_dims_of(self: History) -> int:
-    return self._tensordict.batch_dims if _asked_inside() else _dim(self)
+    return self._tensordict.batch_dims if asked_inside() else _dim(self)
 
 
-def _asked_inside(depth: int = 2) -> bool:
-    # tensordict and TorchRL take a history for what it is stored as, a node of rows: they compare
-    # its batch size with that of other nodes, at every step.
-    return sys._getframe(depth).f_globals.get("__name__", "").startswith(_INSIDE)
-
-
-_INSIDE = ("tensordict.", "torchrl.")
 _ASKED_SHAPE, _STACKING = tensordict_shape.__code__, tensordict_stack.__code__
 
 
@@ -636,7 +633,7 @@ def _dim(self: History) -> int:
 
 def _numel(self: History) -> int:
     _, chats = cells.conversations(self._tensordict)
-    return sum(map(len, chats))
+    return max(1, sum(map(len, chats)))  # tensordict counts an empty batch as one, too
 
 
 def _over_grid(name: str) -> Any:
@@ -760,6 +757,12 @@ def _iterate(self: History) -> Iterator[History]:
     return (self[index] for index in range(_length(self)))
 
 
+def _from_fields(cls: type[History], tensordict: Any, *args: Any, **kwargs: Any) -> History:
+    if tensordict is not None and "role" in tensordict.keys():
+        return cls(**read_fields(tensordict))
+    return cls._from_tensordict(tensordict, *args, **kwargs)
+
+
 # The tensorclass decorator writes its own operators into the class, so ours follow it.
 History.__init__ = _init
 History.__getitem__ = _getitem
@@ -781,9 +784,10 @@ History.stack = staticmethod(_stack)
 History.ndim = property(_dim)
 History.batch_size = property(_batch_size_of, _set_batch_size)
 History.batch_dims = property(_batch_dims_of)
-for _name in ("role", "content", "is_complete", "tool_calls", "tool_responses"):
+for _name in FIELDS:
     setattr(History, _name, getattr(History, _name).setter(_fixed(_name)))
 for _name in _METHODS:
     if hasattr(History, _name):
         setattr(History, _name, _over_grid(_name))
 History._set_str = cells.set_as_column
+History.from_tensordict = classmethod(_from_fields)
