@@ -165,19 +165,9 @@ class WrapperConformance:
             pairs += [(policy.log_prob(out, mask_key), sampled), (dist.log_prob(ids), sampled)]
             for options in ({}, {"batching": True, "batching_timeout": 0.0}):
                 scorer = policy.get_new_version(generate=False, inplace=False, **options)
-                # Padded on the left alone, where the rows of ``out`` have responses on the right.
-                again = scorer(out)
-                pairs += [
-                    (found[its], wanted[mask])
-                    for found, its, wanted, mask in zip(
-                        *(
-                            read_rows(each, name)
-                            for each in (again, out)
-                            for name in (key, mask_key)
-                        ),
-                        strict=True,
-                    )
-                ]
+                scored = zip(read_rows(scorer(out), key), masks, strict=True)
+                scored = [row.where(mask, 0.0) for row, mask in scored]
+                pairs += zip(scored, read_rows(out, key), strict=True)
         for log_probs, wanted in pairs:
             torch.testing.assert_close(log_probs.cpu(), wanted, atol=1e-5, rtol=1e-5)
 

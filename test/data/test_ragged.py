@@ -15,6 +15,7 @@ from torchrl_llm.data.ragged import (
     pad_rows,
     ragged_rows,
     read_rows,
+    spread_rows,
     unpad_rows,
     write_rows,
 )
@@ -67,6 +68,7 @@ def test_unpadding_undoes_padding_even_where_pad_is_a_token(side):
     padded = pad_rows(rows(), 4, side=side)
     mask = pad_rows([torch.ones(len(r), dtype=torch.bool) for r in rows()], False, side=side)
     assert values(unpad_rows(padded, mask)) == [[1, 2, 3], [4], []]
+    assert torch.equal(spread_rows(rows(), mask, 4), padded)
 
 
 def test_a_record_follows_two_turns_token_by_token():

@@ -178,3 +178,26 @@ def unpad_rows(dense: Tensor, mask: Tensor) -> list[Tensor]:
         [tensor([1, 2]), tensor([3])]
     """
     return list(dense[mask].split(mask.sum(1).tolist()))
+
+
+def spread_rows(rows: Sequence[Tensor], mask: Tensor, value: float | int | bool = 0) -> Tensor:
+    """The inverse of :func:`unpad_rows`.
+
+    Args:
+        rows: ``B`` tensors ``[T_b, ...]``.
+        mask: bool ``[B, T]``, true where the entries of a row belong.
+        value: what fills the gaps.
+
+    Returns:
+        ``[B, T, ...]`` of the rows' dtype and device.
+
+    Example:
+        >>> mask = torch.tensor([[1, 1], [0, 1]]).bool()
+        >>> spread_rows([torch.tensor([1, 2]), torch.tensor([3])], mask)
+        tensor([[1, 2],
+                [0, 3]])
+    """
+    values = torch.cat(list(rows))
+    dense = values.new_full((*mask.shape, *values.shape[1:]), value)
+    dense[mask.to(values.device)] = values
+    return dense

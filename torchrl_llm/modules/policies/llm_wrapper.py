@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchrl_llm.data.containers import TokenSupport
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.ragged import read_rows, spread_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
@@ -298,7 +299,11 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         self, given: TensorDictBase, flat: TensorDict, out: TensorDictBase | None
     ) -> TensorDictBase:
         if self.pad_output:
-            flat = outputs.pad_columns(flat, self.pad_token_id, self.names)
+            places = None
+            if not self.generate:
+                ids = read_rows(flat, (self.names.tokens, "full"))
+                places = self.reader.read_places(row_blocks.flat_blocks(given), ids, "left")
+            flat = outputs.pad_columns(flat, self.pad_token_id, self.names, places)
         if self.num_samples is not None and self.generate:
             if out is not None:
                 raise ConfigError("num_samples adds a dimension: tensordict_out cannot hold it")
@@ -355,7 +360,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         scores = self.token_scores(
             rows.token_ids, rows.select, temperature=rows.temperature, extras=extras
         )
-        mask = rows.spread(rows.select).to(scores.log_probs.device)
+        mask = spread_rows(rows.select, rows.places).to(scores.log_probs.device)
         empty = torch.zeros(mask.shape, device=mask.device)
         return empty.masked_scatter(mask, scores.log_probs)
 
@@ -397,10 +402,12 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         logits = [x[:length] for x, length in zip(shifted, lengths, strict=True)]
         for row, support in enumerate(rows.supports or ()):
             logits[row] = restrict_logits(logits[row], *support.to(shifted.device))
-        shifted = rows.spread(logits)
+        shifted = spread_rows(logits, rows.places)
         if tensordict_out is not None:
             tensordict_out.set(logits_key, shifted)
-        return scored_rows.TokenDistribution(shifted, rows.spread(rows.select).to(shifted.device))
+        return scored_rows.TokenDistribution(
+            shifted, spread_rows(rows.select, rows.places).to(shifted.device)
+        )
 
     def _whole_rows(
         self, tensordict: TensorDictBase, mask_key: NestedKey | None, side: str = "right"

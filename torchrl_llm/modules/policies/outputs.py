@@ -9,7 +9,7 @@ Shape legend: ``B`` rows, ``S`` tokens of all rows together, ``T_b`` tokens of r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_llm.data import token_facts
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
+from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows, spread_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import TokenFact
@@ -293,35 +293,42 @@ def scored_columns(
     return TensorDict._new_unsafe(nodes, batch_size=torch.Size([len(lengths)]))
 
 
-def pad_columns(flat: TensorDict, pad_token_id: int, names: KeyNames) -> TensorDict:
+def pad_columns(
+    flat: TensorDict, pad_token_id: int, names: KeyNames, places: Tensor | None = None
+) -> TensorDict:
     """Make the ragged nodes dense, so that ``full[:, P:]`` is the response.
 
     Prompts are padded on the left to ``P`` tokens, responses on the right; ``full`` and what is
-    aligned with it is one behind the other, and without a response padded on the left alone. Kept
-    ids are padded on the right.
+    aligned with it is one behind the other. Kept ids are padded on the right.
 
     Args:
         flat: as the other functions here return it.
         pad_token_id: fills token columns; the masks alone tell what is padding.
         names: names of the nodes.
+        places: bool ``[B, T]``, where the tokens of ``full`` belong, of rows without a response.
     """
     out = flat.copy()
-    lengths = [ids.shape[0] for ids in read_rows(flat, (names.tokens, "full"))]
-    answers = read_rows(flat, (names.tokens, "response"), None)
-    parts = _Parts(lengths, [0 if answers is None else a.shape[0] for a in answers or lengths])
+    if places is None:
+        full, response = (read_rows(flat, (names.tokens, part)) for part in ("full", "response"))
+        sizes = [
+            (ids.shape[0], answer.shape[0]) for ids, answer in zip(full, response, strict=True)
+        ]
+        ones = [torch.ones(n, dtype=torch.bool).tensor_split([n - r]) for n, r in sizes]
+        prompts, responses = zip(*ones, strict=True)
+        places = torch.cat((pad_rows(prompts, False, side="left"), pad_rows(responses, False)), 1)
     for node in ("tokens", "log_probs", "trace", "support"):
         name = getattr(names, node)
         view = flat.get(name, None)
         if view is not None:
-            dense = _dense(view._tensordict, node, pad_token_id, parts)
+            dense = _dense(view._tensordict, node, pad_token_id, places)
             padded = TensorDict._new_unsafe(dense, batch_size=flat.batch_size)
             out.set(name, type(view)._from_tensordict(padded))
-    masks = _dense(flat.get(names.masks)._tensordict, "masks", pad_token_id, parts)
+    masks = _dense(flat.get(names.masks)._tensordict, "masks", pad_token_id, places)
     out.set(names.masks, _node(Masks, _rows_of(masks)))
     for name in dict.fromkeys(fact.key[0] for fact in token_facts.added_facts()):
         view = flat.get(name, None)
         if view is not None:
-            out.set(name, ragged_rows(_rows_of(_dense(view, name, pad_token_id, parts))))
+            out.set(name, ragged_rows(_rows_of(_dense(view, name, pad_token_id, places))))
     return out
 
 
@@ -334,20 +341,7 @@ def _rows_of(dense: dict[str, Tensor]) -> dict[str, Sequence[Tensor]]:
     return {column: rows.unbind(0) for column, rows in dense.items()}
 
 
-class _Parts(NamedTuple):
-    """How ``B`` rows of ``full`` are made of a prompt and a response."""
-
-    lengths: list[int]
-    responses: list[int]
-
-    def pad(self, rows: Sequence[Tensor], value: float) -> Tensor:
-        """Rows aligned with ``full``: prompts padded on the left, responses on the right."""
-        cut = [row.tensor_split([n - r]) for row, n, r in zip(rows, *self, strict=True)]
-        prompts, responses = zip(*cut, strict=True)
-        return torch.cat((pad_rows(prompts, value, side="left"), pad_rows(responses, value)), dim=1)
-
-
-def _dense(node: TensorDictBase, name: str, pad_token_id: int, parts: _Parts) -> dict[str, Tensor]:
+def _dense(node: TensorDictBase, name: str, pad_token_id: int, places: Tensor) -> dict[str, Tensor]:
     dense = {}
     for column in sorted(node.keys()):
         rows = read_rows(node, column)
@@ -357,7 +351,10 @@ def _dense(node: TensorDictBase, name: str, pad_token_id: int, parts: _Parts) ->
         value, side = token_facts.padding_of(name, column)
         value = pad_token_id if name == "tokens" else value
         own = column in ("prompt", "response") or (name, column) == ("support", "token_ids")
-        dense[column] = pad_rows(rows, value, side=side) if own else parts.pad(rows, value)
+        if own:
+            dense[column] = pad_rows(rows, value, side=side)
+        else:
+            dense[column] = spread_rows(rows, places, value)
     return dense
 
 

@@ -37,13 +37,6 @@ class WholeRows(NamedTuple):
     supports: list[Support] | None
     places: Tensor
 
-    def spread(self, columns: Sequence[Tensor]) -> Tensor:
-        """Dense ``[B, T, ...]`` of ``B`` columns ``[T_b, ...]``, zero at padding."""
-        values = torch.cat(list(columns))
-        dense = values.new_zeros((*self.places.shape, *values.shape[1:]))
-        dense[self.places.to(values.device)] = values
-        return dense
-
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
     """What each row was sampled at, float32 ``[B]``, or 1.0 where the rows do not say."""
