@@ -211,6 +211,19 @@ def test_extend_adds_messages_or_rows(batch):
     assert batch.extend(batch, inplace=False).batch_size == torch.Size([4, 5])
 
 
+def test_rows_are_added_in_place_and_apart(batch):
+    assert batch.append(batch[0], inplace=False, dim=0).content == [*batch.content, ["Hi", "Yo"]]
+    assert batch.append(batch[1], dim=0) is batch
+    assert batch.extend(batch[:1]) is batch
+    assert batch.content == [["Hi", "Yo"], ["A", "B", "C"], ["A", "B", "C"], ["Hi", "Yo"]]
+
+
+def test_placeholders_are_left_out_of_the_text():
+    chat = History(role=["user", "<none>"], content=["Hi", "filler"])
+    text = chat.apply_chat_template(chat_template_name="dialogpt", add_generation_prompt=False)
+    assert text == "Hi<|endoftext|>"
+
+
 def test_shapes_that_do_not_fit_are_errors(batch):
     with pytest.raises(ValueError, match="one message a conversation"):
         batch.append(batch)
@@ -221,9 +234,9 @@ def test_shapes_that_do_not_fit_are_errors(batch):
     with pytest.raises(ValueError, match="equal batches"):
         batch.extend(batch[:1], dim=-1)
     with pytest.raises(ValueError, match="inplace=False"):
-        batch.extend(batch)
-    with pytest.raises(ValueError, match="dim=0"):
-        batch.append(batch[:, -1], dim=0)
+        batch[None][0].extend(batch)
+    with pytest.raises(ValueError, match="as many dimensions"):
+        batch.append(batch, dim=0)
     with pytest.raises(ValueError, match="dim over batch"):
         batch.extend(batch, dim=2)
 

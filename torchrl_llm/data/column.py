@@ -537,6 +537,13 @@ def read_messages(cells: Any, value: Callable[[Mapping[str, Any]], Any]) -> Any:
     return [value(message) for message in cells.messages]
 
 
+def without_placeholders(chat: Chat) -> Chat:
+    """A chat without its messages of role ``"<none>"``, TorchRL's filler of ragged rows."""
+    if all(message["role"] != "<none>" for message in chat.messages):
+        return chat
+    return Chat._of(tuple(m for m in chat.messages if m["role"] != "<none>"), None)
+
+
 def pick_messages(cells: Any, index: Any) -> Any:
     """The messages at ``index`` of each conversation: a :class:`Message` for an integer."""
     if isinstance(cells, list):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorClass
+from tensordict import LazyStackedTensorDict, TensorClass
 from tensordict._torch_func import _stack as tensordict_stack
 from tensordict.utils import _shape as tensordict_shape
 from torch import Tensor
@@ -212,13 +212,13 @@ class History(MessageFields, TensorClass["nocast"]):
     def append(
         self, history: History | Mapping[str, Any], *, inplace: bool = True, dim: int = -1
     ) -> History:
-        """Add one message to each conversation.
+        """Add one message to each conversation, or with ``dim=0`` one conversation to a batch.
 
         Args:
             history: one message for a conversation, ``[B]`` messages for ``[B]`` conversations (a
                 conversation of ``B`` messages counts as these), or a message dict.
             inplace: change this history (by giving it a new column) and return it.
-            dim: the message dimension, counted over batch and messages.
+            dim: the dimension over batch and messages along which it is added.
 
         Raises:
             ValueError: the number of messages is not that of the conversations.
@@ -229,11 +229,12 @@ class History(MessageFields, TensorClass["nocast"]):
             ['Hi', 'Hello']
         """
         batch, chats = cells.conversations(self._tensordict)
-        if _axis(dim, len(batch) + 1) != len(batch):
-            raise ValueError(f"append adds messages, dimension {len(batch)} or -1; got dim={dim}")
         if isinstance(history, Mapping):
             history = _single(Message.of(history))
         _require_history("append", history)
+        axis = grids.axis(dim, len(batch) + 1)
+        if axis < len(batch):
+            return self.extend(history.unsqueeze(axis), inplace=inplace, dim=axis)
         added = cells.single_messages(history._tensordict)
         if added is None or len(added) != len(chats):
             raise ValueError(
@@ -247,12 +248,12 @@ class History(MessageFields, TensorClass["nocast"]):
 
         Args:
             history: what to add.
-            inplace: change this history and return it; only along the messages.
+            inplace: change this history and return it.
             dim: dimension over batch and messages: 0 is the messages of one conversation, or the
                 rows of a batch; -1 is always the messages.
 
         Raises:
-            ValueError: the shapes do not fit, or rows are to be added in place.
+            ValueError: the shapes do not fit, or rows are added to a row of another batch.
 
         Example:
             >>> h = History(role=["user"], content=["Hi"])
@@ -262,19 +263,20 @@ class History(MessageFields, TensorClass["nocast"]):
         batch, chats = cells.conversations(self._tensordict)
         _require_history("extend", history)
         other_batch, other = cells.conversations(history._tensordict)
-        axis = _axis(dim, len(batch) + 1)
+        axis = grids.axis(dim, len(batch) + 1)
         if len(batch) != len(other_batch):
             raise ValueError(
                 f"extend needs histories with as many dimensions, got {_shape(self)} and "
                 f"{_shape(history)}; use append for one message"
             )
         if axis < len(batch):
-            if inplace:
-                raise ValueError(
-                    "adding rows changes the batch size: pass inplace=False, or dim=-1 to add "
-                    "messages to each conversation"
-                )
-            return torch.cat([self, history], axis)
+            grown = torch.cat([self, history], axis)
+            if not inplace:
+                return grown
+            if "_link" in self.__dict__:
+                raise ValueError("rows cannot be added to a part of a batch; pass inplace=False")
+            object.__setattr__(self, "_tensordict", grown._tensordict)
+            return self
         if batch != other_batch:
             raise ValueError(f"extend needs equal batches, got {list(batch)}, {list(other_batch)}")
         return _grown(self, batch, [a + b for a, b in zip(chats, other, strict=True)], inplace)
@@ -304,8 +306,9 @@ class History(MessageFields, TensorClass["nocast"]):
 
         The template is the first of: ``chat_template``, ``chat_template_name``, one registered by
         :func:`add_chat_template` for the model, the tokenizer's own, the built-in one of the
-        model's family, ChatML. A last assistant message with ``is_complete=False`` is left open.
-        In token ids, special-token strings inside contents are plain characters.
+        model's family, ChatML. Messages of role ``"<none>"`` are left out. A last assistant message
+        with ``is_complete=False`` is left open. In token ids, special-token strings inside contents
+        are plain characters.
 
         Args:
             tokenizer: needed for ids; for text, only where neither text nor name is given.
@@ -353,6 +356,7 @@ class History(MessageFields, TensorClass["nocast"]):
         )
         spec = resolve_template(tokenizer, chat_template, chat_template_name)
         batch, chats = cells.conversations(self._tensordict)
+        chats = [cells.without_placeholders(chat) for chat in chats]
         how = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -373,6 +377,7 @@ class History(MessageFields, TensorClass["nocast"]):
 # -- what a history is made of --------------------------------------------------------------------
 
 _generated_init = History.__init__
+_generated_from = History._from_tensordict
 _generated_getitem = History.__getitem__
 _generated_len = History.__len__
 _generated_setitem = History.__setitem__
@@ -478,12 +483,6 @@ def _require_history(name: str, value: Any) -> None:
         )
 
 
-def _axis(dim: int, count: int) -> int:
-    if not -count <= dim < count:
-        raise ValueError(f"dim over batch and messages must be in [{-count}, {count}), got {dim}")
-    return dim % count
-
-
 def _getitem(self: History, index: Any) -> History:
     node = self._tensordict
     dims = node.batch_dims
@@ -511,7 +510,7 @@ def _getitem(self: History, index: Any) -> History:
     rows = _generated_getitem(self, before) if before else self
     kept = rows._tensordict
     stored = cells.cells_of(kept)
-    _check_mask(last, cells.flattened(stored, kept.batch_dims))
+    grids.check_mask(last, cells.flattened(stored, kept.batch_dims))
     picked = cells.pick_messages(stored, last)
     return _rebuilt(tuple(kept.batch_size), cells.flattened(picked, kept.batch_dims))
 
@@ -531,17 +530,6 @@ def _placed(self: History, index: tuple, conversations: bool) -> History:
         pairs = zip(whole.chats, chosen, strict=True)
         return History.of([Message._of((chat.messages[at],), None) for chat, at in pairs])
     return _rebuilt(*how(self._tensordict, lambda places: places[index], "this index"))
-
-
-def _check_mask(part: Any, chats: list[Chat]) -> None:
-    if isinstance(part, list) and part and isinstance(part[0], bool):
-        part = torch.tensor(part)
-    if isinstance(part, Tensor) and part.dtype == torch.bool:
-        for chat in chats:
-            if len(chat) != len(part):
-                raise IndexError(
-                    f"a mask of {len(part)} for a conversation of {len(chat)} messages"
-                )
 
 
 def _linked(self: History, row: History, index: int) -> History:
@@ -619,6 +607,19 @@ def _batch_dims_of(self: History) -> int:
 _ASKED_SHAPE, _STACKING = tensordict_shape.__code__, tensordict_stack.__code__
 
 
+def _from_node(
+    cls: type[History], tensordict: Any, non_tensordict: Any = None, safe: bool = True
+) -> History:
+    # lazy_stack counts a negative dimension on the nodes, which lack that of the messages.
+    asking = sys._getframe(1)
+    if asking.f_code is _LAZY_STACKING and asking.f_locals["dim"] < 0:
+        return _stack(asking.f_locals["items"], asking.f_locals["dim"])
+    return _generated_from(tensordict, non_tensordict, safe)
+
+
+_LAZY_STACKING = LazyStackedTensorDict.lazy_stack.__func__.__code__
+
+
 def _size(self: History, dim: int | None = None) -> Any:
     shape = grids.grid_shape(self._tensordict)
     return shape if dim is None else shape[dim]
@@ -656,7 +657,7 @@ def _over_grid(name: str) -> Any:
 
 
 def _unbind(self: History, dim: int = 0) -> tuple[History, ...]:
-    axis = _axis(dim, max(1, _dim(self)))
+    axis = grids.axis(dim, max(1, _dim(self)))
     node = self._tensordict
     if axis < node.batch_dims or not grids.is_grid(node):
         rows = _generated_unbind(self, axis)
@@ -671,7 +672,7 @@ def _squeeze(self: History, dim: int | None = None) -> History:
     if not grids.is_grid(node):
         return _generated_squeeze(self) if dim is None else _generated_squeeze(self, dim)
     shape = grids.grid_shape(node)
-    axes = range(len(shape)) if dim is None else [_axis(dim, len(shape))]
+    axes = range(len(shape)) if dim is None else [grids.axis(dim, len(shape))]
     drop = shape[-1] == 1 and len(shape) - 1 in axes
     rows = self[..., 0] if drop else self
     inner = [axis for axis in axes if axis < node.batch_dims and shape[axis] == 1]
@@ -683,7 +684,7 @@ def _squeeze(self: History, dim: int | None = None) -> History:
 
 def _cat(histories: Sequence[History], dim: int = 0) -> History:
     nodes = [history._tensordict for history in histories]
-    axis = _axis(dim, _same_dims("cat", histories))
+    axis = grids.axis(dim, _same_dims("cat", histories))
     forms = {grids.is_grid(node) for node in nodes}
     if len(forms) == 1 and all(axis < node.batch_dims for node in nodes):
         return History._from_tensordict(torch.cat(nodes, axis))
@@ -698,7 +699,7 @@ def _cat(histories: Sequence[History], dim: int = 0) -> History:
 
 def _stack(histories: Sequence[History], dim: int = 0) -> History:
     nodes = [history._tensordict for history in histories]
-    axis = _axis(dim, _same_dims("stack", histories) + 1)
+    axis = grids.axis(dim, _same_dims("stack", histories) + 1)
     forms = {grids.is_grid(node) for node in nodes}
     if len(forms) == 2:
         return _stack([_rebuilt(*cells.conversations(node)) for node in nodes], axis)
@@ -790,4 +791,5 @@ for _name in _METHODS:
     if hasattr(History, _name):
         setattr(History, _name, _over_grid(_name))
 History._set_str = cells.set_as_column
+History._from_tensordict = classmethod(_from_node)
 History.from_tensordict = classmethod(_from_fields)

@@ -147,6 +147,25 @@ def is_list(part: Any) -> bool:
     return isinstance(part, (list, range)) or (isinstance(part, Tensor) and part.ndim > 0)
 
 
+def axis(dim: int, count: int) -> int:
+    """A dimension over batch and messages, counted from the front."""
+    if not -count <= dim < count:
+        raise ValueError(f"dim over batch and messages must be in [{-count}, {count}), got {dim}")
+    return dim % count
+
+
+def check_mask(part: Any, chats: list[Chat]) -> None:
+    """Refuse a mask of another length than a conversation."""
+    if isinstance(part, list) and part and isinstance(part[0], bool):
+        part = torch.tensor(part)
+    if isinstance(part, Tensor) and part.dtype == torch.bool:
+        for chat in chats:
+            if len(chat) != len(part):
+                raise IndexError(
+                    f"a mask of {len(part)} for a conversation of {len(chat)} messages"
+                )
+
+
 class RowLink:
     """Where a row was taken from, so that what is appended to it reaches its batch.
 
