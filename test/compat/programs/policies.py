@@ -8,6 +8,8 @@ import torch
 from _shared import CHAT, OTHER, model, show, tokenizer
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
+from torchrl.envs import SerialEnv
+from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import (
     ChatHistory,
     LogProbs,
@@ -16,6 +18,8 @@ from torchrl.modules.llm import (
     Tokens,
     TransformersWrapper,
 )
+
+from torchrl_llm.assets import embedded_model_path
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
@@ -582,6 +586,119 @@ def batching_with_wrong_sizes():
             show("taken")
         except ValueError:
             show("refused")
+
+
+# -- models, tokenizers and templates -----------------------------------------------------------
+
+
+def a_model_and_a_tokenizer_by_their_paths():
+    path = str(embedded_model_path())
+    made = TransformersWrapper(path, tokenizer=path, input_mode="text", generate_kwargs=GREEDY)
+    show(made(texts())["text"].response, type(made.tokenizer).__name__ != "str")
+
+
+def a_model_by_its_path_alone():
+    made = TransformersWrapper(
+        str(embedded_model_path()), input_mode="text", generate_kwargs=GREEDY
+    )
+    show(made(texts())["text"].response)
+
+
+def no_tokenizer_for_tokens():
+    made = TransformersWrapper(model(), input_mode="tokens", generate_kwargs=GREEDY)
+    rows = [TensorDict(tokens=Tokens(prompt=torch.tensor([20, 21]))) for _ in range(2)]
+    show(lengths(made(lazy_stack(rows))["tokens"], "response"))
+
+
+def arguments_of_the_tokenizer():
+    kwargs = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    out = policy(tokenizer_kwargs=kwargs | {"add_special_tokens": False})(texts())
+    show(lengths(out["tokens"], "prompt"), out["text"].response)
+
+
+def padding_of_the_tokenizer_on_the_right():
+    policy(tokenizer_kwargs={"padding_side": "right"})
+
+
+def a_chat_template_by_its_name():
+    for name in ("qwen", "chatml_format"):
+        out = policy("history", chat_template_name=name)(chats())
+        show(name, out["text"].prompt[0], out["text"].response)
+
+
+def a_chat_template_of_my_own():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    show(policy("history", chat_template=template)(chats())["text"].prompt[1])
+
+
+def templates_where_no_history_is():
+    policy("text", chat_template_name="qwen")
+
+
+def special_tokens_left_out_of_the_text():
+    kwargs = {**GREEDY, "skip_special_tokens": True}
+    show(policy("history", generate_kwargs=kwargs)(chats())["text"].response)
+
+
+def jagged_rows():
+    policy(layout=torch.jagged)(texts())
+
+
+# -- turn after turn ----------------------------------------------------------------------------
+
+
+def a_second_turn():
+    made = policy("history")
+    first = made(chats())["history"].full
+    more = History.from_chats([[{"role": "user", "content": "And 1+1?"}]] * 2)
+    prompt = first.extend(more, inplace=False, dim=-1)
+    out = made(TensorDict(history=ChatHistory(prompt=prompt), batch_size=(2,)))
+    show(out["history"].full.role, out["text"].response)
+
+
+def prompts_of_different_length():
+    history = History.from_chats([CHAT[:2], [OTHER[1]]])
+    out = policy("history")(TensorDict(history=ChatHistory(prompt=history), batch_size=(2,)))
+    show(out["history"].full[0].role, out["history"].full[1].role)
+
+
+def one_conversation_in_a_batch_of_one():
+    history = History.from_chats([CHAT[:2]])
+    out = policy("history")(TensorDict(history=ChatHistory(prompt=history), batch_size=(1,)))
+    show(out["history"].response.shape, out["history"].response.role, out["text"].response)
+
+
+def several_samples_then_scored():
+    made = policy("history", {"max_new_tokens": 3, "do_sample": True}, num_samples=2)
+    out = scorer()(made(chats()).select(("history", "full")).reshape(-1))
+    show(out.batch_size, len(lengths(out["log_probs"], "full")))
+
+
+def scored_by_threads_together():
+    made, found = scorer("text", batching=True, min_batch_size=2), {}
+
+    def ask(word):
+        out = made(texts(word, part="full"))
+        found[word] = lengths(out["log_probs"], "full")
+
+    threads = [threading.Thread(target=ask, args=(word,)) for word in ("Hello", "Bye now")]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(4)
+    show(sorted(found.items()))
+
+
+def environments_in_series():
+    made = SerialEnv(2, lambda: ChatEnv(batch_size=(1,), tokenizer=tokenizer()))
+    td = TensorDict(query=[["What is 1+1?"], ["What is 2+2?"]], batch_size=(2, 1))
+    td = made.reset(td)
+    out = made.step(policy("history")(td))
+    show(out.batch_size, out["history"].full.role)
 
 
 # -- containers ---------------------------------------------------------------------------------

@@ -87,8 +87,7 @@ def test_a_missing_column_is_named(tokenizer):
     [
         ({"input_mode": "chat"}, "input_mode must be one of"),
         ({"input_mode": "history"}, "needs a tokenizer"),
-        ({"chat_template_name": "qwen"}, "chat_template_name has no effect"),
-        ({"tokenizer_kwargs": {"a": 1}}, "tokenizer_kwargs has no effect"),
+        ({"template_kwargs": {"enable_thinking": True}}, "template_kwargs has no effect"),
         ({"generate": False, "return_log_probs": False}, "no effect with generate=False"),
         ({"num_samples": 2, "inplace": True}, "cannot go in place"),
         ({"num_samples": 2, "generate_kwargs": {"num_return_sequences": 3}}, "contradict"),
@@ -102,6 +101,15 @@ def test_a_missing_column_is_named(tokenizer):
 def test_arguments_without_effect_or_sense_are_refused_at_construction(options, message):
     with pytest.raises(ConfigError, match=message):
         FakeWrapper(**{"vocab_size": 8, "eos_token_ids": (2,), "input_mode": "tokens", **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{"chat_template_name": "qwen"}, {"tokenizer_kwargs": {"padding": "longest"}}]
+)
+def test_what_torchrl_takes_in_every_mode_is_taken_with_a_warning(options):
+    with pytest.warns(UserWarning, match="has no effect with input_mode='tokens'"):
+        policy = fake_tokens([7], **options)
+    assert read_rows(policy(tokens_td([5])), ("tokens", "response"))[0].tolist() == [7, 2]
 
 
 def test_unknown_arguments_are_refused():

@@ -30,6 +30,8 @@ _OF_A_MODE = {
     "tools": ("history", None),
     "on_rewrite": ("history", "fork"),
 }
+# What TorchRL takes in every mode, so that one dictionary may serve all of them.
+_TAKEN_IN_EVERY_MODE = {"tokenizer_kwargs", "chat_template_name", "chat_template"}
 # Names of vLLM that TorchRL takes for the common ones.
 _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _RENAMED = {
@@ -210,7 +212,7 @@ def take_options(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[str, Any]) -> None:
-    """Check a policy's input mode and refuse arguments that it would not use.
+    """Check a policy's input mode, and refuse or warn of arguments that it would not use.
 
     Args:
         input_mode: of the policy.
@@ -229,8 +231,12 @@ def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[s
             "for jagged tensors can be neither indexed nor stacked"
         )
     for name, (mode, neutral) in _OF_A_MODE.items():
-        if settings.get(name, neutral) != neutral and input_mode != mode:
-            raise ConfigError(f"{name} has no effect with input_mode={input_mode!r}")
+        if settings.get(name, neutral) == neutral or input_mode == mode:
+            continue
+        without = f"{name} has no effect with input_mode={input_mode!r}"
+        if name not in _TAKEN_IN_EVERY_MODE:
+            raise ConfigError(without)
+        warn(without, stacklevel=2)
 
 
 @dataclass(frozen=True)
