@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_said(args, error, said, act):
     assert said in answer.content
 
 
-def test_arguments_are_checked_before_the_browser_sees_them(browser):
+def test_arguments_are_checked_before_the_browser_sees_them(browser, act):
     from torchrl_llm.tools import ToolExecutor
 
     executor = ToolExecutor([browser])
@@ -200,7 +200,7 @@ def test_arguments_are_checked_before_the_browser_sees_them(browser):
     ]
     for (result,) in executor.run([[call] for call in calls]):
         assert result.error == "InvalidArguments"
-    theirs = ToolCall("browser", {"action": "scroll", "scroll_amount": 100})
+    theirs = ToolCall("browser", {"action": "scroll", "scroll_amount": 100}, session=0)
     assert not executor.run([[theirs]])[0][0].error
 
 

@@ -291,7 +291,10 @@ class ChatEnv(EnvBase):
 def _batch_size(given: int | Sequence[int] | None) -> torch.Size:
     size = torch.Size((1,) if given is None else (given,) if isinstance(given, int) else given)
     if len(size) != 1 or size[0] < 1:
-        raise ConfigError(f"batch_size must be (B,) with B >= 1, got {tuple(size)}")
+        raise ConfigError(
+            f"batch_size must be B or (B,) with B >= 1, got {tuple(size)}; more dimensions are "
+            "those of SerialEnv, ParallelEnv and collectors"
+        )
     return size
 
 

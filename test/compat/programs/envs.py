@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader
 from torchrl.data.llm import History
-from torchrl.envs import StepCounter, TransformedEnv
+from torchrl.envs import SerialEnv, StepCounter, TransformedEnv
 from torchrl.envs.llm import (
     AddThinkingPrompt,
     ChatEnv,
@@ -17,6 +17,8 @@ from torchrl.envs.llm import (
     DatasetChatEnv,
     GSM8KEnv,
     IFEvalData,
+    LLMEnv,
+    LLMHashingEnv,
     as_nested_tensor,
     as_padded_tensor,
 )
@@ -355,6 +357,68 @@ def nested_rows():
     rows = [TensorDict(a=torch.arange(2)), TensorDict(a=torch.arange(3))]
     td = as_nested_tensor(rows)
     show(td.batch_size, td["a"])
+
+
+# -- batches, devices, workers --------------------------------------------------------------------
+
+
+def a_batch_of_two_dimensions():
+    env = ChatEnv(batch_size=(2, 2))
+    td = env.reset(TensorDict(query=[["a", "b"], ["c", "d"]], batch_size=(2, 2)))
+    show(td["history"].prompt.content)
+
+
+def rows_on_a_device():
+    env = ChatEnv(batch_size=(1,), device="cpu")
+    td = env.reset(queries("One?").to("cpu"))
+    show(str(env.device), str(td.device), td["history"].prompt.content)
+
+
+def environments_in_a_row():
+    env = SerialEnv(2, lambda: ChatEnv(batch_size=(1,), system_prompt="Be brief."))
+    td = env.reset(TensorDict(query=[["One?"], ["Two?"]], batch_size=(2, 1)))
+    show(td.batch_size, [row["history"].prompt.content for row in td.unbind(0)])
+
+
+def a_step_without_a_reply():
+    env = ChatEnv()
+    env.step(env.reset(queries("One?")))
+
+
+def a_reset_of_an_env_that_was_stepped():
+    env = ChatEnv()
+    env.step(answered(env.reset(queries("One?")), "1"))
+    show(env.reset(queries("Two?"))["history"].prompt.content)
+
+
+def the_seed_of_an_env():
+    show(ChatEnv().set_seed(3) is not None)
+
+
+# -- the older environments -----------------------------------------------------------------------
+
+
+def texts_of_the_older_environment():
+    env = LLMEnv(from_text=True, batch_size=(2,))
+    td = env.reset(TensorDict({env.str_key: ["a", "b"]}, batch_size=(2,)))
+    td[env.action_key] = ["1", "2"]
+    show(td[env.str_key], env.step(td)["next", env.str_key])
+
+
+def ids_of_the_older_environment():
+    env = LLMEnv(from_text=False, batch_size=(2,), eos_token_id=0, has_attention=False)
+    ids = torch.arange(4).view(2, 2) + 1
+    td = env.reset(TensorDict({env.token_key: ids}, batch_size=(2,)))
+    td[env.action_key] = torch.full((2, 1), 7)
+    show(env.step(td)["next", env.token_key])
+
+
+def a_tree_of_texts():
+    env = LLMHashingEnv(vocab_size=10, observation_key="observation", text_output=False)
+    td = env.reset(TensorDict(observation=torch.tensor([1, 2]), batch_size=[]))
+    td["action"] = torch.tensor([3])
+    after = env.step(td)["next"]
+    show(sorted(key for key in after.keys() if "hash" in key), after["observation"])
 
 
 # -- transforms -----------------------------------------------------------------------------------

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from typing import ClassVar
 
-from _shared import show
+from _shared import show, tokenizer
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.envs import TransformedEnv
-from torchrl.envs.llm import BrowserTransform, ChatEnv, MCPToolTransform
+from torchrl.envs.llm import BrowserTransform, ChatEnv
 from torchrl.envs.llm.transforms import (
     ExecuteToolsInOrder,
     JSONCallParser,
@@ -23,23 +21,6 @@ from torchrl.envs.llm.transforms import (
     XMLBlockParser,
 )
 from torchrl.envs.llm.transforms.tools import PersistentPythonProcess, ToolTransformBase
-
-with contextlib.suppress(ImportError):
-    import mcp.client.stdio  # noqa: F401  while the standard error is a file that servers inherit
-
-SERVER = """
-from mcp.server import MCPServer
-
-server = MCPServer("sums")
-
-
-@server.tool()
-def double(n: int) -> int:
-    return 2 * n
-
-
-server.run()
-"""
 
 
 class Service:
@@ -286,6 +267,14 @@ def the_pattern_of_simple_tools():
     show(transform.parser, transform.tool_call_pattern)
 
 
+def a_simple_tool_in_text_mode():
+    env = ChatEnv(input_mode="text", tokenizer=tokenizer())
+    env = env.append_transform(SimpleToolTransform({"add": add}))
+    td = env.reset(TensorDict(query=["Go on."], batch_size=(1,)))
+    td["text"].full = [td["text"].prompt[0] + CALL + "<|im_end|>"]
+    show("3" in env.step(td)["next", "text"].prompt[0].split("</tool>")[1])
+
+
 # -- tools of one's own ---------------------------------------------------------------------------
 
 
@@ -382,23 +371,7 @@ def a_python_process():
     process.cleanup()
 
 
-# -- servers --------------------------------------------------------------------------------------
-
-
-def a_tool_of_a_server():
-    servers = {"sums": {"command": sys.executable, "args": ["-c", SERVER]}}
-    transform = MCPToolTransform(servers)
-    prompts = stepped(with_tool(transform), '<tool>sums.double\n{"n": 21}</tool>')
-    transform.close()
-    show(prompts[0].role, "42" in prompts[0].content[-1])
-
-
-def a_tool_of_the_first_server():
-    servers = {"sums": {"command": sys.executable, "args": ["-c", SERVER]}}
-    transform = MCPToolTransform(servers, tool_name="server", timeout=20.0)
-    prompts = stepped(with_tool(transform), '<tool>double\n{"n": 4}</tool>')
-    transform.close()
-    show(prompts[0].role, "8" in prompts[0].content[-1], transform.timeout, transform.tool_role)
+# -- browsers --------------------------------------------------------------------------------------
 
 
 def a_browser_without_a_page():

@@ -13,7 +13,12 @@ from torchrl.data import Composite, Unbounded
 from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs import ChatEnv, DatasetChatEnv
-from torchrl_llm.envs.transforms import DataLoadingPrimer, as_nested_tensor, as_padded_tensor
+from torchrl_llm.envs.transforms import (
+    DataLoadingPrimer,
+    RayDataLoadingPrimer,
+    as_nested_tensor,
+    as_padded_tensor,
+)
 from torchrl_llm.errors import ConfigError, DataError
 
 ROWS = [{"query": letter, "answer": letter.upper()} for letter in "abcde"]
@@ -34,6 +39,28 @@ def test_rows_come_in_order_and_start_over_at_the_end():
     assert list(td["query"]) == list("eab")
     assert list(td["answer"]) == list("EAB")
     assert td["history"].prompt.content == [["e"], ["a"], ["b"]]
+
+
+def test_a_service_is_a_primer_whose_rows_come_from_an_actor(monkeypatch):
+    asked = []
+    module = "torchrl_llm.envs.transforms.ray_dataloading.RayDataLoadingPrimer.__init__"
+    monkeypatch.setattr(module, lambda self, *args, **kwargs: asked.append(kwargs))
+    for arguments in ({"use_ray_service": True}, {"service_backend": "ray", "num_gpus": 1}):
+        assert type(DataLoadingPrimer(ROWS, **arguments)) is RayDataLoadingPrimer
+        assert asked.pop() == arguments
+    assert type(DataLoadingPrimer(ROWS, service_backend="direct")) is DataLoadingPrimer
+    for wrong in ({"service_backend": "redis"}, {"service_backend_options": {"num_cpus": 1}}):
+        with pytest.raises(ConfigError, match="service_backend"):
+            DataLoadingPrimer(ROWS, **wrong)
+
+
+def test_the_primer_answers_for_its_loader():
+    loader = DataLoader(ROWS, batch_size=2)
+    primer = DataLoadingPrimer(loader, repeats=3, group_repeats=True)
+    assert (primer.dataloader, primer.batch_size) == (loader, (6,))
+    assert DataLoadingPrimer(ROWS).batch_size == ()
+    env = ChatEnv(batch_size=(6,)).append_transform(primer)
+    assert env.transform.primers["answer"].shape == (6, -1)
 
 
 def test_repeats_follow_each_other_under_one_group_id():
