@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
@@ -46,6 +47,39 @@ def require_ray(feature: str, *, running: bool = True) -> ModuleType:
             "the cluster of this machine)"
         )
     return ray
+
+
+class RayService:
+    """Base of what TorchRL's ``use_ray_service=True`` puts into an actor: another class is made."""
+
+    in_ray: ClassVar[str]
+    """Path of the class whose work is done in an actor; a subclass of this one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make the other class, if asked."""
+        if kwargs.get("use_ray_service") or kwargs.get("service_backend") == "ray":
+            module, _, name = cls.in_ray.rpartition(".")
+            cls = getattr(import_module(module), name)
+        return super().__new__(cls)
+
+
+def check_service(backend: str | None, options: Mapping[str, Any] | None) -> None:
+    """Refuse TorchRL's arguments of services that are not to be had.
+
+    Args:
+        backend: ``"direct"``, ``"ray"`` or ``None``.
+        options: none, or empty.
+
+    Raises:
+        ConfigError: for another backend, or options.
+    """
+    if backend not in (None, "direct", "ray"):
+        raise ConfigError(f"service_backend must be 'direct' or 'ray', got {backend!r}")
+    if options:
+        raise ConfigError(
+            "service_backend_options must be empty: pass num_cpus, num_gpus and actor_name by "
+            f"their names, got {dict(options)}"
+        )
 
 
 def get(refs: Any, *, timeout_s: float, what: str) -> Any:

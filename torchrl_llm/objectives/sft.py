@@ -211,7 +211,7 @@ class SFTLoss(TokenLoss):
             )
             kl_to_ref_coeff = None
         self.formatter = row_formatter(actor_network, tokenizer, tokenizer_kwargs)
-        self.tokenizer = getattr(self.formatter, "tokenizer", None)
+        self.tokenizer = getattr(self.formatter or actor_network, "tokenizer", None)
         self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
         self.reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length is not False

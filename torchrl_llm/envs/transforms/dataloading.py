@@ -22,7 +22,8 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_llm._registry import FullSignature, import_named
+from torchrl_llm._ray import RayService, check_service
+from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
@@ -265,7 +266,7 @@ def _row_of_tensordict(row: TensorDictBase) -> Row:
     return values
 
 
-class DataLoadingPrimer(Transform):
+class DataLoadingPrimer(RayService, Transform):
     """Fills the reset of an environment with rows of a dataset.
 
     Each row's columns (``query``, ``answer``, ...) become keys of the tensordict, next to
@@ -314,12 +315,7 @@ class DataLoadingPrimer(Transform):
     __signature__ = FullSignature()
     group_key = "group_id"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> DataLoadingPrimer:
-        """Build a primer whose rows come from an actor, if asked."""
-        if kwargs.get("use_ray_service") or kwargs.get("service_backend") == "ray":
-            path = "torchrl_llm.envs.transforms.ray_dataloading.RayDataLoadingPrimer"
-            cls = import_named(path)
-        return super().__new__(cls)
+    in_ray = "torchrl_llm.envs.transforms.ray_dataloading.RayDataLoadingPrimer"
 
     def __init__(
         self,
@@ -338,13 +334,7 @@ class DataLoadingPrimer(Transform):
         worker_id: int | None = None,
     ) -> None:
         super().__init__()
-        if service_backend not in (None, "direct", "ray"):
-            raise ConfigError(f"service_backend must be 'direct' or 'ray', got {service_backend!r}")
-        if service_backend_options:
-            raise ConfigError(
-                "service_backend_options must be empty: pass num_cpus, num_gpus and actor_name by "
-                f"their names, got {dict(service_backend_options)}"
-            )
+        check_service(service_backend, service_backend_options)
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("pass exactly one of dataloader and dataloader_factory")
         if repeats is not None and repeats < 1:

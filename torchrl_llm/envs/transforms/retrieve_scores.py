@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData
+from tensordict import NonTensorData, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
@@ -171,6 +171,11 @@ class RetrieveLogProb(RowTransform):
         self._models = (model, scorer)  # a tuple hides it from nn.Module, see the class
         self.log_probs_full_key = log_probs_full_key
         self.formatter = row_formatter(model, tokenizer, tokenizer_kwargs)
+        self.tokenizer = getattr(self.formatter or model, "tokenizer", None)
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        self.padding_side = padding_side
+        self.in_keys = list(getattr(model, "in_keys", None) or [("tokens", "full")])
+        self.out_keys = [log_probs_full_key]
         self.assistant_only = assistant_only
         self.detach = detach
         self.temperature_key = temperature_key
@@ -186,6 +191,10 @@ class RetrieveLogProb(RowTransform):
     def written(self) -> Path:
         """Where the log-probs are."""
         return self.log_probs_full_key if self.root else ("next", *self.log_probs_full_key)
+
+    def is_written(self, row: TensorDictBase) -> bool:
+        """Whether the log-probs are there; called by hand, it scores again, as TorchRL's does."""
+        return self.__dict__.get("_container") is not None and super().is_written(row)
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
         """The log-probs."""

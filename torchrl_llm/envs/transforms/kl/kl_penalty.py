@@ -19,6 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._ray import RayService, check_service
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.kl_controllers import ConstantKLController, KLController
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
@@ -110,6 +111,7 @@ class KLTransform(RowTransform):
             if len(key) != 2 or key[0] != "next":
                 raise ConfigError(f"a reward is at ('next', name), got {key!r}")
         self.kl_key = kl_key
+        self.out_keys = [kl_key, self.penalised_key[1]] if add_to_reward else [kl_key]
 
     @abstractmethod
     def sources(self, rows: RowView) -> Sources:
@@ -285,8 +287,11 @@ class KLComputation(KLTransform):
     ) -> None:
         super().__init__(**kwargs)
         check_padding_side(padding_side)
+        self.padding_side = padding_side
         self.gen_log_probs_full_key = as_path(gen_log_probs_full_key)
         self.ref_log_probs_full_key = as_path(ref_log_probs_full_key)
+        read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key]
+        self.in_keys = [*read, self.reward_key[1]] if self.add_to_reward else read
 
     def sources(self, rows: RowView) -> Sources:
         """The two columns."""
@@ -306,7 +311,7 @@ def _first_of(rows: RowView, first: Path, second: Path, advice: str) -> list[Ten
 _RECORDED = "from_collector"
 
 
-class RetrieveKL(KLTransform):
+class RetrieveKL(RayService, KLTransform):
     """Scores rows with a reference (and with a policy), measures and penalises the divergence.
 
     The reference's log-probs are kept under ``("next", *ref_log_probs_full_key)``, where losses
@@ -331,6 +336,9 @@ class RetrieveKL(KLTransform):
             by default ``("log_probs", "full")`` in the row, or ``("gen_log_probs", "full")`` under
             ``"next"``.
         ref_log_probs_full_key: where those of the reference go.
+        use_ray_service: make a :class:`RayRetrieveKL`, with its arguments.
+        service_backend: ``"ray"`` is the same; ``"direct"`` is the default.
+        service_backend_options: must be empty: the actor's are arguments of their own.
         kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
@@ -355,6 +363,7 @@ class RetrieveKL(KLTransform):
     """
 
     __signature__ = FullSignature()
+    in_ray = "torchrl_llm.envs.transforms.kl.ray_kl.RayRetrieveKL"
 
     def __init__(
         self,
@@ -371,8 +380,12 @@ class RetrieveKL(KLTransform):
         padding_side: Literal["left", "right"] = "left",
         gen_log_probs_full_key: NestedKey | None = None,
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        use_ray_service: bool = False,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_service(service_backend, service_backend_options)
         super().__init__(**kwargs)
         if gen_model_factory is not None:
             if gen_model != _RECORDED:
@@ -389,6 +402,10 @@ class RetrieveKL(KLTransform):
         self.reference = RetrieveLogProb(
             made(ref_model, ref_model_factory), log_probs_full_key=ref_log_probs_full_key, **options
         )
+        self.in_keys = [*self.reference.in_keys]
+        if self.add_to_reward:
+            self.in_keys.insert(0, self.reward_key[1])
+        self.out_keys = [*self.out_keys, ref_log_probs_full_key]
         self.generator = None
         self.gen_log_probs_full_key = gen_log_probs_full_key or ("log_probs", "full")
         if not isinstance(gen_model, str):
@@ -466,6 +483,9 @@ class KLRewardTransform(RetrieveKL):
         padding_side: without effect, log-probs stand where the tokens stand.
         reduction: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         estimator: see there.
+        use_ray_service: make a :class:`RayKLRewardTransform`, with its arguments.
+        service_backend: see :class:`RetrieveKL`.
+        service_backend_options: see there.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
@@ -480,6 +500,9 @@ class KLRewardTransform(RetrieveKL):
         >>> sorted(env.reset()["kl_penalty"].keys())
         ['coeff', 'full', 'mean', 'sum']
     """
+
+    DEFAULT_IN_KEYS = ("reward",)
+    in_ray = "torchrl_llm.envs.transforms.kl.ray_kl.RayKLRewardTransform"
 
     def __init__(
         self,
@@ -498,12 +521,15 @@ class KLRewardTransform(RetrieveKL):
         padding_side: Literal["left", "right"] = "left",
         reduction: KLReduction = "sum",
         estimator: KLEstimator = "k1",
+        use_ray_service: bool = False,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         if coeff is not None:
             if coef != 1.0:
                 raise ConfigError(f"coef and coeff are one thing: got {coef} and {coeff}, give one")
             coef = coeff
-        in_keys = ["reward"] if in_keys is None else list(in_keys)
+        in_keys = list(self.DEFAULT_IN_KEYS if in_keys is None else in_keys)
         out_keys = in_keys if out_keys is None else list(out_keys)
         if len(in_keys) != 1 or len(out_keys) not in (1, 3):
             raise ConfigError(
@@ -527,4 +553,43 @@ class KLRewardTransform(RetrieveKL):
             reward_key=("next", in_keys[0]),
             penalised_key=("next", names[0]),
             kl_key=names[1],
+            use_ray_service=use_ray_service,
+            service_backend=service_backend,
+            service_backend_options=service_backend_options,
         )
+        self.out_keys = names
+
+    @property
+    def coef(self) -> float:
+        """The present coefficient."""
+        return self.coeff
+
+    @property
+    def log_prob_full_key(self) -> NestedKey:
+        """Where the policy recorded its log-probs."""
+        return self.gen_log_probs_full_key
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference, as given."""
+        return self.reference.model
+
+    @property
+    def pad_output(self) -> bool:
+        """Whether the reference writes padded tensors."""
+        return bool(getattr(self.ref_model, "pad_output", False))
+
+    @property
+    def assistant_only(self) -> bool:
+        """Whether the assistant's tokens alone are scored."""
+        return self.reference.assistant_only
+
+    @property
+    def tokenizer(self) -> Any:
+        """What encodes rows that have conversations alone."""
+        return self.reference.tokenizer
+
+    @property
+    def padding_side(self) -> str:
+        """As given; without effect."""
+        return self.reference.padding_side
