@@ -84,12 +84,12 @@ def make_env(mode, tokenizer, num_rows, **template):
     return env.append_transform(ToolTransform([Echo()], EveryTurnCalls(), max_auxiliary_turns=99))
 
 
-@pytest.mark.parametrize("template", ["chatml_format", "qwen", "qwen3", "llama"])
+@pytest.mark.parametrize("template", ["chatml_format", "qwen", "qwen3", "llama3"])
 def test_sampled_conversations_with_tools_only_grow_and_agree_in_all_modes(
     template, make_tokenizer, make_tiny_model
 ):
     extra = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>"]
-    llama = template == "llama"
+    llama = template == "llama3"
     tokenizer = make_tokenizer(
         extra=extra if llama else (), eos="<|eot_id|>" if llama else "<|im_end|>"
     )

@@ -66,7 +66,8 @@ END = {
     "chatml_format": "<|im_end|>",
     "qwen": "<|im_end|>",
     "qwen3": "<|im_end|>",
-    "llama": "<|eot_id|>",
+    "llama": "<|eot|>",
+    "llama3": "<|eot_id|>",
     "dialogpt": "<|endoftext|>",
     "falcon": "<|endoftext|>",
     "deepseek": "<｜end▁of▁sentence｜>",
@@ -113,7 +114,7 @@ def test_qwen_joins_the_results_of_one_step_into_one_user_turn():
     )
 
 
-@pytest.mark.parametrize("name", ["qwen", "chatml_format", "llama"])
+@pytest.mark.parametrize("name", ["qwen", "chatml_format", "llama", "llama3"])
 def test_tools_are_declared_in_the_system_message(name):
     text, _ = spans(name, [{"role": "system", "content": "Be brief."}, *TALK], tools=[TOOL])
     assert text.count("system") == 1
@@ -143,7 +144,7 @@ REFUSED = {
         *([] if name == "qwen3" else [REASONED]),
         *([RESULT, CALLS] if name in ("falcon", "deepseek", "dialogpt") else []),
         *([SYSTEM] if name in ("deepseek", "dialogpt") else []),
-        *([TWO_CALLS, CALL_AND_TEXT] if name == "llama" else []),
+        *([TWO_CALLS, CALL_AND_TEXT] if name.startswith("llama") else []),
         *([{**CALLS, "role": "user"}] if name == "qwen" else []),
     ]
     for name in FAMILIES
@@ -211,7 +212,7 @@ def test_the_tokenizers_own_template_beats_the_family(make_tokenizer):
         ("microsoft/DialoGPT-medium", "dialogpt"),
         ("tiiuae/falcon-7b-instruct", "falcon"),
         ("deepseek-ai/deepseek-coder-6.7b-base", "deepseek"),
-        ("/data/models/meta-llama/Llama-2-7b", "llama"),
+        ("/data/models/meta-llama/Llama-2-7b", "llama3"),
         ("facebook/opt-125m", "chatml_format"),
         ("", "chatml_format"),
     ],

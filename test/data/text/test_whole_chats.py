@@ -53,7 +53,7 @@ def test_defect_01_the_end_of_turn_token_is_in_the_assistant_mask(name, make_tok
     specials = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
     tokenizer = make_tokenizer(vocab_size=300, extra=specials)
     row = encode(History.from_chats(TALK), tokenizer, chat_template_name=name)
-    end = "<|eot_id|>" if name == "llama" else "<|im_end|>"
+    end = {"llama": "<|eot|>", "llama3": "<|eot_id|>"}.get(name, "<|im_end|>")
     lead = " " if name in ("falcon", "deepseek") else ""
     assert masked(row, tokenizer) == f"{lead}yes{end}{lead}no{end}"
     assert row["input_ids"].tolist().count(tokenizer.convert_tokens_to_ids(end)) >= 2
@@ -173,7 +173,7 @@ def test_ids_decode_to_the_text_and_the_mask_to_the_answers(contents, which, tok
             tokenizer=tokenizer, tokenize=False, add_generation_prompt=False, strict=False, **named
         )
         assert tokenizer.decode(row["input_ids"]) == text
-        end = "<|eot_id|>" if which == "llama" else "<|im_end|>"
+        end = {"llama": "<|eot|>", "llama3": "<|eot_id|>"}.get(which, "<|im_end|>")
         lead = " " if which in ("falcon", "deepseek") else ""
         answers = "".join(f"{lead}{content}{end}" for content in contents[1::2])
         assert masked(row, tokenizer) == answers

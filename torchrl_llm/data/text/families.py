@@ -231,6 +231,13 @@ _LLAMA_TEXT = (
 """
 )
 
+# Llama 4 writes other marks around the same turns.
+_LLAMA_4_TEXT = (
+    _LLAMA_TEXT.replace("start_header_id", "header_start")
+    .replace("end_header_id", "header_end")
+    .replace("eot_id", "eot")
+)
+
 _DIALOGPT_TEXT = (
     _MACROS
     + _NO_TOOLS
@@ -483,7 +490,7 @@ _QWEN3 = replace(
     doubts={**_QWEN.doubts, "assistant": r"<tool_call>|</?think>"},
 )
 _LLAMA = InverseParser(
-    family="llama",
+    family="llama3",
     header=r"<\|start_header_id\|>(?P<role>[^\W\d]\w*)<\|end_header_id\|>\n\n",
     ends={None: (r"<\|eot_id\|>", "")},
     bos=True,
@@ -492,6 +499,14 @@ _LLAMA = InverseParser(
     marks=("<|start_header_id|>", "<|eot_id|>"),
     tags=('"name"', LLAMA_TOOLS[0]),
     doubts={None: r"<\|(?:start_header_id|end_header_id|eot_id)\|>"},
+)
+_LLAMA_4 = replace(
+    _LLAMA,
+    family="llama",
+    header=r"<\|header_start\|>(?P<role>[^\W\d]\w*)<\|header_end\|>\n\n",
+    ends={None: (r"<\|eot\|>", "")},
+    marks=("<|header_start|>", "<|eot|>"),
+    doubts={None: r"<\|(?:header_start|header_end|eot)\|>"},
 )
 _DIALOGPT = AlternatingParser(family="dialogpt", header="", ends={})
 _FALCON = InverseParser(
@@ -520,6 +535,7 @@ FAMILIES: dict[str, TemplateSpec] = {
         _family(_CHATML, _CHATML_TEXT, CHATML_TOOLS, results=_CHATML_RESULTS),
         _family(_QWEN, _CHATML_TEXT, CHATML_TOOLS, results=_QWEN_RESULTS, keywords=("qwen",)),
         _family(_QWEN3, _CHATML_TEXT, CHATML_TOOLS, results=_QWEN_RESULTS, think=_QWEN3_THINK),
+        _family(_LLAMA_4, _LLAMA_4_TEXT, LLAMA_TOOLS, keywords=("llama-4", "llama4")),
         _family(_LLAMA, _LLAMA_TEXT, LLAMA_TOOLS, keywords=("llama",)),
         _family(_DIALOGPT, _DIALOGPT_TEXT, keywords=("dialogpt",)),
         _family(_FALCON, _FALCON_TEXT, keywords=("falcon",)),
@@ -545,6 +561,8 @@ def parser_for_template(template: str) -> InverseParser | None:
             return BUILTIN_PARSERS[name]
     if "<|start_header_id|>" in template and "<|eot_id|>" in template:
         return _LLAMA
+    if "<|header_start|>" in template and "<|eot|>" in template:
+        return _LLAMA_4
     if "<|im_start|>" in template and "<|im_end|>" in template and "<|im_sep|>" not in template:
         return _QWEN if "<tool_response>" in template else _CHATML
     return None
