@@ -51,6 +51,7 @@ def masked(row, tokenizer):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_defect_01_the_end_of_turn_token_is_in_the_assistant_mask(name, make_tokenizer):
     specials = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+    specials += ("<|eot|>", "<|header_start|>", "<|header_end|>")
     tokenizer = make_tokenizer(vocab_size=300, extra=specials)
     row = encode(History.from_chats(TALK), tokenizer, chat_template_name=name)
     end = {"llama": "<|eot|>", "llama3": "<|eot_id|>"}.get(name, "<|im_end|>")
