@@ -8,7 +8,7 @@ from objectives.rows_helper import TableActor, make_row, make_rows, pad
 from tensordict import TensorDict
 
 from torchrl_llm.data.history import History
-from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.ragged import lazy_rows, write_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import token_log_probs
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
@@ -197,6 +197,18 @@ class TestConversations:
         assert learnt == ["fox<|im_end|>", "fox<|im_end|>The dog.<|im_end|>"]
         loss(self.rows()).total_loss().backward()
         tiny_model.zero_grad()
+
+    def test_masks_beside_conversations_say_what_is_learnt(self, tokenizer, tiny_model):
+        loss = SFTLoss(CausalScorer(tiny_model), tokenizer=tokenizer)
+        masks = loss.select(self.rows()).select
+        for mask in masks:
+            mask[: mask.nonzero()[-1]] = False
+        rows = lazy_rows(list(self.rows().unbind(0)))
+        write_rows(rows, ("masks", "all_assistant_mask"), masks)
+        assert loss.select(rows).counts == [1, 1]
+        write_rows(rows, ("masks", "all_assistant_mask"), [mask[:-1] for mask in masks])
+        with pytest.raises(DataError, match="one value per token"):
+            loss(rows)
 
     def test_rows_that_are_a_lazy_stack_are_encoded_alike(self, tokenizer, tiny_model):
         loss = SFTLoss(CausalScorer(tiny_model), tokenizer=tokenizer)

@@ -61,7 +61,8 @@ class Tokens(TensorClass["nocast"], _View):
     Attributes:
         prompt: int64 ``[B, P]``; padded on the left when dense.
         response: int64 ``[B, R]``; padded on the right when dense.
-        full: int64 ``[B, T]``, prompt and response without a gap; padded on the right when dense.
+        full: int64 ``[B, T]``, prompt and response without a gap; when dense the two side by side,
+            ``full[:, P:]`` is the response.
         finish_reason: int8 ``[B]``, codes of :class:`~torchrl_llm.data.enums.FinishReason`.
         temperature: float32 ``[B]``, temperature that the response was sampled at (1.0 for greedy).
         truncated_support: bool ``[B]``, whether top-k, top-p or min-p cut the distribution and the

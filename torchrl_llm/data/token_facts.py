@@ -61,8 +61,8 @@ class TokenFact:
             ``(node, "prompt")``; any other key is the same for both.
         default: value of tokens that were not sampled or for which no value was given; ``None``
             where each token has one by itself.
-        padding: what fills padded columns. ``full`` and what is aligned with it are padded on the
-            right, ``prompt`` on the left.
+        padding: what fills padded columns. ``prompt`` is padded on the left and ``response`` on the
+            right; ``full`` and what is aligned with it are the two side by side.
         join: how :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of a
             trajectory. ``"turns"``: each turn's own values at its response, the last turn's at all
             other tokens; ``"last"``: the last turn's column as it is.

@@ -365,7 +365,17 @@ class SFTLoss(TokenLoss):
         encoded = encode_rows(history.chats, self.formatter, "SFTLoss")
         td = TensorDict(batch_size=tensordict.batch_size)
         write_rows(td, keys.action, encoded.token_ids)
-        write_rows(td, keys.assistant_mask, encoded.assistant)
+        masks = encoded.assistant
+        own = read_rows(tensordict, keys.assistant_mask, None)
+        if own is not None:
+            masks = [mask.bool() for mask in own]
+            wanted, got = [list(map(len, part)) for part in (encoded.token_ids, masks)]
+            if wanted != got:
+                raise DataError(
+                    f"{keys.assistant_mask!r} must have one value per token: the conversations "
+                    f"are encoded as {wanted[:8]} tokens, and the masks have {got[:8]} values"
+                )
+        write_rows(td, keys.assistant_mask, masks)
         return td
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:

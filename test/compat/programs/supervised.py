@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _rows import gradient_norm
+from _rows import gradient_norm, masked
 from _shared import CHAT, OTHER, model, show, tokenizer
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
@@ -205,3 +205,19 @@ def the_estimate_of_the_divergence():
 def distillation_attributes():
     loss = DistillationLoss(reader(), tokenizer())
     show(loss.reduction, loss.normalize_by_seq_length, loss.assistant_only)
+
+
+def sft_of_conversations_with_a_mask_of_ones_own():
+    masks = [m.clone() for m in numbers_of_masks()]
+    for mask in masks:
+        mask[:-6], mask[-5:] = False, False
+    rows = lazy_stack([masked(r, m) for r, m in zip(taught().unbind(0), masks, strict=True)])
+    rows = [
+        r.set(("masks", "all_attention_mask"), torch.ones_like(m))
+        for r, m in zip(rows.unbind(0), masks, strict=True)
+    ]
+    show(SFTLoss(reader(), tokenizer())(lazy_stack(rows)).loss_sft)
+
+
+def numbers_of_masks():
+    return scored().get(("masks", "all_assistant_mask"), as_list=True)

@@ -28,15 +28,18 @@ def test_both_do_what_their_local_forms_do():
     ray = pytest.importorskip("ray")
     start_ray(ray, num_cpus=2)
     rows = lazy_rows([make_row([0.0, -0.5, -0.5]), make_row([0.0, -0.25])])
-    one, free = Scorer(0.5), {"num_cpus": 0}
+    # The second finds the reference that the first has started, as environments share one.
+    one, free = Scorer(0.5), {"num_cpus": 0, "actor_name": "kl-reference"}
+    asked = {"use_ray_service": True, **free}
     pairs = [
         (RetrieveKL(one, Scorer()), RayRetrieveKL(one, Scorer(), **free)),
-        (KLRewardTransform(Scorer()), RayKLRewardTransform(ref_model_factory=Scorer, **free)),
+        (KLRewardTransform(Scorer()), KLRewardTransform(ref_model_factory=Scorer, **asked)),
     ]
     try:
         for local, remote in pairs:
             expected, found = local(rows.clone()), remote(rows.clone())
             assert divergences(found) == divergences(expected)
             assert rewards(found) == rewards(expected)
+        assert isinstance(pairs[1][1], RayKLRewardTransform)
     finally:
         ray.shutdown()

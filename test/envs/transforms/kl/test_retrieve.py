@@ -10,7 +10,7 @@ from envs.transforms.kl.kl_helper import Scorer, divergences, make_row, rewards
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.transforms import KLRewardTransform, RetrieveKL
+from torchrl_llm.envs.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import AdapterDisabled, TransformersBackend, load_model
 from torchrl_llm.objectives import GRPOLoss
@@ -71,6 +71,16 @@ def test_a_buffer_scores_once_with_the_rows_and_the_loss_finds_the_reference():
     assert rewards(buffer[:]) == [pytest.approx([0.8])]
     key = GRPOLoss.default_keys().ref_log_probs
     assert buffer[0].get(key).tolist() == [0, -1, -2]
+
+
+def test_called_by_hand_it_scores_again_and_a_buffer_does_not():
+    rows = lazy_rows([make_row([0.0, -0.5, -0.5], [0.0, -9.0, -9.0])])
+    score = RetrieveLogProb(Scorer(0.25), assistant_only=False)
+    key = ("next", "ref_log_probs", "full")
+    buffer = ReplayBuffer(transform=RetrieveLogProb(Scorer(0.25), assistant_only=False))
+    buffer.extend(rows)
+    assert buffer[0][key].tolist() == [0.0, -9.0, -9.0]
+    assert score(rows)[0][key].tolist() != [0.0, -9.0, -9.0]
 
 
 def test_the_policy_without_its_adapters_is_at_no_distance_before_training():
