@@ -19,6 +19,8 @@ from data.text.zoo import Specimen
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.data.text.templates import resolve_template
+from torchrl_llm.data.text.whole_chats import read_text
 from torchrl_llm.errors import TorchRLLLMError
 
 _MARKS = re.compile(
@@ -139,12 +141,14 @@ class Trial:
             self.report.refused.append(f"chat: {error}")
         else:
             self.dialogues(plain)
+            self.texts(plain)
         try:
             with_tools = ChatFormatter(self.tokenizer, tools=TOOLS, debug=True)
         except TorchRLLLMError as error:
             self.report.refused.append(f"tools: {error}")
         else:
             self.loops(with_tools)
+            self.texts(with_tools)
         return self.report
 
     def dialogues(self, formatter: ChatFormatter) -> None:
@@ -167,6 +171,37 @@ class Trial:
                 label = f"{item['label']} after {len(head)}"
                 self.step(formatter, head, item["message"], [RESULT], FinishReason.STOP, label)
         self.step(formatter, [USER, CALLING, RESULT], ANSWER, [MORE], FinishReason.STOP, "result")
+
+    def texts(self, formatter: ChatFormatter) -> None:
+        """Whole texts, read back without ids where the template is of a family that is known."""
+        spec = resolve_template(None, chat_template=formatter.chat_template)
+        called = formatter.tools is not None
+        chats = [[USER, CALLING, RESULT, ANSWER]] if called else [[USER, ANSWER], [USER, THINKING]]
+        for chat in chats if spec.inverse_parser is not None else ():
+            counts, message = self.report.counts, chat[1]
+            if message is THINKING and formatter.probe.reasoning is None:
+                continue
+            try:
+                text = formatter.render(chat, add_generation_prompt=False)
+                read = read_text(text, spec, self.tokenizer).messages
+            except TorchRLLLMError as error:
+                self.report.refused.append(f"text: {error}")
+                continue
+            if message is THINKING and THINKING["reasoning_content"] not in text:
+                continue
+            counts["texts"] += 1
+            said = read[-1]
+            calls = [c["function"] for m in read for c in m.get("tool_calls", [])]
+            wanted = [c["function"] for c in message.get("tool_calls", [])]
+            thought = said.get("reasoning_content") or ""
+            if (
+                said["content"].strip() == ANSWER["content"]
+                and calls == wanted
+                and thought.strip() == message.get("reasoning_content", "")
+            ):
+                counts["texts read"] += 1
+            else:
+                self.report.faults.append(f"text {text[-200:]!r} read as {read[-3:]}")
 
     def step(self, formatter, head, wanted, new, finish, label) -> None:
         """Sample a turn as the template writes it, read it, go on."""

@@ -12,9 +12,11 @@ from torchrl_llm.data.history import History, add_chat_template, remove_chat_tem
 from torchrl_llm.data.text.families import (
     BUILTIN_PARSERS,
     BUILTIN_TEMPLATES,
-    parser_for_template,
     split_tool_calls,
 )
+from torchrl_llm.data.text.published_texts import parser_for_template
+from torchrl_llm.data.text.templates import resolve_template
+from torchrl_llm.data.text.whole_chats import read_text
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
 
 FAMILIES = sorted(BUILTIN_TEMPLATES)
@@ -354,3 +356,69 @@ def test_a_users_parser_may_return_messages_or_a_history_and_strict_renders_agai
             read("user> a\n", "lines")
     finally:
         remove_chat_template("lines")
+
+
+# How the calls of two published families are written, in templates of our own.
+_PUBLISHED = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
+    "{%- if m.reasoning_content is string -%}{{- '<think>\n' + m.reasoning_content "
+    "+ '\n</think>\n\n' -}}{%- endif -%}{{- m.content -}}CALLS{{- '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"
+)
+_IN_TAGS = (
+    "{%- for c in m.tool_calls or [] -%}"
+    "{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' -}}"
+    "{%- for k, v in c.function.arguments | items -%}{{- '<parameter=' + k + '>\n' + v | string + "
+    "'\n</parameter>\n' -}}{%- endfor -%}{{- '</function>\n</tool_call>' -}}{%- endfor -%}"
+)
+_AS_PYTHON = (
+    "{%- for c in m.tool_calls or [] -%}{{- '<|do|>[' + c.function.name + '(' -}}"
+    "{%- for k, v in c.function.arguments | items -%}{{- k + '=' + (v | tojson) -}}{%- endfor -%}"
+    "{{- ')]<|done|>' -}}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize("calls", [_IN_TAGS, _AS_PYTHON])
+def test_texts_of_published_templates_are_read_with_their_thoughts_and_calls(calls):
+    template = _PUBLISHED.replace("CALLS", calls)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}
+    said = {"role": "assistant", "content": "So.", "reasoning_content": "let me\nsee"}
+    history = History.from_chats(
+        [[{"role": "user", "content": "hi"}, {**said, "tool_calls": [call]}]]
+    )
+    options = {"chat_template": template, "tokenize": False}
+    for prompt in (False, True):
+        (text,) = history.apply_chat_template(**options, add_generation_prompt=prompt)
+        read = History.from_text([text], chat_template=template, strict=True)
+        assert (read == history).all()
+    broken = text.replace("</parameter>", "").replace("<|done|>", "")
+    message = read_text(broken, resolve_template(None, template)).messages[1]
+    assert message["tool_call_errors"]
+
+
+def test_strict_reading_of_a_published_template_writes_the_messages_again():
+    template = _PUBLISHED.replace("m.content", "(m.content | trim)").replace("CALLS", "")
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    assert History.from_text(text, chat_template=template, strict=True).content == ["hi"]
+    text = text.replace("hi", " hi")
+    assert History.from_text(text, chat_template=template).content == [" hi"]
+    with pytest.raises(AmbiguousTextError, match="writes the messages that were read as"):
+        History.from_text(text, chat_template=template, strict=True)
+
+
+def test_a_published_template_that_writes_more_into_an_answer_is_not_read():
+    more = "('>>>all\n' if m.role == 'assistant' else '') + m.content"
+    template = _PUBLISHED.replace("m.content", more)
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    with pytest.raises(TemplateError, match=r"writes an answer as '>>>all"):
+        History.from_text(text, chat_template=template.replace("CALLS", ""))
+
+
+def test_an_end_of_text_at_the_beginning_of_a_system_message_is_its_content():
+    chat = [
+        {"role": "system", "content": "<|endoftext|>Be kind."},
+        {"role": "user", "content": "hi"},
+    ]
+    history = History.from_chats([chat])
+    (text,) = render(history, "deepseek")
+    assert (read([text], "deepseek") == history).all()

@@ -524,6 +524,7 @@ _DEEPSEEK = InverseParser(
     headless="system",
     eos="<｜end▁of▁sentence｜>",
     bos=True,
+    own_bos="<｜begin▁of▁sentence｜>",
     roles={"User": "user", "Assistant": "assistant"},
     marks=("User:", "Assistant:", *KNOWN_BOS),
     doubts={None: r"EOS|\n\n(?:User: |Assistant:)"},
@@ -549,23 +550,6 @@ BUILTIN_PARSERS: dict[str, InverseParser] = {
     name: spec.inverse_parser for name, spec in FAMILIES.items()
 }
 FAMILY_KEYWORDS = {name: spec.keywords for name, spec in FAMILIES.items() if spec.keywords}
-
-
-def parser_for_template(template: str) -> InverseParser | None:
-    """The parser that reads a template's text, told by the marks that the template writes.
-
-    ``None`` for a template of no built-in family.
-    """
-    for name, text in BUILTIN_TEMPLATES.items():
-        if template == text:
-            return BUILTIN_PARSERS[name]
-    if "<|start_header_id|>" in template and "<|eot_id|>" in template:
-        return _LLAMA
-    if "<|header_start|>" in template and "<|eot|>" in template:
-        return _LLAMA_4
-    if "<|im_start|>" in template and "<|im_end|>" in template and "<|im_sep|>" not in template:
-        return _QWEN if "<tool_response>" in template else _CHATML
-    return None
 
 
 # -- templates that never rewrite history ---------------------------------------------------------

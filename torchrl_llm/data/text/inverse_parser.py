@@ -40,6 +40,8 @@ class InverseParser:
         headless: role of a text before the first header (``None``: there is none).
         eos: the end-of-sequence token where no tokenizer gives one.
         bos: whether the text may begin with a beginning-of-sequence token.
+        own_bos: that token where no tokenizer gives one, of a family whose text may begin with a
+            content.
         roles: spelling of a role in the text to its name in a message.
         hook: turns raw messages into final ones (tool calls, tool results, declared tools).
         marks: strings that can make a content read as a turn.
@@ -61,6 +63,7 @@ class InverseParser:
     headless: str | None = None
     eos: str = "<|endoftext|>"
     bos: bool = False
+    own_bos: str = ""
     roles: dict[str, str] = field(default_factory=dict)
     hook: Hook | None = None
     marks: tuple[str, ...] = ()
@@ -116,8 +119,12 @@ class InverseParser:
         return next((known for known in _KNOWN_EOS if known in text), self.eos)
 
     def _without_bos(self, text: str, bos_token: str | None) -> str:
-        for bos in (bos_token,) if bos_token else KNOWN_BOS:
-            if self.bos and text.startswith(bos):
+        # Without a tokenizer, another mark in front of a text without header is its content.
+        known = (
+            (bos_token,) if bos_token else KNOWN_BOS if self.headless is None else (self.own_bos,)
+        )
+        for bos in known:
+            if self.bos and bos and text.startswith(bos):
                 return text[len(bos) :]
         return text
 

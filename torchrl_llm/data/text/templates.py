@@ -18,8 +18,8 @@ from torchrl_llm.data.text.families import (
     FAMILIES,
     InverseParser,
     TemplateSpec,
-    parser_for_template,
 )
+from torchrl_llm.data.text.published_texts import parser_for_template
 from torchrl_llm.data.text.renderer import has_generation
 from torchrl_llm.errors import TemplateError
 

@@ -183,8 +183,10 @@ def read_text(
         text: the text of one conversation.
         spec: its template.
         tokenizer: names the end-of-sequence token.
-        strict: raise on text that can be read in two ways. Of a user's parser nothing is known but
-            that its messages, written again, must give the same text.
+        strict: raise on text that can be read in two ways. This is known of the built-in
+            templates only: of any other, and of a user's parser, that the messages which were read
+            give the same text when they are written again. What the template leaves out of a text
+            (earlier thoughts, white space, the types of untyped arguments) no reading brings back.
 
     Raises:
         TemplateError: the template has no inverse parser, or the text is not of this template.
@@ -198,7 +200,10 @@ def read_text(
         )
     if isinstance(parser, InverseParser):
         bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
-        return chat_of(parser.parse(text, bos_token=bos, eos_token=eos, strict=strict), "message")
+        chat = chat_of(parser.parse(text, bos_token=bos, eos_token=eos, strict=strict), "message")
+        if strict and not spec.builtin:
+            _refuse_other_text(text, chat, spec, tokenizer)
+        return chat
     found = parser(text)
     if not is_tensorclass(found):
         chat = chat_of(found, "message")
@@ -208,14 +213,26 @@ def read_text(
             raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
         chat = chats[0]
     if strict:
-        prompts = (False, True)
-        again = [render_chats([chat], spec, tokenizer, add_generation_prompt=p)[0] for p in prompts]
-        if text not in again:
-            raise AmbiguousTextError(
-                f"the parser of {spec.name!r} reads messages that the template writes as "
-                f"{again[0][:200]!r}, not as {text[:200]!r}"
-            )
+        _refuse_other_text(text, chat, spec, tokenizer)
     return chat
+
+
+def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any) -> None:
+    """Raise where the template does not write the messages that were read as this very text."""
+    again: list[str] = []
+    try:
+        for prompt in (False, True):
+            again += render_chats(
+                [chat], spec, tokenizer, add_generation_prompt=prompt, strict=False
+            )
+    except TemplateError as error:
+        again = again or [f"nothing: {error}"]
+    if text not in again:
+        raise AmbiguousTextError(
+            f"the template {spec.name!r} writes the messages that were read as "
+            f"{again[0][:200]!r}, not as {text[:200]!r}; parse with strict=False to take them, or "
+            "keep token ids"
+        )
 
 
 # -- one template with one tokenizer --------------------------------------------------------------
