@@ -7,6 +7,7 @@ from importlib import import_module
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from docutils.parsers.rst.directives.tables import CSVTable
 from sphinx.util.nodes import make_refnode
 
 import torchrl_llm
@@ -81,6 +82,17 @@ def _link_through_exports(app, env, node, contnode):
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode)
 
 
+class Differences(CSVTable):
+    """A table of ``coming_from_torchrl/``: other results first, without what holds each row."""
+
+    def parse_csv_data_into_rows(self, csv_data, dialect, source):
+        rows, _ = super().parse_csv_data_into_rows(csv_data, dialect, source)
+        order = ["other", "refused", "works", "", "missing"]
+        rows.sort(key=lambda row: order.index(k) if (k := "".join(row[1][3])) in order else -1)
+        return [row[:-1] for row in rows], 4
+
+
 def setup(app):
+    app.add_directive("differences", Differences)
     app.connect("autodoc-skip-member", _skip_what_is_not_ours)
     app.connect("missing-reference", _link_through_exports)

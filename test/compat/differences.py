@@ -56,8 +56,7 @@ class Row(NamedTuple):
         """What the row names and is not there (any more)."""
         alive = [each.id for each in found if self.kind in ("", each.kind)]
         gone = [each for each in self.patterns if not any(_matches(id_, each) for id_ in alive)]
-        gone += [each for each in self.held_by if "::" in each and not _is_a_test(each)]
-        return gone or ([] if self.held_by else ["nothing"])
+        return gone + [each for each in self.held_by if "::" in each and not _is_a_test(each)]
 
 
 def _matches(id_: str, pattern: str) -> bool:

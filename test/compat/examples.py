@@ -2,8 +2,9 @@
 
 ``python test/compat/examples.py [page.rst ...]`` takes the examples out of the docstrings of
 ``torchrl``'s LLM modules (and out of further pages) while it runs, puts the embedded model and
-small datasets where an example names others, and runs each by both import roots. It prints a line
-for each example, and counts; ``docs/source/coming_from_torchrl.rst`` quotes them.
+small datasets where an example names others (with the package ``datasets``), and runs each by both
+import roots, without engines. It prints a line for each example, and counts, which the page
+"Coming from TorchRL" quotes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ sys.path.insert(0, str(HERE))
 ROOMS = ("data", "modules", "envs", "objectives", "collectors", "weight_update")
 # Modules of language models that TorchRL keeps outside its ``llm`` folders.
 BESIDE = ("modules/models/llm.py", "envs/custom/llm.py", "data/replay_buffers/samplers/llm.py")
-MODEL_NAME = re.compile(r"""(["'])(?:gpt2|GPT2|[\w.-]+/(?:Qwen|Llama|opt|gpt|GPT|Mistral)[\w.-]*)\1""")
+MODEL_NAME = re.compile(
+    r"""(["'])(?:gpt2|GPT2|[\w.-]+/(?:Qwen|Llama|opt|gpt|GPT|Mistral)[\w.-]*)\1"""
+)
 WHY = (
     ("couldn't connect to 'https", "a download"),
     ("uvx", "a download"),
@@ -48,7 +51,11 @@ WHY = (
 )
 ROWS = {
     "gsm8k": {"question": "What is 2+3?", "answer": "It is 5.\n#### 5"},
-    "summarize_comparisons": {"prompt": "I am", "chosen": "It is true, I", "rejected": "No, not I am"},
+    "summarize_comparisons": {
+        "prompt": "I am",
+        "chosen": "It is true, I",
+        "rejected": "No, not I am",
+    },
     "summarize_tldr": {"prompt": "I am the king of a land", "label": "A king"},
     "IFEval": {
         "key": 1,
@@ -163,6 +170,7 @@ def main(root: str, out: str, pages: list[str]) -> None:
     from torchrl_llm.assets import embedded_model_path
 
     signal.signal(signal.SIGALRM, _too_long)
+    sys.modules.update(vllm=None, ray=None)  # an engine is not started for an example
     logging.disable(logging.WARNING)
     set_list_to_stack(True).set()
     _embedded(AutoTokenizer)
@@ -186,7 +194,10 @@ def main(root: str, out: str, pages: list[str]) -> None:
     os.chdir(tempfile.mkdtemp())
     for example, (module, defined, codes) in found.items():
         names = {"torch": torch, "TensorDict": TensorDict, "lazy_stack": lazy_stack}
-        names |= {"__name__": "example", "tokenizer": AutoTokenizer.from_pretrained(embedded_model_path())}
+        names |= {
+            "__name__": "example",
+            "tokenizer": AutoTokenizer.from_pretrained(embedded_model_path()),
+        }
         names["model"] = AutoModelForCausalLM.from_pretrained(embedded_model_path())
         if root == "torchrl_llm":
             module = after_the_rename(module)
@@ -214,7 +225,10 @@ def report(theirs: dict, ours: dict) -> None:
             kind = "runs"
         else:
             kind = "does not run there"
-        why = next((why for part, why in WHY if any(part in e for e in failed)), "names that it does not define")
+        why = next(
+            (why for part, why in WHY if any(part in e for e in failed)),
+            "it is not whole, or fails",
+        )
         if kind == "does not run there":
             kind += f": {why}"
         counts[kind] = counts.get(kind, 0) + 1
