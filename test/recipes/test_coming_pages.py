@@ -42,7 +42,7 @@ def test_every_key_that_a_page_names_is_one_of_the_recipes(page):
             assert (CONFIG / key / f"{value}.yaml").is_file(), each
         else:
             assert key in keys, each
-    for path in re.findall(r":(?:class|func):`~(\S+)`", text):
+    for path in re.findall(r":(?:class|func):`~([\w.]+)`", text):
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), path
     for command in re.findall(r"grpo-sync\.py ((?:[^\n]*\\\n)*[^\n]*)", text):
