@@ -16,6 +16,7 @@ from torchrl.envs.llm import (
     DataLoadingPrimer,
     DatasetChatEnv,
     GSM8KEnv,
+    GSM8KRewardParser,
     IFEvalData,
     LLMEnv,
     LLMHashingEnv,
@@ -295,6 +296,46 @@ def a_loader_without_batch_size():
     primer = DataLoadingPrimer([{"query": ["One?"], "answer": ["1"]}], batch_size=(1,))
     env = ChatEnv().append_transform(primer)
     show(env.reset()["query"], env.reset()["answer"])
+
+
+class Rows:
+    """A loader of one's own."""
+
+    def __init__(self, batch_size, elements):
+        self.batch_size, self.elements = batch_size, elements
+
+    def __iter__(self):
+        return iter(self.elements)
+
+
+def a_loader_of_ones_own():
+    elements = [{"query": [f"a{n}", f"b{n}"], "answer": ["1", "2"]} for n in range(3)]
+    env = ChatEnv(batch_size=(2,)).append_transform(DataLoadingPrimer(Rows(2, elements)))
+    show([env.reset()["query"] for _ in range(4)])
+
+
+def single_rows_of_different_length():
+    elements = [{"query": f"q{n}", "ids": torch.arange(n + 1)} for n in range(3)]
+    primer = DataLoadingPrimer(Rows(0, elements), batch_size=(2,), stack_method="as_padded_tensor")
+    show(ChatEnv(batch_size=(2,)).append_transform(primer).reset()["ids"])
+
+
+def single_rows_of_strings():
+    rows = [{"query": "abc", "answer": "xyz"}]
+    env = ChatEnv().append_transform(DataLoadingPrimer(rows, batch_size=(1,)))
+    show(env.reset()["query"], env.reset()["answer"])
+
+
+def rows_that_begin_anew_one_by_one():
+    env = DatasetChatEnv.from_dataloader(loader(3), batch_size=(2,))
+    env = env.append_transform(GSM8KRewardParser())
+    _, td = env.step_and_maybe_reset(answered(env.reset(), "<answer>5</answer>", "no"))
+    show(td["query"], [row.prompt.content for row in td["history"].unbind(0)], td["done"])
+
+
+def the_transform_of_an_env_over_data():
+    env = DatasetChatEnv.from_dataloader(loader(), batch_size=(1,), repeats=2)
+    show(env.transform.repeats)
 
 
 def attributes_of_a_primer():

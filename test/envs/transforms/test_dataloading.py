@@ -54,6 +54,17 @@ def test_a_service_is_a_primer_whose_rows_come_from_an_actor(monkeypatch):
             DataLoadingPrimer(ROWS, **wrong)
 
 
+def test_the_batch_of_the_environment_cuts_no_row_in_pieces():
+    # TorchRL's batch_size: characters are no rows, and a loader that has none gives single rows
+    assert drawn(make_env([{"query": "abc", "answer": "xyz"}], 1, batch_size=1)) == ["abc"]
+
+    class Single(list):
+        batch_size = 0
+
+    rows = Single([{"query": "ab", "ids": torch.arange(3)}])
+    assert make_env(rows, 2, batch_size=(2,)).reset()["ids"].tolist() == [[0, 1, 2]] * 2
+
+
 def test_the_primer_answers_for_its_loader():
     loader = DataLoader(ROWS, batch_size=2)
     primer = DataLoadingPrimer(loader, repeats=3, group_repeats=True)

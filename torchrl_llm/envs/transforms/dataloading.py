@@ -140,11 +140,6 @@ class _RowFeed:
         self._clear()
 
     @property
-    def batch_size(self) -> int:
-        given = self._batch_size
-        return (getattr(self.loader, "batch_size", None) if given is None else given) or 0
-
-    @property
     def loader(self) -> Any:
         if self._loader is None:
             self._loader = self._source()
@@ -207,7 +202,9 @@ class _RowFeed:
             raise DataError(
                 f"a data loader must give dicts or tensordicts, got {type(element).__name__}"
             )
-        if not self.batch_size:
+        # A string is one value; of a batch each column is a list.
+        single = any(isinstance(value, str) for value in element.values())
+        if single or not getattr(self.loader, "batch_size", self._batch_size):
             return [element]
         lengths = {name: len(values) for name, values in element.items()}
         if len(set(lengths.values())) != 1:
@@ -282,9 +279,10 @@ class DataLoadingPrimer(RayService, Transform):
         stack_method: how tensors of the rows are stacked: ``"as_padded_tensor"`` or
             ``"as_nested_tensor"`` (the functions of these names), or a function of a list of row
             tensordicts that gives one tensordict. ``torch.stack`` if not given.
-        batch_size: how many rows an element of the loader holds; taken from ``loader.batch_size``
-            if not given, and an element is one row where that is missing or 0. Tensordicts say
-            themselves.
+        batch_size: ``B`` of the environment, as in TorchRL; where the loader has no ``batch_size``
+            of its own it says that elements are batches of rows. An element is one row where
+            ``loader.batch_size`` is 0 or None, or neither is there, or a value is a string.
+            Tensordicts say themselves.
         repeats: how many conversations each row starts, one after the other. None is 1.
         device: device of the tensors; the environment's if not given.
         group_repeats: promise that all repeats of a row start in the same reset. The batch must be
@@ -357,6 +355,7 @@ class DataLoadingPrimer(RayService, Transform):
         self.repeats = 1 if repeats is None else repeats
         self.group_repeats = group_repeats
         self.dataloader_factory = dataloader_factory
+        self._batch_size = batch_size
         self.device = device
         self._primers = primers
         self._groups = IdCounter("group", worker_id)
@@ -374,8 +373,9 @@ class DataLoadingPrimer(RayService, Transform):
 
     @property
     def batch_size(self) -> torch.Size:
-        """Rows of an element of the loader, with all repeats where they are grouped."""
-        size = self._feed.batch_size
+        """The given one or the loader's, with all repeats where they are grouped."""
+        size = self._batch_size
+        size = (getattr(self.dataloader, "batch_size", None) if size is None else size) or 0
         if self.group_repeats and self.repeats > 1:
             size = max(size, 1) * self.repeats
         return torch.Size((size,) if size else ())
