@@ -310,6 +310,11 @@ class RolloutFromModel:
             )
         return scores.reshape(-1).to(input_ids.device)
 
+    @staticmethod
+    def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+        """Log-probs of labels ``[B, T]`` under logits ``[B, T, V]``, nats."""
+        return selective_log_softmax(logits, labels)
+
     def step_scheduler(self) -> float:
         """Move the coefficient by the divergences since the last call, nats an answer.
 

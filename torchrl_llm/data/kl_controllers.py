@@ -8,6 +8,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from torchrl_llm._log import tell_once
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import adapted_kl_coefficient
 
@@ -77,7 +78,7 @@ class ConstantKLController(KLController):
     def __init__(self, *, kl_coef: float, model: Any = None) -> None:
         super().__init__(kl_coef, model)
 
-    def update(self, kl_values: Sequence[float]) -> float:
+    def update(self, kl_values: Sequence[float] | None = None) -> float:
         """See :class:`KLController`."""
         return self.coef
 
@@ -131,5 +132,10 @@ class AdaptiveKLController(KLController):
             raise DataError(f"a divergence is NaN or infinite among {len(values)} responses")
         gain = min(len(values) / self.horizon, 1.0)
         kl = fmean(values)
+        if kl < 0:
+            tell_once(
+                "an AdaptiveKLController got divergences below 0 on average: it takes the "
+                "divergences themselves (TorchRL's takes penalties, -coef * divergence)"
+            )
         self._set(adapted_kl_coefficient(self.coef, kl, target=self.target, gain=gain))
         return self.coef
