@@ -28,7 +28,10 @@ import torchrl_llm.rewards
 import torchrl_llm.tools
 from torchrl_llm.compat.gsm8k_text import _ResponseReward
 from torchrl_llm.data.messages import split_thoughts
+from torchrl_llm.data.text.call_syntax import ANSWER, NAME, VALUE
 from torchrl_llm.data.text.families import BUILTIN_PARSERS, split_tool_calls
+from torchrl_llm.data.text.learnt_calls import syntax_of
+from torchrl_llm.data.text.published_texts import parser_for_template
 from torchrl_llm.data.text.splice import thoughts_of
 from torchrl_llm.envs.actions import ActionParser, BareAction, CallAction, TagAction
 from torchrl_llm.errors import TorchRLLLMError
@@ -85,6 +88,19 @@ SYNTAXES = {
     "invoked": '<calls>\n<invoke name="NAME">\n<parameter name="key">VALUE</parameter>\n</invoke>\n'
     "</calls>",
 }
+NEXT_TO_TEXT = {
+    "behind": (SYNTAXES["bare"], "SAID" + SYNTAXES["bare"]),
+    "in_front": (SYNTAXES["bare_pythonic"], SYNTAXES["bare_pythonic"] + "SAID"),
+}
+# A template that is not ours, with a thought and with calls in tags.
+FOREIGN = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}{%- if m.reasoning_content -%}"
+    "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' -}}{%- endif -%}{{- m.content -}}"
+    "{%- for c in m.tool_calls or [] -%}{{- '<do><function=' + c.function.name + '>' -}}"
+    "{%- for k, v in c.function.arguments | items -%}{{- '<parameter=' + k + '>' + v | string + "
+    "'</parameter>' -}}{%- endfor -%}{{- '</function></do>' -}}{%- endfor -%}{{- '<|im_end|>\n' -}}"
+    "{%- endfor -%}"
+)
 CODE = {"entry_point": "f", "tests": "assert f() == 1", "prelude": "def f():\n"}
 ANSWERS = {
     LetterCountingRewardParser: '{"r": 3, "s": 1}',
@@ -193,6 +209,14 @@ def readers():
     for name, family in BUILTIN_PARSERS.items():
         found[name] = family.parse
         found[f"{name}:strict"] = partial(family.parse, strict=True)
+    for name, (alone, beside) in NEXT_TO_TEXT.items():
+        alone, beside = (
+            text.replace("NAME", NAME).replace("VALUE", VALUE).replace("SAID", ANSWER)
+            for text in (alone, beside)
+        )
+        syntax = syntax_of(alone, beside)
+        found[f"beside:{name}"] = lambda text, s=syntax: s.parse(text, {"add": {}})
+    found["published"] = parser_for_template(FOREIGN).parse
     found["thoughts_of"] = lambda text: thoughts_of({"content": text})
     found["extract_code"] = partial(extract_code, entry_point="f")
     found["extract_blocks"] = partial(extract_blocks, tag="answer")
@@ -314,6 +338,9 @@ def test_what_a_policy_wrote_is_read_in_linear_time(name):
         ("LlamaParser", '{"name":'),
         ("CodeBlockParser", "```py\n~~~~"),
         ("ToolTagParser", "<tool>"),
+        ("beside:behind", 'a{"name":'),
+        ("beside:in_front", "[add("),
+        ("published", "<|im_end|>"),
     ],
 )
 def test_what_a_collapsed_policy_repeats_is_read_in_linear_time(name, piece):
