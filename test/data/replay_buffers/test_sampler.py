@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 
@@ -9,7 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl._utils import logger
-from torchrl.data import LazyStackStorage, LazyTensorStorage, SamplerWithoutReplacement
+from torchrl.data import (
+    LazyStackStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+)
 
 from torchrl_llm import data
 from torchrl_llm.data.replay_buffers import PromptGroupSampler, ReplayBuffer
@@ -233,3 +239,12 @@ def test_a_batch_is_a_multiple_and_a_reward_is_there():
     rows = [made.exclude("next") for made in _rows()]
     with pytest.raises(DataError, match="reward"):
         _numbers(_buffer(rows, 4, num_groups=2, strategy="reward"))
+
+
+def test_what_a_prioritized_sampler_needs_is_said_by_torchrl():
+    with contextlib.suppress(ImportError):
+        from torchrl._torchrl import SumSegmentTreeFp32  # noqa: F401
+
+        pytest.skip("TorchRL was built from source")
+    with pytest.raises(RuntimeError, match="SumSegmentTreeFp32 is not available"):
+        PrioritizedSampler(10, 0.7, 0.9)
