@@ -22,7 +22,6 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 TABLES = HERE.parents[1] / "docs" / "source" / "coming_from_torchrl"
-KNOWN_OPEN = HERE / "known_open.csv"
 
 
 class Difference(NamedTuple):
@@ -79,12 +78,6 @@ def table() -> list[Row]:
                     raise ValueError(f"{path.name}: a row has 5 columns, not {len(line)}: {line}")
                 rows.append(Row(line[0], line[1], tuple(line[4].split()), path.name))
     return rows
-
-
-def known_open() -> list[Row]:
-    """The differences that somebody repairs or decides (columns: id or pattern, owner)."""
-    with KNOWN_OPEN.open(newline="") as file:
-        return [Row(id_, "", (id_,), owner) for id_, owner in csv.reader(file)]
 
 
 def measure(folder: Path) -> tuple[dict, dict]:
