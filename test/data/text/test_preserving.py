@@ -78,6 +78,7 @@ def test_an_empty_thought_that_was_sampled_stays():
 BUILTIN = {
     "<|im_end|>": ("<|im_start|>", "<|im_end|>"),
     "<|eot_id|>": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "<|eot|>": ("<|header_start|>", "<|header_end|>", "<|eot|>"),
 }
 
 
