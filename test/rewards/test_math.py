@@ -10,12 +10,14 @@ import threading
 import time
 
 import pytest
+from rewards.test_answer_formats import table
 
 from torchrl_llm.errors import ConfigError, MissingExtraError, RewardError, RewardTimeoutError
 from torchrl_llm.rewards import math as math_reward
 from torchrl_llm.rewards.math_reward import MATHRewardParser, last_boxed
 
 pytest.importorskip("math_verify")
+PAIR = ("answer", "reference")
 
 
 def test_the_last_complete_box_is_found():
@@ -133,6 +135,28 @@ def test_other_mathematics_and_nonsense_are_wrong():
         ("\\", "5"),
     ]:
         assert not MATHRewardParser.answers_match(answer, truth, timeout=60)
+
+
+@pytest.mark.parametrize("verdict", ["right", "wrong"])
+def test_every_row_of_the_reference_page_is_judged_so_and_the_other_way_around(verdict):
+    rows = [row for row in table("math_answers.csv") if row["ours"] == verdict]
+    assert len(rows) >= 45
+    for row in rows:
+        pair = row["answer"], row["reference"]
+        # An answer that is broken off is none; a reference never is.
+        for answer, truth in [pair] if "boxed" in pair[0] else [pair, pair[::-1]]:
+            right = MATHRewardParser.answers_match(answer, truth, timeout=60)
+            assert right is (verdict == "right"), (answer, truth)
+
+
+def test_the_reference_page_has_the_verdicts_of_the_package_alone():
+    from math_verify import parse, verify
+
+    for row in table("math_answers.csv"):
+        boxed = [row[key] if "boxed" in row[key] else f"\\boxed{{{row[key]}}}" for key in PAIR]
+        found, wanted = (parse(text, parsing_timeout=None) for text in boxed)
+        right = verify(wanted, found, timeout_seconds=None)
+        assert right is (row["math-verify"] == "right"), row
 
 
 def test_a_comparison_without_end_is_stopped_from_any_thread_and_the_next_one_works():

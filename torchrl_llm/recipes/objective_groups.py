@@ -63,6 +63,12 @@ _LOSS_GIVEN = (
     "kl_to_ref_coeff",
     "masking_strategy",
     "reduction",  # aggregation says it
+    # TorchRL's, without effect.
+    "clip_value",
+    "gamma",
+    "ref_log_prob_padding_side",
+    "ref_log_prob_padding_value",
+    "samples_mc_entropy",
 )
 _CREDIT_GIVEN = (
     "counts",

@@ -11,16 +11,19 @@ from typing import Any
 
 
 def _library() -> tuple[Any, ...]:
-    """What is used of the package, imported when the process starts, before anything is timed."""
+    """What is used of the packages, imported when the process starts, before anything is timed."""
+    import sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns that it has no time limit; the process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     what = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    return parse, verify, what
+    return sympy, parse, verify, what
 
 
-_parse, _verify, _WHAT = _library()
+_sympy, _parse, _verify, _WHAT = _library()
+# Decimals that differ before this place are different numbers: 0.333333 is not 1/3.
+_DECIMALS = 12
 
 
 def same_mathematics(answer: str, truth: str) -> bool:
@@ -34,14 +37,47 @@ def same_mathematics(answer: str, truth: str) -> bool:
         MemoryError: neither could be told within the memory that there is.
     """
     found, wanted = (
-        _parse(f"\\boxed{{{text}}}", _WHAT, parsing_timeout=None) for text in (answer, truth)
+        [
+            _with_imaginary_unit(each)
+            for each in _parse(f"\\boxed{{{text}}}", _WHAT, parsing_timeout=None)
+        ]
+        for text in (answer, truth)
     )
     return any(_equal(one, other) for one in wanted for other in found)
 
 
-def _equal(truth: object, answer: object) -> bool:
+def _with_imaginary_unit(parsed: Any) -> Any:
+    """An expression in which ``i`` is the imaginary unit, and not a real variable."""
+    if not isinstance(parsed, _sympy.Expr):
+        return parsed
+    named = {symbol: _sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
+    return parsed.subs(named) if named else parsed
+
+
+def _as_union(parsed: Any, other: Any) -> Any:
+    """``x < 1 or x > 2`` as the set that it describes, where it is compared with one."""
+    relations = parsed.args if isinstance(parsed, _sympy.FiniteSet) else ()
+    wanted = isinstance(other, (_sympy.Interval, _sympy.Union))
+    if (
+        wanted
+        and relations
+        and all(isinstance(each, _sympy.core.relational.Relational) for each in relations)
+    ):
+        return _sympy.Union(*(each.as_set() for each in relations))
+    return parsed
+
+
+def _equal(truth: Any, answer: Any) -> bool:
     try:
-        return _verify([truth], [answer], timeout_seconds=None, raise_on_error=True)
+        truth, answer = _as_union(truth, answer), _as_union(answer, truth)
+        return _verify(
+            [truth],
+            [answer],
+            float_rounding=_DECIMALS,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+            raise_on_error=True,
+        )
     except MemoryError:
         raise
     except Exception:  # things that cannot be compared, a matrix and a number, are not equal

@@ -50,9 +50,54 @@ _WORDS = (
     (re.compile(r"√\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"√([0-9]+|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}|∅"), r"\\emptyset "),
+    (re.compile(r"\\[dt]?frac\s+([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    # 1 000 000, then 1 1/2 and 1e3
+    (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda found: found[0].replace(" ", "")),
+    (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d./])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)"), r"\1\\cdot 10^{\2}"),
+    (
+        re.compile(
+            r"\\(sin|cos|tan|cot|sec|csc)\s*[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\s*\}?\s*[)}]?"
+        ),
+        r"\\\1\\left(\\frac{\2\\pi}{180}\\right)",
+    ),
+    # ]1,2[ is (1,2)
+    (
+        re.compile(r"([\[\]])([^\[\](),;]+)[,;]([^\[\](),;]+)([\[\]])"),
+        lambda m: "[("[m[1] == "]"] + f"{m[2]},{m[3]}" + "])"[m[4] == "["],
+    ),
 )
+_BROKEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A letter and what it is equal to.
+_NAMED = re.compile(r"\s*([A-Za-z])\s*=")
+_TWO_NUMBERS = re.compile(r"(?<![A-Za-z}] )(?<!\d)\d+\s+\d")
+_BRACKETS = re.compile(r"\\[{}]|\\.|[][(){},]", re.DOTALL)
 # A number in another base: its digits, and the base.
 _BASED = re.compile(r"[0-9A-Z]+_[0-9]+")
+# What is measured, and its unit: any in \text{}, one that is known without.
+_QUANTITY = re.compile(
+    r"(?P<value>.*[\d}\])])\s*"
+    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?P<text>[A-Za-z][A-Za-z ./]*)\}"
+    r"|(?:\\ |\s)\s*(?P<word>[A-Za-z][A-Za-z /]*))\s*(?:\^\s*\{?(?P<power>[23])\}?)?\s*\.?",
+    re.DOTALL,
+)
+# Names of one unit side by side.
+_UNIT_NAMES = (
+    "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,"
+    "in inch inche,ft foot feet,yd yard,mi mile,mg milligram,g gram,kg kilogram,oz ounce,lb pound,"
+    "s sec second,min minute,h hr hour,day,week,month,year yr,ml milliliter millilitre,"
+    "l liter litre,gal gallon,mph mile_per_hour,kph km/h kmh kilometer_per_hour,"
+    "m/s meter_per_second,degree deg,radian rad,dollar,cent,euro,unit"
+)
+_UNITS = {each: names.split()[0] for names in _UNIT_NAMES.split(",") for each in names.split()}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
+# Those that are written with a sign.
+_UNIT_SIGNS = (
+    (re.compile(r"\\circ\s*\}?\s*\Z"), "degree"),
+    (re.compile(r"%\s*\Z"), "percent"),
+    (re.compile(r"\A\s*\\\$"), "dollar"),
+)
 
 
 class MATHRewardParser(AnswerBlockParser):
@@ -60,7 +105,9 @@ class MATHRewardParser(AnswerBlockParser):
 
     An answer may be in a ``\boxed{}`` inside the block. It is right where it is equal to the
     reference as text, but for spaces and spellings (``√2``, ``**5**``, ``the answer is 5``), or as
-    mathematics by the package ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. An
+    mathematics by the package ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. What it
+    would take for equal is refused: tuples and sets, different units (one may be left out), and
+    decimals that differ in the first 12 places (``0.333333`` is not ``1/3``). An
     answer that takes longer to compare than its limit, or more than 2 GiB of memory, makes an
     invalid reward; one of more than 2,000 characters is wrong.
 
@@ -147,16 +194,25 @@ class MATHRewardParser(AnswerBlockParser):
             True
         """
         answer, truth = cls.extract_boxed(predicted), cls.extract_boxed(reference)
-        if not answer or len(answer) > _MAX_LENGTH:
+        if not answer or len(answer) > _MAX_LENGTH or _BROKEN_BOX.search(answer):
             return False
-        answer, truth = _as_latex(answer), _as_latex(truth)
-        spelled, wanted = cls.normalize_answer(answer), cls.normalize_answer(truth)
-        if spelled == wanted:
-            return True
-        if _BASED.fullmatch(spelled) and _BASED.fullmatch(wanted):
-            return False  # the comparison does not look at subscripts
-        if _WHOLE.fullmatch(spelled) and _WHOLE.fullmatch(wanted):
-            return int(spelled.replace(",", "")) == int(wanted.replace(",", ""))
+        answer, unit = _quantity(_as_latex(answer))
+        truth, wanted_unit = _quantity(_as_latex(truth))
+        if unit and wanted_unit and unit != wanted_unit:
+            return False
+        names = _NAMED.match(answer), _NAMED.match(truth)
+        if not all(names) or names[0][1] == names[1][1]:  # x=5 is not y=5
+            spelled, wanted = cls.normalize_answer(answer), cls.normalize_answer(truth)
+            if spelled == wanted:
+                return True
+            if _TWO_NUMBERS.search(answer) or _TWO_NUMBERS.search(truth):
+                return False
+            if {_is_ordered(spelled), _is_ordered(wanted)} == {True, False}:
+                return False
+            if _BASED.fullmatch(spelled) and _BASED.fullmatch(wanted):
+                return False  # the comparison does not look at subscripts
+            if _WHOLE.fullmatch(spelled) and _WHOLE.fullmatch(wanted):
+                return int(spelled.replace(",", "")) == int(wanted.replace(",", ""))
         return _same_mathematics(answer, truth, timeout, num_workers)
 
     def read_truth(self, answer: Any) -> str:
@@ -185,9 +241,44 @@ class MATHRewardParser(AnswerBlockParser):
 
 def _as_latex(answer: str) -> str:
     """An answer without Markdown and what leads up to it, its signs in LaTeX."""
+    answer = answer.translate(_SIGNS)
     for pattern, latex in _WORDS:
         answer = pattern.sub(latex, answer)
-    return answer.translate(_SIGNS).strip()
+    return answer.strip()
+
+
+def _quantity(answer: str) -> tuple[str, str]:
+    """An answer without its unit, and the unit, empty where there is none."""
+    found = _QUANTITY.fullmatch(answer)
+    words = (
+        [] if found is None else (found["text"] or found["word"]).lower().replace(".", "").split()
+    )
+    power = (found and found["power"]) or "".join(_POWERS.get(word, "") for word in words)
+    name = "_".join(
+        word if word in _UNITS else word.removesuffix("s") for word in words if word not in _POWERS
+    )
+    if name and (found["text"] or name in _UNITS):
+        unit = _UNITS.get(name, name)
+        return found["value"], "" if unit == "unit" else unit + power
+    return answer, next((unit for sign, unit in _UNIT_SIGNS if sign.search(answer)), "")
+
+
+def _is_ordered(answer: str) -> bool | None:
+    """Whether it is a tuple or an interval; ``False`` for a set or a list, ``None`` otherwise."""
+    depth, closed, commas = 0, 0, [False, False]
+    for mark in _BRACKETS.finditer(answer):
+        if mark[0] in ("(", "[", "{", "\\{"):
+            depth += 1
+        elif mark[0] in (")", "]", "}", "\\}"):
+            depth -= 1
+            closed = closed or (mark.end() if depth == 0 else 0)
+        elif mark[0] == "," and depth in (0, 1):
+            commas[depth] = True
+    if commas[0]:
+        return None if "=" in answer else False
+    if not commas[1] or closed != len(answer):
+        return None
+    return True if answer[0] in "([" else False if answer.startswith(("\\{", "{")) else None
 
 
 @cache
