@@ -33,6 +33,12 @@ def advantages_of_a_group():
     show(estimator.inv(turns("a", 1.0))["advantage"].flatten())
 
 
+def the_shape_of_advantages():
+    estimator = MCAdvantage(2)
+    estimator.inv(turns("a", 0.0))
+    show(estimator.inv(turns("a", 1.0))["advantage"].shape)
+
+
 def advantages_of_turns_by_default():
     estimator = MCAdvantage(2)
     estimator.inv(turns("a", 0.0, 1.0))
