@@ -289,3 +289,18 @@ def test_a_header_that_only_history_has_behind_a_result_is_no_content():
     # Where the prompt has the header, another one is content and is told.
     prompt = formatter.encode(chat[:1]).token_ids
     assert formatter.parse_response(prompt, ids, FinishReason.STOP)["flags"] == ["injection"]
+
+
+def test_arguments_are_encoded_once_where_the_tools_are_printed_by_python():
+    body = (
+        "{%- if loop.first and tools -%}{{- tools | string -}}{%- endif -%}"
+        + _TURN
+        + "{%- for c in m.tool_calls or [] -%}"
+        + _CALL
+        + "{%- endfor -%}{{- '<|im_end|>\n' -}}"
+    )
+    formatter = _formatter(body, tools=TOOLS, added=("<do>", "</do>"))
+    assert not formatter.probe.form.arguments_as_text
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    assert '"arguments": {"city": "Rome"}}</do>' in formatter.render(chat)
