@@ -12,17 +12,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
-import io
 import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import warnings
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -128,31 +125,20 @@ def _load_dataset(name, *args, split=None, **kwargs):
     return data if split else DatasetDict(train=data, test=data, valid1=data)
 
 
-def _too_long(*_):
-    raise TimeoutError(f"more than {LIMIT_S} s")
-
-
 def run(codes: list[str], names: dict) -> list[list]:
     """(error or None, what was printed) of each statement; later ones run in spite of an error."""
     import torch
+    from run_programs import watched
 
     torch.manual_seed(0)
     results = []
     for code in codes:
-        printed, error = io.StringIO(), None
-        signal.alarm(LIMIT_S)
+        error = None
         try:
-            with (
-                contextlib.redirect_stdout(printed),
-                contextlib.redirect_stderr(io.StringIO()),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore")
+            with watched(LIMIT_S) as printed:
                 exec(compile(code, "<example>", "single", dont_inherit=True), names)
         except (Exception, SystemExit) as caught:
             error = f"{type(caught).__name__}: {caught}"[:300]
-        finally:
-            signal.alarm(0)
         results.append([error, printed.getvalue()])
     return results
 
@@ -169,7 +155,6 @@ def main(root: str, out: str, pages: list[str]) -> None:
 
     from torchrl_llm.assets import embedded_model_path
 
-    signal.signal(signal.SIGALRM, _too_long)
     sys.modules.update(vllm=None, ray=None)  # an engine is not started for an example
     logging.disable(logging.WARNING)
     set_list_to_stack(True).set()

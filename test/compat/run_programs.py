@@ -57,18 +57,16 @@ def _returns(function) -> bool:
     return any(isinstance(node, ast.Return) for node in body)
 
 
-def _too_long(*_):
-    raise TimeoutError(f"a program took more than {LIMIT_S} s")
+@contextlib.contextmanager
+def watched(limit_s: float):
+    """Give what is printed inside, without warnings and standard error; too long is an error."""
 
+    def too_long(*_):
+        raise TimeoutError(f"more than {limit_s} s")
 
-def run(function) -> dict:
-    """What a program printed, and the error that ended it, if one did."""
-    import torch
-
-    torch.manual_seed(0)
-    printed, error, frames = io.StringIO(), None, []
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    begun = time.perf_counter()
+    printed = io.StringIO()
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         with (
             contextlib.redirect_stdout(printed),
@@ -76,12 +74,24 @@ def run(function) -> dict:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
+            yield printed
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def run(function) -> dict:
+    """What a program printed, and the error that ended it, if one did."""
+    import torch
+
+    torch.manual_seed(0)
+    error, frames = None, []
+    begun = time.perf_counter()
+    try:
+        with watched(LIMIT_S) as printed:
             function()
     except Exception as caught:  # that a program fails is a result
         error = f"{type(caught).__name__}: {caught}"
         frames = [frame.filename for frame in traceback.extract_tb(caught.__traceback__)]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     return {
         "printed": printed.getvalue(),
         "error": error,
@@ -93,7 +103,6 @@ def run(function) -> dict:
 def main(root: str, out: str) -> None:
     """Run everything and write the results as JSON."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    signal.signal(signal.SIGALRM, _too_long)
     import torch
     from describe_api import describe, rooms
     from tensordict import set_list_to_stack
