@@ -43,6 +43,7 @@ SAME_FLOOR = {
     "weights": {"modules"},
     "trainers": {"collectors", "objectives", "evaluation"},
     "recipes": {"algorithms"},
+    "cli": {"recipes"},
     "compat": {"recipes"},
 }
 EXCEPT = {"objectives": {"data", "functional"}}
@@ -50,7 +51,7 @@ EXCEPT = {"objectives": {"data", "functional"}}
 ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
 # torch and transformers install these themselves; huggingface_hub, which transformers needs, brings
 # httpx2 since its version 2 (pyproject.toml names it for the versions before).
-ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm", "httpx2", "safetensors"}
+ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm", "httpx2", "safetensors", "yaml"}
 # Core torchrl re-exports parts of its LLM package under these names.
 RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
 

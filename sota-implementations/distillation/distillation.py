@@ -12,8 +12,13 @@ Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
 
 from __future__ import annotations
 
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "distillation")
+
 import gc
-import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +51,6 @@ from torchrl_llm.recipes.builders import (
 from torchrl_llm.trainers import (
     BatchSource,
     TrainingRun,
-    check_override_keys,
     make_optimizer,
     make_scheduler,
     optimize,
@@ -54,15 +58,13 @@ from torchrl_llm.trainers import (
 )
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="distillation")
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRun]:
+    """Train in a folder; the run is given back before the first step, and after each."""
     set_threads(config)
     seed_everything(config.seed)
-    folder = Path(HydraConfig.get().runtime.output_dir)
 
     policy = make_policy(config)
-    teachers = make_teachers(config, folder / "teachers", tqdm.write)
+    teachers = make_teachers(config, Path(folder) / "teachers", tqdm.write)
     tqdm.write(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
     env, eval_env = make_problems(config, policy)
     collector = LLMCollector(
@@ -100,6 +102,7 @@ def main(cfg: DictConfig) -> None:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
     )
+    yield run
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
@@ -118,10 +121,17 @@ def main(cfg: DictConfig) -> None:
         collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         run.record(metrics | overlong_metrics(policy))
+        yield run
     run.finish()
     tqdm.write(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))
 
 
+@hydra.main(version_base="1.3", config_path="config", config_name="distillation")
+@launch.tells_errors
+def main(cfg: DictConfig) -> None:
+    for _ in train(load_config(cfg), HydraConfig.get().runtime.output_dir):
+        pass
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = check_override_keys(sys.argv[1:], DistillationConfig)
     main()

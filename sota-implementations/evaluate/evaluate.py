@@ -12,22 +12,26 @@ is in config/evaluate.yaml.
 
 from __future__ import annotations
 
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "evaluate", open_keys=("data_files", "options"))
+
 import json
-import sys
 from pathlib import Path
 
 import hydra
 import torch
-from evaluate_utils import EvaluateConfig, answer_task, figures, load_config, make_policy, table
+from evaluate_utils import answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from torchrl_llm.errors import RewardError
-from torchrl_llm.trainers import check_override_keys
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="evaluate")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(OmegaConf.to_container(cfg, resolve=True))
     torch.manual_seed(config.seed)
@@ -50,5 +54,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = check_override_keys(sys.argv[1:], EvaluateConfig)
     main()

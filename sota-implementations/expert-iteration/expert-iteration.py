@@ -11,9 +11,15 @@ arXiv:2312.06585). Every key is in config/expert-iteration.yaml. Ctrl-C saves af
 
 from __future__ import annotations
 
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "expert-iteration")
+
 import gc
-import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import hydra
 from ei_utils import EIConfig, load_config, make_buffer, make_loss, selection_metrics
@@ -35,7 +41,6 @@ from torchrl_llm.recipes.builders import (
 from torchrl_llm.trainers import (
     BatchSource,
     TrainingRun,
-    check_override_keys,
     make_optimizer,
     make_scheduler,
     optimize,
@@ -43,9 +48,8 @@ from torchrl_llm.trainers import (
 )
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="expert-iteration")
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
+    """Train in a folder; the run is given back before the first step, and after each."""
     set_threads(config)
     seed_everything(config.seed)
 
@@ -70,7 +74,7 @@ def main(cfg: DictConfig) -> None:
     )
 
     run = TrainingRun(
-        HydraConfig.get().runtime.output_dir,
+        folder,
         max_steps=config.train.max_steps,
         model=policy.model,
         tokenizer=policy.tokenizer,
@@ -87,6 +91,7 @@ def main(cfg: DictConfig) -> None:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
     )
+    yield run
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
@@ -105,9 +110,16 @@ def main(cfg: DictConfig) -> None:
         collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy))
+        yield run
     run.finish()
 
 
+@hydra.main(version_base="1.3", config_path="config", config_name="expert-iteration")
+@launch.tells_errors
+def main(cfg: DictConfig) -> None:
+    for _ in train(load_config(cfg), HydraConfig.get().runtime.output_dir):
+        pass
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = check_override_keys(sys.argv[1:], EIConfig)
     main()

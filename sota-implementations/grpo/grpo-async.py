@@ -12,18 +12,22 @@ after the step; ``checkpoint.resume=auto`` goes on.
 
 from __future__ import annotations
 
-import sys
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "grpo-async", siblings={"grpo": "grpo-sync.py"})
 
 import hydra
 from async_loop import train_async
 from omegaconf import DictConfig
 
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config
 from torchrl_llm.recipes.builders import seed_everything, set_threads
 from torchrl_llm.recipes.ray_collection import ray_collection
-from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="grpo-async")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg, AsyncGRPOConfig)
     set_threads(config)
@@ -32,5 +36,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = check_arguments(sys.argv[1:], AsyncGRPOConfig)
     main()

@@ -18,9 +18,15 @@ Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
 
 from __future__ import annotations
 
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "grpo", siblings={"grpo-async": "grpo-async.py"})
+
 import gc
-import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import hydra
 from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
@@ -28,6 +34,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.recipes import GRPOConfig, load_config
 from torchrl_llm.recipes.builders import (
     autocast,
     make_envs,
@@ -43,8 +50,6 @@ from torchrl_llm.recipes.sampling_engine import canary_metrics, make_sampler
 from torchrl_llm.trainers import (
     BatchSource,
     TrainingRun,
-    check_arguments,
-    load_config,
     make_optimizer,
     make_scheduler,
     optimize,
@@ -52,9 +57,8 @@ from torchrl_llm.trainers import (
 )
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
-def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
+def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
+    """Train in a folder; the run is given back before the first step, and after each."""
     set_threads(config)
     seed_everything(config.seed)
 
@@ -85,7 +89,7 @@ def main(cfg: DictConfig) -> None:
     )
 
     run = TrainingRun(
-        HydraConfig.get().runtime.output_dir,
+        folder,
         max_steps=config.train.max_steps,
         model=policy.model,
         tokenizer=policy.tokenizer,
@@ -103,6 +107,7 @@ def main(cfg: DictConfig) -> None:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
     )
+    yield run
     if sampler is not policy:
         collector.update_policy_weights_()  # an engine has none yet, or not those of the checkpoint
     # Half a million objects of the imports need not be searched for garbage at every step.
@@ -124,9 +129,16 @@ def main(cfg: DictConfig) -> None:
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))
+        yield run
     run.finish()
 
 
+@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
+@launch.tells_errors
+def main(cfg: DictConfig) -> None:
+    for _ in train(load_config(cfg), HydraConfig.get().runtime.output_dir):
+        pass
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = check_arguments(sys.argv[1:])
     main()

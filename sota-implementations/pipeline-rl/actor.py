@@ -10,20 +10,27 @@ run; every key is in config/pipeline-rl.yaml and config/common.yaml.
 
 from __future__ import annotations
 
+from redis_arguments import check_passwords
+
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "pipeline-rl", check=check_passwords)
+
 import sys
 
 import hydra
 from omegaconf import DictConfig
-from pipeline_utils import check_arguments, load_config, run_actor
+from pipeline_utils import load_config, run_actor
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="pipeline-rl")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     run_actor(load_config(cfg))
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = check_arguments(sys.argv[1:])
     # An actor leaves nothing behind.
     sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=.", "hydra/job_logging=stdout"]
     main()

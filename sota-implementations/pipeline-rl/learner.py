@@ -13,12 +13,19 @@ kill, and the actors go on with it. Every key is in config/pipeline-rl.yaml and 
 
 from __future__ import annotations
 
+from redis_arguments import check_passwords
+
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "pipeline-rl", check=check_passwords)
+
 import sys
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
-from pipeline_utils import check_arguments, load_config, redis_collection
+from pipeline_utils import load_config, redis_collection
 
 from torchrl_llm.recipes.builders import seed_everything, set_threads
 
@@ -28,6 +35,7 @@ from async_loop import train_async
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="pipeline-rl")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     set_threads(config)
@@ -36,5 +44,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = check_arguments(sys.argv[1:])
     main()

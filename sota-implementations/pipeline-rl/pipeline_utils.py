@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from redis_arguments import NO_PASSWORD, check_scheme
 
-from torchrl_llm._redis import PASSWORD_VARIABLE, masked
+from torchrl_llm._redis import masked
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
@@ -34,18 +35,13 @@ from torchrl_llm.recipes.ray_collection import (
     rollout_options,
     sent_dtype,
 )
-from torchrl_llm.recipes.strict_config import check_override_keys, dotted, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
 from torchrl_llm.weights import CanaryTarget, DoubleBufferWriter, engine_weights
 from torchrl_llm.weights.double_buffer import newest_update
 from torchrl_llm.weights.redis_weights import RedisWeightReader, RedisWeightWriter
 from torchrl_llm.weights.weight_source import WeightSource
 
 _WATCH_S = 1.0
-_NO_PASSWORD = (
-    "which would be saved with the run and shown in the list of processes; put it into the "
-    f"environment variable {PASSWORD_VARIABLE}, or the whole URL into one of your own and write "
-    "redis.url='${oc.env:MY_URL}'"
-)
 
 
 @dataclass(kw_only=True)
@@ -106,14 +102,6 @@ class PipelineWeightSyncConfig:
         )
 
 
-def _check_scheme(url: str) -> None:
-    ensure(
-        url.startswith(("redis://", "rediss://", "unix://")),
-        # What it is may hold a password.
-        "redis.url must begin with redis://, rediss:// or unix://, and does not",
-    )
-
-
 @dataclass(kw_only=True)
 class RedisConfig:
     """The Redis between learner and actors.
@@ -149,7 +137,7 @@ class RedisConfig:
             self.reconnect_s >= 0, f"redis.reconnect_s must not be negative, got {self.reconnect_s}"
         )
         ensure(bool(self.name), "redis.name must not be empty")
-        _check_scheme(self.url)
+        check_scheme(self.url)
 
 
 @dataclass(kw_only=True)
@@ -194,7 +182,7 @@ def load_config(values: Mapping[str, Any]) -> PipelineConfig:
     for key, value in written.items():
         if masked(value) != value:
             _forget_saved_config()
-            raise ConfigError(f"{key} holds a password, {_NO_PASSWORD}")
+            raise ConfigError(f"{key} holds a password, {NO_PASSWORD}")
     return from_mapping(PipelineConfig, values, renamed=RENAMED)
 
 
@@ -203,17 +191,6 @@ def _forget_saved_config() -> None:
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     if hydra is not None and hydra.output_subdir is not None:
         Path(hydra.runtime.output_dir, hydra.output_subdir, "config.yaml").unlink(missing_ok=True)
-
-
-def check_arguments(arguments: list[str]) -> list[str]:
-    """Refuse passwords and unknown or renamed keys on the command line; the rest is for Hydra."""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if masked(argument) != argument:
-            raise ConfigError(f"{key} holds a password, {_NO_PASSWORD}")
-        if key.lstrip("+") == "redis.url" and not value.startswith(("$", "'$", '"$')):
-            _check_scheme(value.strip("'\""))
-    return check_override_keys(arguments, PipelineConfig, renamed=RENAMED)
 
 
 # -- the learner's end ----------------------------------------------------------------------------

@@ -10,13 +10,17 @@ Every key is in config/imitate.yaml.
 
 from __future__ import annotations
 
-import sys
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "imitate")
+
 from pathlib import Path
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from imitate_utils import ImitateConfig, games, load_config, make_game_env
+from imitate_utils import games, load_config, make_game_env
 from omegaconf import DictConfig
 from sft import save, train
 from tqdm import tqdm
@@ -24,10 +28,10 @@ from tqdm import tqdm
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model
 from torchrl_llm.recipes.builders import make_tokenizer
-from torchrl_llm.trainers import check_override_keys
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     if config.train.num_threads is not None:
@@ -57,5 +61,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = check_override_keys(sys.argv[1:], ImitateConfig)
     main()

@@ -9,7 +9,11 @@ answers: something for reinforcement learning to find. Every key is in config/sf
 
 from __future__ import annotations
 
-import sys
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "sft")
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from sft_utils import SFTConfig, demonstrations, load_config, make_model, make_tokenizer, measure
+from sft_utils import demonstrations, load_config, make_model, make_tokenizer, measure
 from tensordict import TensorDict
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -27,7 +31,6 @@ from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.trainers import (
     MetricsTable,
-    check_override_keys,
     make_optimizer,
     make_scheduler,
     optimize,
@@ -63,6 +66,7 @@ def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> N
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sft")
+@launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
     torch.set_num_threads(config.train.num_threads)
@@ -82,5 +86,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_override_keys(sys.argv[1:], SFTConfig)
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import textwrap
@@ -51,7 +52,7 @@ def only_reads(monkeypatch):
 
     def main(**options):
         def wrap(function):
-            names = function.__globals__
+            names = inspect.unwrap(function).__globals__
             load = names["load_config"]
 
             def load_and_end(*args, **kwargs):

@@ -11,6 +11,7 @@ from recipes.pipeline_helper import FOLDER
 
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.strict_config import dotted
 
 
@@ -19,6 +20,11 @@ def utils():
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module("pipeline_utils")
     sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def redis_arguments(utils):
+    return importlib.import_module("redis_arguments")
 
 
 def composed(*overrides):
@@ -84,10 +90,10 @@ WITH_A_PASSWORD = [
 ]
 
 
-def test_a_password_is_refused_before_hydra_sees_it_and_not_shown(utils):
+def test_a_password_is_refused_before_hydra_sees_it_and_not_shown(redis_arguments):
     for argument in WITH_A_PASSWORD:
         with pytest.raises(ConfigError, match=r"redis\S* (holds a password|must begin)") as refused:
-            utils.check_arguments([argument])
+            redis_arguments.check_passwords([argument])
         assert SECRET not in str(refused.value)
 
 
@@ -102,12 +108,12 @@ URLS_WITHOUT_A_SECRET = [
 ]
 
 
-def test_a_url_that_says_where_its_password_is_passes(utils, monkeypatch):
+def test_a_url_that_says_where_its_password_is_passes(utils, redis_arguments, monkeypatch):
     for url in URLS_WITHOUT_A_SECRET:
         monkeypatch.setenv("MY_REDIS", f"redis://:{SECRET}@host")
         monkeypatch.setenv("MY_PASSWORD", SECRET)
-        arguments = utils.check_arguments([f"redis.url={url}"])
-        config = utils.load_config(composed(*arguments))
+        redis_arguments.check_passwords([f"redis.url={url}"])
+        config = utils.load_config(composed(f"redis.url={url}"))
         assert (SECRET in config.redis.url) == ("oc.env" in url)
         assert SECRET not in repr(config)
 
@@ -124,6 +130,6 @@ def test_a_password_in_a_file_is_refused_and_not_shown(utils):
     assert SECRET not in str(refused.value)
 
 
-def test_unknown_arguments_are_refused_with_the_nearest_key(utils):
+def test_unknown_arguments_are_refused_with_the_nearest_key():
     with pytest.raises(ConfigError, match=r"train\.max_lag"):
-        utils.check_arguments(["train.max_lagg=1"])
+        launch.check_arguments(["train.max_lagg=1"], FOLDER / "config", "pipeline-rl")

@@ -35,6 +35,7 @@ def _run(monkeypatch, folder, *overrides):
     arguments = [str(RECIPE / "sft.py"), f"hydra.run.dir={folder}", *overrides]
     monkeypatch.syspath_prepend(str(RECIPE))
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("TORCHRL_LLM_TRACEBACK", "1")
     threads = torch.get_num_threads()
     try:
         runpy.run_path(arguments[0], run_name="__main__")

@@ -42,7 +42,7 @@ def test_an_unknown_key_fails_and_names_the_nearest_valid_one():
 def test_defect_20_a_mistyped_key_is_never_accepted_silently():
     with pytest.raises(ConfigError, match=r"loss\.clip_epsilon"):
         load_config({"loss": {"clip_epsilom": 0.1}})
-    with pytest.raises(ConfigError, match="nearest"):
+    with pytest.raises(ConfigError, match=r"advantage\.gamma"):
         load_config({"loss": {"gamma": 0.9}})
 
 
@@ -141,7 +141,7 @@ def test_overrides_are_checked_before_hydra_sees_them():
         ]
     )
     check_arguments(["+optimizer.lr=3", "++seed=1", "~train"])
-    with pytest.raises(ConfigError, match=r"'optimizer.learnin_rate'.*'optimizer\.\w+'"):
+    with pytest.raises(ConfigError, match=r"'optimizer.learnin_rate'.*'optimizer\.lr'"):
         check_arguments(["optimizer.learnin_rate=3"])
     with pytest.raises(ConfigError, match=r"renamed to 'train\.max_steps'"):
         check_arguments(["+train.total_dialog_turns=100"])

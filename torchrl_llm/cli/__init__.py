@@ -1,27 +1,24 @@
-"""Command line: ``python -m torchrl_llm list [KIND]`` prints what a recipe can choose by name."""
+"""Command line ``torchrl-llm``, also ``python -m torchrl_llm``: trains, evaluates, lists.
+
+A command is a file of this room. It has a line that says what it does (the first of its docstring)
+and ``main(arguments)``; it is imported when it is called, so that ``--help`` imports nothing.
+
+Next: :mod:`torchrl_llm.recipes.launch` begins a recipe's page.
+"""
 
 from __future__ import annotations
 
-import argparse
+import ast
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from torchrl_llm._registry import KINDS, summaries
+from torchrl_llm.recipes.launch import tells_errors
 
-__all__ = ["main"]
-
-# The argument of ``sota-implementations/grpo`` that takes a name of each kind.
-_KEYS = {
-    "losses": "loss=",
-    "advantages": "advantage=",
-    "tasks": "env.dataset=",
-    "rewards": "reward.components.<name>.type=",
-    "tools": "env.tools=[]",
-    "loggers": "logging.backend=[]",
-    "weights": "weight_sync.type=",
-    "backends": "inference_model.backend=",
-}
+_WRONG_USE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,28 +30,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="python -m torchrl_llm")
-    commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="print the names that a recipe can choose")
-    listing.add_argument("kind", nargs="?", choices=list(KINDS), help="one kind; all by default")
-    given = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, *rest = given or ["--help"]
+    known = commands()
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help(known))
+        return 0
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        sys.stderr.write(
+            f"torchrl-llm has no command {name!r}; {hint}There are {', '.join(known)}\n"
+        )
+        return _WRONG_USE
     try:
-        for kind in [given.kind] if given.kind else KINDS:
-            print_kind(kind)
+        command = importlib.import_module(f"torchrl_llm.cli.{name}")
+        status = tells_errors(command.main)(rest)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        status = 0
+    return status or 0
 
 
-def print_kind(kind: str) -> None:
-    """Print the names of a kind, a line each.
+def commands() -> dict[str, str]:
+    """Each command, with the line that says what it does."""
+    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+    return {file.stem: _first_line(file) for file in files}
 
-    Args:
-        kind: one of :data:`~torchrl_llm._registry.KINDS`.
-    """
-    found = summaries(kind)
-    width = max(map(len, found), default=0)
-    sys.stdout.write(f"{kind}: {_KEYS[kind]}\n")
-    for name, line in found.items():
-        sys.stdout.write(f"  {name:{width}}  {line}\n")
+
+def _first_line(file: Path) -> str:
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("``", "")
+
+
+def _help(known: dict[str, str]) -> str:
+    width = max(map(len, known))
+    lines = [f"  {name:{width}}  {line}" for name, line in known.items()]
+    return "\n".join(
+        [
+            "usage: torchrl-llm COMMAND [...]",
+            "",
+            *lines,
+            "",
+            "torchrl-llm COMMAND --help tells more of each.",
+            "",
+        ]
+    )

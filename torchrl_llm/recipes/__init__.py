@@ -17,14 +17,15 @@ _GROUPS = (
 _OBJECTIVE = (
     "AdvantageConfig CorrectionConfig FilterConfig LossConfig RewardComponentsConfig RewardConfig"
 )
-_WHOLE = "AsyncGRPOConfig GRPOConfig GRPOGroups RENAMED check_arguments load_config"
+_WHOLE = "AsyncGRPOConfig GRPOConfig GRPOGroups check_arguments load_config"
 
-__all__ = f"{_GROUPS} {_OBJECTIVE} {_WHOLE}".split()
+__all__ = f"{_GROUPS} {_OBJECTIVE} {_WHOLE} RENAMED".split()
 __getattr__ = lazy(
     __name__,
     {
         "torchrl_llm.recipes.groups": _GROUPS,
         "torchrl_llm.recipes.objective_groups": _OBJECTIVE,
         "torchrl_llm.recipes.grpo_config": _WHOLE,
+        "torchrl_llm.recipes.other_names": "RENAMED",
     },
 )

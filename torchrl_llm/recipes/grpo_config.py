@@ -13,11 +13,13 @@ from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
+from torchrl_llm.recipes.command_keys import check_overrides
+from torchrl_llm.recipes.other_names import RENAMED
 from torchrl_llm.recipes.strict_config import (
-    check_override_keys,
     dotted,
     ensure,
     from_mapping,
+    key_table,
     naming,
     valid_keys,
 )
@@ -301,49 +303,6 @@ class _NoActor(TokenScorer):
         raise RuntimeError("this actor scores nothing")
 
 
-RENAMED: Mapping[str, str] = {
-    "mode": "removed: grpo-sync.py and grpo-async.py are the two modes",
-    "train.sync": "removed: grpo-sync.py and grpo-async.py are the two modes",
-    "train.sync_iter": "removed: grpo-sync.py and grpo-async.py are the two modes",
-    "train.buffer_size": "removed: the buffer holds the rows of one step",
-    "inference_model.num_replicas": "ray.num_collectors",
-    "ray.init_config": "removed: ray.address and ray.num_cpus say it",
-    "env.num_envs": "train.prompts_per_batch",
-    "env.reasoning": "removed: choose the task with env=...",
-    "train.group_size": "env.repeats",
-    "train.dialog_turns_per_batch": "train.prompts_per_batch",
-    "train.total_dialog_turns": "train.max_steps",
-    "train.gradient_accumulation_steps": "train.micro_token_budget",
-    "train.entropy_coeff": "loss.entropy_coeff",
-    "train.clip_epsilon": "loss.clip_epsilon",
-    "train.exp_name": "logging.experiment_name",
-    "train.checkpoint_frequency": "checkpoint.interval",
-    "train.use_kl_to_ref": "removed: train.kl_to_ref_coeff above 0 says it",
-    "train.kl_coef_in_loss": "removed: train.kl_to_ref_coeff or reward.kl_coeff says it",
-    "train.empty_replay_buffer": "removed: a synchronous step trains on its own batch only",
-    "train.logging_frequency": "removed: every step is a row of metrics.csv",
-    "train.learning_rate": "optimizer.lr",
-    "train_model.torch_dtype": "train_model.dtype",
-    "inference_model.max_new_tokens": "inference_model.max_tokens",
-    "logging.checkpoint_dir": "removed: checkpoints are in hydra.run.dir",
-    "logging.checkpoint_frequency": "checkpoint.interval",
-    "loss.beta": "train.kl_to_ref_coeff",
-    "loss.correction": "correction.type",
-    "loss.entropy_bonus": "loss.entropy_coeff",
-    "loss.epsilon": "loss.clip_epsilon",
-    "loss.kl_to_ref_coeff": "train.kl_to_ref_coeff",
-    "loss.masking_strategy": "removed: the sampled tokens of every turn are trained",
-    "loss.reduction": "loss.aggregation",
-    "advantage.group_size": "env.repeats",
-    "advantage.grpo_size": "env.repeats",
-    "advantage.trajectory_return": "removed: the rewards of all turns are added up",
-    "advantage.truncated": "filter.truncated",
-    "advantage.keep_return_bounds": "filter.return_bounds",
-    "advantage.keep_zero_variance": "filter.zero_variance",
-    "algorithm": "removed: an algorithm is loss=... with advantage=...",
-}
-
-
 Config = TypeVar("Config", bound=GRPOGroups)
 
 
@@ -370,19 +329,19 @@ responses (train.prompts_per_batch=16 x env.repeats=8)
 
 
 def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> list[str]:
-    """Refuse unknown and renamed keys on the command line (``sys.argv[1:]``).
+    """Refuse unknown and renamed keys on the command line; for copies of a page without its files.
 
     Args:
         arguments: the overrides, as ``optimizer.lr=1e-4``.
         schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
 
     Returns:
-        The overrides for Hydra, see :func:`~torchrl_llm.recipes.strict_config.check_override_keys`.
+        The overrides for Hydra.
 
     Raises:
-        ConfigError: names the nearest valid key, or the new name.
+        ConfigError: as :func:`~torchrl_llm.recipes.command_keys.check_overrides`.
     """
-    return check_override_keys(arguments, schema, renamed=RENAMED | _elsewhere(schema))
+    return check_overrides(arguments, key_table(schema), elsewhere=_elsewhere(schema))
 
 
 def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:

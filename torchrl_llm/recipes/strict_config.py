@@ -12,7 +12,6 @@ default that is written there. A key of another variant is an error that says wh
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 from torchrl_llm._redis import masked
 from torchrl_llm._registry import constructor_arguments, names
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -299,8 +299,7 @@ def from_mapping(
         >>> from_mapping(Config, {"optimizer": {"rl": 1}})
         Traceback (most recent call last):
         ...
-        torchrl_llm.errors.ConfigError: unknown key 'optimizer.rl'; the nearest valid key is \
-'optimizer.lr'
+        torchrl_llm.errors.ConfigError: unknown key 'optimizer.rl'; did you mean 'optimizer.lr'?
     """
     return _build(schema, values, "", list(valid_keys(schema)), renamed or {})
 
@@ -327,72 +326,56 @@ def _own_keys(schema: type, prefix: str) -> Iterator[str]:
             yield from valid_keys(hints[entry.name], f"{prefix}{entry.name}.")
 
 
-def _open_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Keys whose value is a mapping with free names."""
-    if _is_component(schema):
-        return
-    hints = get_type_hints(schema)
-    for entry in fields(schema):
-        hint = hints[entry.name]
-        if is_dataclass(hint):
-            yield from _open_keys(hint, f"{prefix}{entry.name}.")
-        elif get_origin(hint) is dict:
-            yield prefix + entry.name
+def key_table(schema: type) -> KeyTable:
+    """The keys of a schema, as those of a recipe's files are read.
+
+    Args:
+        schema: a dataclass type.
+    """
+    table = KeyTable(open_options=True)
+    for entry, hint in get_type_hints(schema).items():
+        if _is_component(hint):
+            table.defaults[entry] = hint.default
+            table.groups[entry] = {
+                name: list(_own_keys(made, f"{entry}.")) for name, made in hint.variants.items()
+            }
+        else:
+            table.plain.append(entry)
+            _add_keys(table, hint, entry)
+    return table
+
+
+def _add_keys(table: KeyTable, hint: Any, key: str) -> None:
+    if get_origin(hint) is dict:
+        table.open.add(key)
+    for name, inner in get_type_hints(hint).items() if is_dataclass(hint) else ():
+        table.plain.append(f"{key}.{name}")
+        _add_keys(table, inner, f"{key}.{name}")
+
+
+def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
+    """Refuse command-line overrides ``key=value`` whose key a schema does not have.
+
+    For a page of your own without YAML files; those of this package are checked by
+    :func:`torchrl_llm.recipes.launch.begin`, before anything is imported.
+
+    Args:
+        arguments: the arguments of the command line, ``sys.argv[1:]``.
+        schema: a dataclass type.
+
+    Returns:
+        The arguments for Hydra.
+
+    Raises:
+        ConfigError: as :func:`~torchrl_llm.recipes.command_keys.check_overrides`.
+    """
+    return check_overrides(arguments, key_table(schema))
 
 
 def _is_component(schema: Any) -> bool:
     """Whether it stands for variants, and is not one of them."""
     is_group = isinstance(schema, type) and issubclass(schema, Component)
     return is_group and "target" not in vars(schema)
-
-
-def check_override_keys(
-    arguments: Iterable[str], schema: type, *, renamed: Mapping[str, str] | None = None
-) -> list[str]:
-    """Refuse command-line overrides ``key=value`` whose key a schema does not have.
-
-    Hydra rejects unknown keys itself, before the program runs and without naming the right one;
-    call this first. Flags (``--cfg``, ``-m``) and Hydra's own keys (``hydra.run.dir``) pass.
-
-    Args:
-        arguments: the arguments of the command line, ``sys.argv[1:]``.
-        schema: a dataclass type.
-        renamed: old dotted key -> what to use instead.
-
-    Returns:
-        The arguments for Hydra. Keys within a dict, whose names only the user knows, are marked as
-        ones that may be new (``++``), without which Hydra refuses them.
-
-    Raises:
-        ConfigError: a key is unknown, was renamed, or has no effect with the ``type`` that its
-            group has been given.
-    """
-    keys = list(valid_keys(schema))
-    arguments, open_keys = list(arguments), tuple(f"{key}." for key in _open_keys(schema))
-    hints = get_type_hints(schema)
-    components = {name: hint for name, hint in hints.items() if _is_component(hint)}
-    overrides: dict[str, str] = {}
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        key = key.lstrip("+~").partition("@")[0]
-        own = key == "hydra" or key.startswith(("-", "hydra.", "hydra/"))
-        if separator and not own:
-            overrides[key] = value
-    for key, value in overrides.items():
-        if key.startswith(open_keys):
-            continue
-        if key not in keys:
-            raise ConfigError(_refusal(key, keys, renamed or {}))
-        group, _, leaf = key.rpartition(".")
-        if group not in components:
-            continue
-        if leaf == "type":
-            raise ConfigError(f"{key}={value}: choose it with its settings, {group}={value}")
-        component = components[group]
-        chosen = component.variants.get(overrides.get(group, component.default))
-        if chosen is not None:
-            _check_effect(component, chosen, leaf, group)
-    return [f"++{each}" if each.startswith(open_keys) else each for each in arguments]
 
 
 def _check_effect(group: type[Component], chosen: type[Component], name: str, path: str) -> None:
@@ -439,29 +422,12 @@ def _build(
     for name, value in values.items():
         path = f"{prefix}{name}"
         if name not in names:
-            raise ConfigError(_refusal(path, keys, renamed))
+            raise ConfigError(refusal(path, keys, renamed))
         if is_dataclass(hints[name]):
             arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed)
         else:
             arguments[name] = _convert(value, hints[name], path)
     return schema(**arguments)
-
-
-def _refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str]) -> str:
-    if key in renamed:
-        target = renamed[key]
-        return f"{key!r} was renamed to {target!r}" if target in keys else f"{key!r}: {target}"
-    group, _, leaf = key.rpartition(".")
-    siblings = [k for k in keys if k.rpartition(".")[0] == group]
-    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
-    # A key is most often mistyped within its own group, else put into the wrong group; only then
-    # is the whole path compared.
-    nearest = (
-        difflib.get_close_matches(key, siblings, 1, 0.8)
-        or same_leaf[:1]
-        or difflib.get_close_matches(key, keys, 1, 0.0)
-    )
-    return f"unknown key {key!r}; the nearest valid key is {nearest[0]!r}"
 
 
 def _convert(value: Any, hint: Any, path: str) -> Any:

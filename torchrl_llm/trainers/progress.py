@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
 
@@ -124,6 +124,14 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous.clear()
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the signals back while the body runs; it may not come back here at all."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

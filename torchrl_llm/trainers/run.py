@@ -143,6 +143,13 @@ class TrainingRun:
         checkpoint: when to save.
         evaluation: when to evaluate.
 
+    Attributes:
+        step: the last step that was begun.
+        model: as given.
+        tokenizer: as given.
+        metrics: of the last step that was completed.
+        stop: what Ctrl-C and the other signals ask for.
+
     Raises:
         CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``, or
             another process trains in it.
@@ -168,7 +175,8 @@ class TrainingRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_steps = max_steps
         self.step = 0
-        self._model, self._tokenizer, self._parts = model, tokenizer, dict(parts)
+        self.model, self.tokenizer, self._parts = model, tokenizer, dict(parts)
+        self.metrics: dict[str, Any] = {}
         self._config = masked(dict(config or {}))
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
@@ -179,9 +187,14 @@ class TrainingRun:
         )
         self._before: list[str] = []
         self._after: list[str] = []
-        self._pending: dict[str, Any] | None = None
+        self._started: float | None = None
         self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
+        self.stop = StopRequest(
+            lambda: self.say(
+                f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
+            )
+        )
         self._lock = lock_folder(self.folder)
         self._store.sweep()
         saved = self._store.steps()
@@ -220,47 +233,55 @@ class TrainingRun:
         Raises:
             RewardError: ten steps in a row had no valid reward; the last of them is saved.
         """
-        stop = StopRequest(
-            lambda: self.say(
-                f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
-            )
-        )
-        with stop:
+        with self.stop:
             if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
                 result = self._evaluate()
                 self._before = list(result.conversations)
                 self._table.write(0, result.metrics())
-            while self.step < self.max_steps and not stop.requested:
+            while self.step < self.max_steps and not self.stop.requested:
                 self.step += 1
-                started = time.perf_counter()
+                self._started = time.perf_counter()
                 yield self.step
-                self._complete(time.perf_counter() - started)
+                if self._started is not None:
+                    raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
             if self.step and self.step not in self._store.steps():
-                self._save()
+                self.save()
         self._bar.close()
         if self.step < self.max_steps:
-            self._stopped_by = stop.signal
+            self._stopped_by = self.stop.signal
         if self.step == 0:
             self.say("stopped before the first step; there is nothing to save")
         elif self.step < self.max_steps:
-            command = [
-                masked(argument)
-                for argument in sys.argv
-                if not argument.startswith(("checkpoint.resume", "hydra.run.dir"))
-            ]
             self.say(
-                f"saved {self._store.path(self.step)}; to go on:\n  python {shlex.join(command)} "
+                f"saved {self._store.path(self.step)}; to go on:\n  {self._command()} "
                 f"hydra.run.dir={shlex.quote(str(self.folder))} checkpoint.resume=auto"
             )
 
+    @staticmethod
+    def _command() -> str:
+        """What was typed to begin, without what says where and how to go on."""
+        begun, *arguments = map(masked, sys.argv)
+        kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
+        # A console command is called by its name, and a page by Python.
+        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+        return f"{begun} {shlex.join(kept)}".strip()
+
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Hand in the metrics of the step, once, at the end of the loop's body.
+        """Complete the step: write its metrics, evaluate and save where that is due.
+
+        Call it once, at the end of the loop's body.
 
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
                 ``train/tokens_generated`` gives the speed.
+
+        Raises:
+            RewardError: see :meth:`steps`.
         """
-        self._pending = dict(metrics)
+        if self._started is None:
+            raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
+        seconds, self._started = time.perf_counter() - self._started, None
+        self._complete(dict(metrics), seconds)
 
     def finish(self) -> None:
         """Draw the reward curve and show what became of the held-out conversations.
@@ -294,10 +315,7 @@ class TrainingRun:
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
-    def _complete(self, seconds: float) -> None:
-        if self._pending is None:
-            raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
-        metrics, self._pending = self._pending, None
+    def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
         speed = metrics["train/tokens_generated"] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
@@ -305,15 +323,16 @@ class TrainingRun:
             result = self._evaluate()
             self._after = list(result.conversations)
             metrics |= result.metrics()
+        self.metrics = metrics
         self._table.write(self.step, metrics)
         self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
         if self._falls_on(self._checkpoint.interval):
-            self._save()
+            self.save()
         without = math.isnan(metrics["train/reward"])
         self._without_reward = self._without_reward + 1 if without else 0
         if self._without_reward == _MOST_WITHOUT_REWARD:
             if self.step not in self._store.steps():
-                self._save()
+                self.save()
             raise RewardError(
                 f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
                 f"{self._store.path(self.step)}"
@@ -322,7 +341,8 @@ class TrainingRun:
     def _falls_on(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
 
-    def _save(self) -> None:
+    def save(self) -> Path:
+        """Write a checkpoint of the present step; returns its folder."""
         state = {
             "step": self.step,
             "config": self._config,
@@ -332,10 +352,10 @@ class TrainingRun:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
             "rng": rng_state(),
         }
-        self._store.save(self.step, state, write_model=self._write_model)
+        return self._store.save(self.step, state, write_model=self._write_model)
 
     def _write_model(self, path: Path) -> None:
-        save_pretrained(path, self._model, self._tokenizer)
+        save_pretrained(path, self.model, self.tokenizer)
         self._table.save(path / "metrics.csv")
 
     def _resume(self) -> list[str]:
@@ -375,4 +395,4 @@ class TrainingRun:
             )
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+        return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)

@@ -1,0 +1,36 @@
+"""What the command line may say of a Redis: an address, and no password."""
+
+from __future__ import annotations
+
+from torchrl_llm._redis import PASSWORD_VARIABLE, masked
+from torchrl_llm.errors import ConfigError
+
+NO_PASSWORD = (
+    "which would be saved with the run and shown in the list of processes; put it into the "
+    f"environment variable {PASSWORD_VARIABLE}, or the whole URL into one of your own and write "
+    "redis.url='${oc.env:MY_URL}'"
+)
+
+
+def check_scheme(url: str) -> None:
+    """Refuse what is no address of a Redis.
+
+    Raises:
+        ConfigError: another scheme; what was given may hold a password and is not shown.
+    """
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError("redis.url must begin with redis://, rediss:// or unix://, and does not")
+
+
+def check_passwords(arguments: list[str]) -> None:
+    """Refuse passwords on the command line, before Hydra would show them.
+
+    Raises:
+        ConfigError: a password, or an address of something else.
+    """
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if masked(argument) != argument:
+            raise ConfigError(f"{key} holds a password, {NO_PASSWORD}")
+        if key.lstrip("+") == "redis.url" and not value.startswith(("$", "'$", '"$')):
+            check_scheme(value.strip("'\""))

@@ -1,0 +1,162 @@
+"""A recipe's command line: wrong keys are refused at once, in the words of whoever typed them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, launch
+from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
+from torchrl_llm.recipes.other_names import OTHER_NAMES
+from torchrl_llm.recipes.strict_config import key_table
+
+GRPO = launch.PAGES / "grpo" / "config"
+HEAVY = ("torch", "transformers", "tensordict", "torchrl", "hydra")
+
+
+@pytest.fixture(scope="module")
+def table():
+    return KeyTable.read(GRPO, "grpo")
+
+
+@pytest.mark.parametrize(("name", "schema"), [("grpo", GRPOConfig), ("grpo-async", AsyncGRPOConfig)])
+def test_the_files_have_the_keys_of_the_dataclasses(name, schema):
+    files, classes = KeyTable.read(GRPO, name), key_table(schema)
+    assert set(files.plain) == set(classes.plain)
+    assert files.open == classes.open
+    for group, options in classes.groups.items():
+        assert {option: set(keys) for option, keys in files.groups[group].items()} == {
+            option: set(keys) for option, keys in options.items()
+        }
+
+
+# What somebody types who comes from elsewhere, or mistypes, and the key that is to be named.
+MEANT = {
+    "learning_rate": "'optimizer.lr'",
+    "lr": "'optimizer.lr'",
+    "num_generations": "'env.repeats'",
+    "max_steps": "'train.max_steps'",
+    "use_vllm": "'inference_model.backend=vllm'",
+    "beta": "'train.kl_to_ref_coeff'",
+    "loss_type": "'loss'",
+    "max_completion_length": "'inference_model.max_tokens'",
+    "actor_rollout_ref.rollout.n": "'env.repeats'",
+    "actor_rollout_ref.actor.optim.lr": "'optimizer.lr'",
+    "data.train_batch_size": "'train.prompts_per_batch'",
+    "trainer.total_epochs": "a run is so many steps: train.max_steps",
+    "algorithm.adv_estimator": "'advantage'",
+    "orchestrator.max_off_policy_steps": "--help",
+    "trian.max_steps": "'train.max_steps'",
+    "optimizer.lrr": "'optimizer.lr'",
+    "eval.batchsize": "'eval.batch_size'",
+    "loss.clip": "'loss.clip_epsilon'",
+    "loss.gamma": "'advantage.gamma'",
+    "load_in_4bit": "train_model.lora.enabled=true",
+    "banana": "--help",
+    "optimizer.foo": "--help",
+}
+
+
+@pytest.mark.parametrize("key", MEANT)
+def test_a_refusal_names_what_was_meant_or_nothing(key, table):
+    said = refusal(key, table.keys)
+    assert said.startswith(f"unknown key {key!r}; ")
+    assert MEANT[key] in said
+    assert ("did you mean" in said or "here it is" in said) == MEANT[key].startswith("'")
+
+
+def test_what_other_libraries_call_a_key_leads_to_a_key_of_a_recipe_or_a_sentence():
+    known = set()
+    for folder in ("grpo", "sft"):
+        for file in (launch.PAGES / folder / "config").glob("*.yaml"):
+            if file.stem != "common":
+                known |= set(KeyTable.read(file.parent, file.stem).keys)
+    for name, target in OTHER_NAMES.items():
+        named = {each.partition("=")[0] for each in target.split(" and ")}
+        assert named <= known or " " in target, name
+
+
+REFUSED = {
+    "loss=gsop": r"did you mean 'gspo'\?",
+    "env=gsmk8": r"did you mean 'gsm8k'\?.*env.dataset=module:class",
+    "advantage=banana": "There are batch, constant",
+    "loss=grpo,gsop": r"did you mean 'gspo'\?",
+    "model=Qwen/Qwen3-0.6B": "'model' is a group of keys, model.name",
+    "loss.type=gspo": "choose it with its settings, loss=gspo",
+    "loss.tau_pos=2": "has no effect with loss=grpo; it is a key of sapo",
+    "ray.num_collectors=2": "a key of grpo-async.py",
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_values_of_groups_and_keys_without_effect_are_refused(argument):
+    with pytest.raises(ConfigError, match=REFUSED[argument]):
+        launch.check_arguments([argument], GRPO, "grpo", siblings={"grpo-async": "grpo-async.py"})
+
+
+def test_a_loss_of_the_users_own_folder_is_known_by_its_name(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("type: mine:Loss\nstrength: 2\n")
+    given = [f"hydra.searchpath=[file://{tmp_path}]", "loss=mine", "loss.strength=3"]
+    assert launch.check_arguments(given, GRPO, "grpo") == given
+    assert launch.check_arguments(["--config-dir", str(tmp_path), "loss=mine"], GRPO, "grpo")
+    with pytest.raises(ConfigError, match="no effect with loss=mine"):
+        launch.check_arguments([*given, "loss.clip_epsilon=1"], GRPO, "grpo")
+    # what another package brings cannot be listed
+    assert launch.check_arguments(["hydra.searchpath=[pkg://other]", "loss=theirs"], GRPO, "grpo")
+
+
+def test_hydras_own_words_pass_and_names_of_the_user_are_marked_as_new(table):
+    own = ["-m", "--cfg", "job", "hydra.run.dir=x", "hydra/job_logging=none", "~logging.project"]
+    assert check_overrides(own, table) == own
+    assert check_overrides(["env.options.size=3"], table) == ["++env.options.size=3"]
+    assert check_overrides(["+env.options.size=3"], table) == ["+env.options.size=3"]
+
+
+def test_a_wrong_key_and_help_are_answered_without_a_heavy_import():
+    watch = (
+        "import runpy, sys\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        f"finally: print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    pages = sorted(launch.PAGES.glob("*/*.py"))
+    pages = [page for page in pages if "launch.begin(" in page.read_text()]
+    assert len(pages) >= 8
+    page = launch.PAGES / "grpo" / "grpo-sync.py"
+    for argument, code in (("optimizer.lrr=1", 1), ("--help", 0)):
+        program = f"import sys; sys.argv = [{str(page)!r}, {argument!r}]\n{watch}"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == "[]"
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+    for page in pages:  # and none of them imports anything heavy in front of the check
+        before = page.read_text().partition("launch.begin(")[0]
+        assert not any(f"import {name}" in before for name in HEAVY), page
+
+
+def test_an_error_of_ours_is_a_paragraph_unless_a_traceback_is_asked_for(monkeypatch, capsys):
+    @launch.tells_errors
+    def fail():
+        raise ConfigError("train.max_steps must be at least 1, got 0")
+
+    monkeypatch.delenv(launch.TRACEBACK_VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        fail()
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        "ConfigError: train.max_steps must be at least 1, got 0\n",
+    )
+    monkeypatch.setenv(launch.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(ConfigError):
+        fail()
+
+
+def test_the_pages_of_the_package_are_those_of_the_repository():
+    root = Path(__file__).parents[2]
+    assert launch.PAGES.resolve() == root / "sota-implementations"

@@ -1,0 +1,78 @@
+"""Trains: ``torchrl-llm train grpo data=qa.csv reward=exact``; the recipe's keys follow its name.
+
+It runs the recipe's page, as ``python sota-implementations/grpo/grpo-sync.py`` does.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import launch
+
+RECIPES = {
+    "grpo": "grpo/grpo-sync.py",
+    "grpo-async": "grpo/grpo-async.py",
+    "sft": "sft/sft.py",
+    "imitate": "sft/imitate.py",
+    "distillation": "distillation/distillation.py",
+    "expert-iteration": "expert-iteration/expert-iteration.py",
+}
+"""Name of a recipe to its page."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a recipe.
+
+    Args:
+        arguments: its name, then overrides of its keys.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: no such recipe.
+    """
+    name, *overrides = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"there is no recipe {name!r}: {hint}There are {', '.join(RECIPES)}")
+    run_page(RECIPES[name], f"torchrl-llm train {name}", overrides)
+    return 0
+
+
+def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
+    """Run a page as the main program.
+
+    Args:
+        path: below the folder of recipes.
+        command: what was typed to run it, for the line that says how to go on.
+        overrides: of its keys.
+
+    Raises:
+        SystemExit: it ended early, or by an error.
+    """
+    page = launch.PAGES / path
+    if not page.is_file():
+        raise ConfigError(f"this installation has no recipe {path}: {launch.PAGES} lacks it")
+    sys.argv = [command, *overrides]
+    sys.path.insert(0, str(page.parent))
+    runpy.run_path(str(page), run_name="__main__")
+
+
+def _help() -> str:
+    lines = ["usage: torchrl-llm train RECIPE [KEY=VALUE ...]", ""]
+    width = max(map(len, RECIPES))
+    for name, path in RECIPES.items():
+        text = (launch.PAGES / path).read_text(encoding="utf-8")
+        about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        lines.append(f"  {name:{width}}  {about}")
+    return "\n".join([*lines, "", "torchrl-llm train RECIPE --help shows its keys.", ""])

@@ -1,0 +1,270 @@
+"""Keys of a recipe as its YAML files write them, and the check of a command line against them.
+
+Nothing heavy is imported here, so that a mistyped key is refused in a fraction of a second. What
+values mean, and which go together, is checked later by the recipe's dataclasses
+(:mod:`torchrl_llm.recipes.strict_config`), whose keys are the same: a test compares the two.
+
+Next: :mod:`torchrl_llm.recipes.launch` calls this before a recipe imports anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.other_names import OTHER_NAMES, RENAMED
+
+# A group that is given one value, and the key that stands for it.
+SHORT = {"data": "data.source", "reward": "reward.function"}
+# File of a group that only holds what the others share.
+_SHARED = "shared"
+# From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
+_SIMILAR = 0.7
+# What Hydra reads as one word without quotes.
+_ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*")
+
+
+@dataclass
+class KeyTable:
+    """Keys that a recipe has.
+
+    Attributes:
+        plain: dotted keys, groups included, in the order of the files.
+        groups: name of a group of files to its options, each with the keys that it writes.
+        defaults: the option of each group that is taken where none is given.
+        open: keys whose value is a mapping with names that only its user knows.
+        open_options: groups whose options cannot be listed, as they come from another package.
+    """
+
+    plain: list[str] = field(default_factory=list)
+    groups: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)
+    open_options: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        """Every dotted key, those of all options included."""
+        options = [keys for group in self.groups.values() for keys in group.values()]
+        own = (key for keys in options for key in keys)
+        return list(dict.fromkeys((*self.plain, *self.groups, *own)))
+
+    @classmethod
+    def read(
+        cls, folder: Path, name: str, *, more: Sequence[Path] = (), open_keys: Iterable[str] = ()
+    ) -> KeyTable:
+        """The keys of a recipe.
+
+        Args:
+            folder: the recipe's ``config``.
+            name: of the file that composes the others.
+            more: folders with further options of the groups.
+            open_keys: open keys whose value in the file is not empty.
+        """
+        table = cls(open=set(open_keys))
+        for entry in (main := _load(folder / f"{name}.yaml")).pop("defaults", ()):
+            if isinstance(entry, Mapping):
+                table.defaults |= entry
+            elif entry != "_self_":
+                table._add(_load(folder / f"{entry}.yaml"))
+        main.pop("hydra", None)
+        table._add(main)
+        for group in table.defaults:
+            files = [file for each in (folder, *more) for file in (each / group).glob("*.yaml")]
+            for file in sorted(files):
+                if file.stem != _SHARED:
+                    table.groups.setdefault(group, {})[file.stem] = list(_option(file, group))
+        return table
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        for key, value in _walk(values):
+            self.plain.append(key)
+            if value == {}:
+                self.open.add(key)
+
+    def is_open(self, key: str) -> bool:
+        """Whether a key is within a mapping with free names."""
+        return key.startswith(tuple(f"{each}." for each in self.open))
+
+
+def _load(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+
+
+def _walk(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, Mapping):
+            yield from _walk(value, f"{prefix}{name}.")
+
+
+def _option(file: Path, group: str) -> Iterator[str]:
+    """Keys of a group's option, with those that its file takes from others of the folder."""
+    if "@package _global_" in file.read_text(encoding="utf-8"):
+        return  # its keys are values of the recipe's own
+    values = _load(file)
+    for entry in values.pop("defaults", ()):
+        # The folder of a user's options has no copy of what the recipe's own share.
+        if entry != "_self_" and (other := file.with_name(f"{entry}.yaml")).is_file():
+            yield from _option(other, group)
+    yield from (key for key, _ in _walk(values, f"{group}."))
+
+
+def check_overrides(
+    arguments: Iterable[str], table: KeyTable, *, elsewhere: Mapping[str, str] | None = None
+) -> list[str]:
+    """Refuse overrides ``key=value`` whose key or group value a recipe does not have.
+
+    Flags (``--cfg``, ``-m``) and Hydra's own keys (``hydra.run.dir``) pass.
+
+    Args:
+        arguments: of the command line.
+        table: keys of the recipe.
+        elsewhere: keys of other recipes, and what is said of each.
+
+    Returns:
+        The arguments for Hydra: ``data=FILE`` and ``reward=NAME`` written out, and keys within a
+        mapping marked as ones that may be new (``++``), without which Hydra refuses them.
+
+    Raises:
+        ConfigError: a key is unknown, was renamed, or has no effect with the option that its group
+            has been given; an option that there is not.
+    """
+    checked, given = [], {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        name = key.lstrip("+~").partition("@")[0]
+        if not separator or name == "hydra" or name.startswith(("-", "hydra.", "hydra/")):
+            checked.append(argument)
+            continue
+        if (whole := SHORT.get(name)) in table.plain:
+            argument, name = f"{whole}={_quoted(value)}", whole
+        given[name] = value
+        new = table.is_open(name) and not argument.startswith(("+", "~"))
+        checked.append(f"++{argument}" if new else argument)
+    for name, value in given.items():
+        _check_key(name, value, given, table, elsewhere or {})
+    return checked
+
+
+def _quoted(value: str) -> str:
+    """A value that Hydra reads as it stands."""
+    if _ONE_WORD.fullmatch(value) or value.startswith(("'", '"')):
+        return value
+    return "'" + value.replace("'", r"\'") + "'"
+
+
+def _check_key(
+    name: str, value: str, given: Mapping[str, str], table: KeyTable, elsewhere: Mapping[str, str]
+) -> None:
+    if table.is_open(name):
+        return
+    if name in table.groups:
+        for option in value.split(","):
+            check_option(name, option.strip(), table)
+        return
+    if name not in table.keys:
+        if name in elsewhere:
+            raise ConfigError(f"{name!r}: {elsewhere[name]}")
+        raise ConfigError(refusal(name, table.keys))
+    if inner := [key for key in table.plain if key.startswith(f"{name}.")]:
+        if not (table.open_options or value.startswith(("{", "$"))):
+            raise ConfigError(f"{name!r} is a group of keys, {', '.join(inner)}; got {value!r}")
+        return
+    group, _, leaf = name.rpartition(".")
+    options = table.groups.get(group, {})
+    if not any(options.values()):
+        return
+    if leaf == "type":
+        raise ConfigError(f"{name}={value}: choose it with its settings, {group}={value}")
+    chosen = given.get(group, table.defaults.get(group))
+    if chosen in options and name not in options[chosen]:
+        owners = ", ".join(option for option, keys in options.items() if name in keys)
+        raise ConfigError(f"{name} has no effect with {group}={chosen}; it is a key of {owners}")
+
+
+def check_option(group: str, option: str, table: KeyTable) -> None:
+    """Refuse an option that a group does not have.
+
+    Args:
+        group: name of a group of files.
+        option: what was given for it.
+        table: keys of the recipe.
+
+    Raises:
+        ConfigError: there is no such option; the nearest one is named, and all of them.
+    """
+    options = table.groups[group]
+    if option in options or table.open_options:
+        return
+    near = _near(option, options)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    own = " A task of your own is env.dataset=module:class." if group == "env" else ""
+    raise ConfigError(f"{group}={option}: {hint}There are {', '.join(sorted(options))}.{own}")
+
+
+def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED) -> str:
+    """Why a key is refused, and what was probably meant.
+
+    A key is another library's, or put into the wrong group, or mistyped: within its own group most
+    often. Nothing is suggested where nothing is near.
+
+    Args:
+        key: an unknown dotted key.
+        keys: those that there are.
+        renamed: old dotted key to the new one, or to a sentence.
+
+    Example:
+        >>> refusal("optimizer.lrr", ["optimizer", "optimizer.lr", "seed"])
+        "unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"
+        >>> refusal("learning_rate", ["optimizer", "optimizer.lr", "seed"])
+        "unknown key 'learning_rate'; here it is 'optimizer.lr'"
+        >>> refusal("banana", ["optimizer", "optimizer.lr", "seed"])
+        "unknown key 'banana'; --help lists all keys"
+    """
+    if key in renamed:
+        target = renamed[key]
+        return f"{key!r} was renamed to {target!r}" if target in keys else f"{key!r}: {target}"
+    group, _, leaf = key.rpartition(".")
+    leaves: dict[str, list[str]] = {}
+    for each in keys:
+        leaves.setdefault(each.rpartition(".")[2], []).append(each)
+    if (target := _other_name(key, keys)) is not None:
+        return f"unknown key {key!r}; {target}"
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == group}
+    begun = [name for name in siblings if len(leaf) > 2 and name.startswith(leaf)]
+    for name in [leaf] if leaf in leaves else begun[:1] or _near(leaf, siblings):
+        meant = [siblings[name]] if name in siblings else leaves[name][:3]
+        return f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
+    for name in _near(leaf, OTHER_NAMES, 0.85):
+        if (target := _other_name(name, keys)) is not None:
+            return f"unknown key {key!r}; {target}"
+    for name in _near(leaf, leaves, 0.8):
+        return f"unknown key {key!r}; did you mean {' or '.join(map(repr, leaves[name][:3]))}?"
+    return f"unknown key {key!r}; --help lists all keys"
+
+
+def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list[str]:
+    return difflib.get_close_matches(name, names, 1, similarity)
+
+
+def _other_name(key: str, keys: Sequence[str]) -> str | None:
+    """What another library's key is called here, where this recipe has it."""
+    parts = key.split(".")
+    for start in range(len(parts)):
+        target = OTHER_NAMES.get(".".join(parts[start:]))
+        if target is None:
+            continue
+        named = [each.partition("=")[0] for each in target.split(" and ")]
+        if set(named) <= set(keys):
+            return "here it is " + " and ".join(map(repr, target.split(" and ")))
+        if " " in target and " and " not in target:
+            return target
+    return None

@@ -1,0 +1,202 @@
+"""Start of a recipe's page: checks keys and answers ``--help`` before imports that take seconds.
+
+A page calls :func:`begin` above its imports and puts :func:`tells_errors` around its main function.
+:func:`load_page` imports a page, wherever the package is installed, for programs that run it.
+
+Next: :mod:`torchrl_llm.recipes.command_keys` checks the keys.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
+from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
+
+PAGES = Path(__file__).parents[1] / "sota"
+"""Folder of the recipes: ``sota-implementations``, which is part of the installed package."""
+
+TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
+"""Environment variable that shows where an error of ours was raised, if it is ``1``."""
+
+_FAILED = 1
+
+
+def begin(
+    page: str,
+    name: str,
+    *,
+    open_keys: Iterable[str] = (),
+    siblings: Mapping[str, str] | None = None,
+    check: Callable[[list[str]], None] | None = None,
+) -> None:
+    """Answer ``--help`` and refuse unknown keys; ends the process where either happens.
+
+    Args:
+        page: ``__file__`` of the page, beside which the folder ``config`` is.
+        name: of the file in it that composes the others.
+        open_keys: as of :meth:`~torchrl_llm.recipes.command_keys.KeyTable.read`.
+        siblings: other files of the folder that compose recipes, with the page of each: their keys
+            are known, and told apart.
+        check: looks at the arguments first, and may refuse them.
+    """
+    arguments = sys.argv[1:]
+    folder = Path(page).parent / "config"
+    if {"--help", "-h"} & set(arguments):
+        show_help(Path(page), name)
+        raise SystemExit(0)
+
+    @tells_errors
+    def checked() -> list[str]:
+        if check is not None:
+            check(arguments)
+        return check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
+
+    sys.argv[1:] = checked()
+
+
+def check_arguments(
+    arguments: list[str],
+    folder: Path,
+    name: str,
+    *,
+    open_keys: Iterable[str] = (),
+    siblings: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Refuse unknown keys and group values among overrides.
+
+    Args:
+        arguments: of the command line.
+        folder: the recipe's ``config``.
+        name: as of :func:`begin`.
+        open_keys: as there.
+        siblings: as there.
+
+    Returns:
+        The arguments for Hydra.
+
+    Raises:
+        ConfigError: as :func:`~torchrl_llm.recipes.command_keys.check_overrides`.
+    """
+    more, listed = _further_folders(arguments)
+    table = KeyTable.read(folder, name, more=more, open_keys=open_keys)
+    table.open_options = not listed
+    elsewhere = {
+        key: f"a key of {whose}"
+        for other, whose in (siblings or {}).items()
+        for key in KeyTable.read(folder, other).keys
+    }
+    return check_overrides(arguments, table, elsewhere=elsewhere)
+
+
+def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:
+    """Folders of settings that the command line adds, and whether those are all."""
+    found, listed, last = [], True, ""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "hydra.searchpath":
+            for each in value.strip("[]'\" ").split(","):
+                kind, _, path = each.strip("'\" ").rpartition("://")
+                listed &= kind in ("", "file")
+                found.append(Path(path))
+        elif key in ("--config-dir", "-cd") and value:
+            found.append(Path(value))
+        elif last in ("--config-dir", "-cd"):
+            found.append(Path(argument))
+        last = argument
+    return found, listed
+
+
+def show_help(page: Path, name: str) -> None:
+    """Print what a recipe does, how it is called, and all of its keys with what they mean.
+
+    Args:
+        page: file of the page.
+        name: as of :func:`begin`.
+    """
+    folder = page.parent / "config"
+    table = KeyTable.read(folder, name)
+    about = ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))) or ""
+    shown = [about.replace("``", ""), ""]
+    for group, options in table.groups.items():
+        shown.append(f"{group}=NAME, one of: {', '.join(options)}")
+    if table.groups:
+        shown.append("The files are in " + ", ".join(str(folder / g) for g in table.groups))
+    files = [f"{name}.yaml", *(f"{e}.yaml" for e in ("common",) if (folder / f"{e}.yaml").exists())]
+    for file in reversed(files):
+        lines = (folder / file).read_text(encoding="utf-8").splitlines()
+        shown += ["", *_without_hydra(lines)]
+    for group, option in table.defaults.items():
+        lines = (folder / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+        shown += ["", f"# {group}={option}", *_without_hydra(lines)]
+    shown += [
+        "",
+        "Flags of Hydra: -m (sweep over a=1,2), --cfg job (show the settings), -cd FOLDER.",
+    ]
+    sys.stdout.write("\n".join(shown) + "\n")
+
+
+def _without_hydra(lines: Iterable[str]) -> list[str]:
+    """The lines of a file that are keys of the recipe, and what is said of them."""
+    kept, ours = [], True
+    for line in lines:
+        if line and not line.startswith((" ", "#")):
+            ours = line.partition(":")[0] not in ("hydra", "defaults")
+        if ours and "@package" not in line:
+            kept.append(line)
+    return kept
+
+
+def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an error that this package raises on purpose a paragraph on the terminal, without trace.
+
+    The process ends with exit code 1. With ``TORCHRL_LLM_TRACEBACK=1`` the error is raised as it
+    is. What nobody foresaw keeps its traceback.
+
+    Args:
+        function: of a command.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TorchRLLLMError as error:
+            if os.environ.get(TRACEBACK_VARIABLE) == "1":
+                raise
+            sys.stdout.flush()
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            raise SystemExit(_FAILED) from None
+
+    return call
+
+
+def load_page(path: str) -> ModuleType:
+    """Import a recipe's page, and with it what lies beside it.
+
+    Args:
+        path: below ``sota-implementations``, as ``"grpo/grpo-sync.py"``.
+
+    Raises:
+        ConfigError: this installation lacks the page.
+    """
+    file = PAGES / path
+    name = f"torchrl_llm_page_{file.stem.replace('-', '_')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise ConfigError(f"this installation has no recipe {path}: {PAGES} lacks it")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
