@@ -33,6 +33,7 @@ from torchrl_llm.recipes import (
     TrainModelConfig,
 )
 from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer, naming
+from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, save_pretrained
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
@@ -119,6 +120,7 @@ class DistillationConfig:
     """
 
     env: EnvConfig = field(default_factory=EnvConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -148,6 +150,8 @@ class DistillationConfig:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        check_data(self)
+        self.optimizer.settle(self.model, self.train_model)
         self.optimizer.check_warmup(self.num_updates)
         here = self.env.dataset == "arithmetic"
         ensure(

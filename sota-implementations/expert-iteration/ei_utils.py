@@ -28,6 +28,7 @@ from torchrl_llm.recipes import (
     TrainModelConfig,
 )
 from torchrl_llm.recipes.builders import make_reference, make_step_buffer
+from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
@@ -79,6 +80,7 @@ class EIConfig:
     """
 
     env: EnvConfig = field(default_factory=EnvConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
@@ -115,6 +117,8 @@ class EIConfig:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        check_data(self)
+        self.optimizer.settle(self.model, self.train_model)
         self.optimizer.check_warmup(self.num_updates)
         ensure(
             1 <= self.select.topk_size <= self.env.repeats,

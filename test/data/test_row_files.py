@@ -158,7 +158,7 @@ def test_a_hub_that_cannot_be_reached_points_to_local_files(monkeypatch):
             raise ConnectionError("offline")
 
     monkeypatch.setitem(sys.modules, "datasets", Hub)
-    with pytest.raises(DataError, match=r"offline.*data_files"):
+    with pytest.raises(DataError, match=r"offline.*local copy.*path"):
         load_rows("openai/gsm8k", name="main")
 
 

@@ -63,7 +63,7 @@ def test_every_renamed_key_is_really_gone_and_its_new_name_exists_or_says_remove
 
 
 WRONG_TYPES = [
-    ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
+    ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float or null, got 'fast'"),
     ({"train": {"max_steps": 2.5}}, "train.max_steps must be int, got 2.5"),
     ({"train": {"max_steps": True}}, "train.max_steps must be int, got True"),
     ({"optimizer": 3}, "'optimizer' is a group of keys, got 3"),

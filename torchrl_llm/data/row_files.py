@@ -11,9 +11,6 @@ Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to a
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,74 +18,17 @@ from typing import Any
 import torch
 
 from torchrl_llm._imports import require
+from torchrl_llm.data.table_files import (
+    Row,
+    check_columns,
+    choose_split,
+    is_table,
+    read_jsonl,
+    read_table,
+)
 from torchrl_llm.errors import DataError
 
-Row = Mapping[str, Any]
-
-
-def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Read a JSON-lines file: one object a line, empty lines skipped; or an array of objects.
-
-    Args:
-        path: the file; one that begins as gzip files do is unpacked, whatever its name.
-        columns: names that every row must have.
-
-    Returns:
-        One dict a line, or one an element of the array.
-
-    Raises:
-        DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
-            line (or element), when a line is not a JSON object or lacks a column.
-    """
-    path = Path(path).expanduser()
-    columns = tuple(columns)
-    try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is a damaged gzip file: {error}") from error
-    except OSError as error:
-        raise DataError(
-            f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
-        ) from error
-    rows = []
-    for where, row in _elements(text, path):
-        if not isinstance(row, dict):
-            raise DataError(f"{where} must be a JSON object, got {type(row).__name__}")
-        _check_columns(row, columns, where)
-        rows.append(row)
-    if not rows:
-        raise DataError(f"the data file {path} has no rows")
-    return rows
-
-
-def _elements(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """What a file holds, and where each of it stands."""
-    if text.lstrip().startswith("["):
-        for number, value in enumerate(_parsed(text, f"the array in {path}"), 1):
-            yield f"{path}, element {number}", value
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _parsed(line, where)
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    # Not JSON, a number of thousands of digits, or brackets without end.
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-
-
-def _check_columns(row: Row, columns: Sequence[str], where: str) -> None:
-    missing = [name for name in columns if name not in row]
-    if missing:
-        raise DataError(f"{where} lacks the column {missing[0]!r}; it has {sorted(row)}")
+__all__ = ["GeneratedRows", "MappedRows", "Row", "RowLoader", "load_rows", "read_jsonl"]
 
 
 def load_rows(
@@ -98,13 +38,14 @@ def load_rows(
 
     Args:
         source: a sequence of dicts (used as it is; of a list or tuple every row is checked, of
-            another sequence the first); the path of a
-            JSON-lines file or of a JSON array (an existing file, a ``Path``, or a string ending in
-            ``.jsonl``, ``.json`` or either with ``.gz``); a sequence of such paths, whose rows
-            follow each other; or the id of a dataset on the Hugging Face hub.
+            another sequence, a ``datasets.Dataset`` for example, the first); the path of a file (a
+            ``Path``, or a string that ends in ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or
+            ``.parquet``, of text also with ``.gz``, or names an existing file: JSON lines then); a
+            folder; a sequence of such paths, whose rows follow each other; or the id of a dataset
+            on the Hugging Face hub.
         columns: names that rows must have.
         name: configuration of a hub dataset.
-        split: split of a hub dataset; ``None`` takes ``train`` where there is one.
+        split: split of a hub dataset or a folder; ``None`` takes ``train`` where there is one.
 
     Returns:
         A sequence of dicts.
@@ -118,10 +59,13 @@ def load_rows(
         [{'query': 'Hi'}]
     """
     columns = tuple(columns)
-    if isinstance(source, Path) or (isinstance(source, str) and _is_file_name(source)):
-        return read_jsonl(source, columns=columns)
+    if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
+        rows = read_table(source, columns=columns, split=split)
+        return rows if isinstance(rows, list) else load_rows(rows, columns=columns)
     if isinstance(source, str):
         return _load_hub(source, columns, name, split)
+    if hasattr(source, "keys"):  # a DatasetDict
+        source = choose_split(source, split)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DataError(
             "a dataset is a sequence of dicts, a path or a hub id, "
@@ -131,19 +75,18 @@ def load_rows(
         raise DataError("the dataset has no rows")
     first = source[0]
     if isinstance(first, (str, Path)):
-        return [row for path in source for row in read_jsonl(path, columns=columns)]
+        return [row for path in source for row in load_rows(Path(path), columns=columns)]
     # Another kind of sequence may compute its rows, or read them.
     for number, row in enumerate(source if isinstance(source, (list, tuple)) else [first]):
         where = f"row {number} of the dataset"
         if not isinstance(row, Mapping):
             raise DataError(f"{where} must be a dict, got {type(row).__name__}")
-        _check_columns(row, columns, where)
+        check_columns(row, columns, where)
     return source
 
 
-def _is_file_name(source: str) -> bool:
-    named = source.removesuffix(".gz").endswith((".jsonl", ".json"))
-    return named or Path(source).expanduser().is_file()
+def _is_path(source: str) -> bool:
+    return is_table(source) or Path(source).expanduser().exists()
 
 
 def _load_hub(
@@ -151,13 +94,11 @@ def _load_hub(
 ) -> Sequence[Row]:
     datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
     try:
-        loaded = datasets.load_dataset(source, name)
-        if hasattr(loaded, "keys"):
-            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+        loaded = choose_split(datasets.load_dataset(source, name), split)
     except Exception as error:  # whatever the network, the hub or the loader raises
         raise DataError(
             f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "
-            f"{error}. For a local copy, pass its JSON-lines file as data_files"
+            f"{error}. For a local copy, pass the path of its file or folder, which must exist"
         ) from error
     return load_rows(loaded, columns=columns)
 

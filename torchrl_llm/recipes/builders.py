@@ -29,7 +29,8 @@ from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
-from torchrl_llm.recipes.reward_config import add_components
+from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
+from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.trainers.batch_source import trained_rows
@@ -40,6 +41,7 @@ class RecipeConfig(Protocol):
     """The groups that are read here."""
 
     env: groups.EnvConfig
+    data: DataConfig
     model: groups.ModelConfig
     train: groups.TrainConfig
     train_model: groups.TrainModelConfig
@@ -66,13 +68,15 @@ def seed_everything(seed: int) -> None:
 
 
 def set_threads(config: RecipeConfig) -> None:
-    """Give torch the configured number of CPU threads.
+    """Give torch the configured number of CPU threads, and one for the model of the package.
 
     Args:
-        config: its ``train.num_threads``.
+        config: its ``train.num_threads`` and ``model.name``.
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
+    elif config.model.name is None:  # for which a second one mostly waits, at full load
+        torch.set_num_threads(1)
 
 
 def device_of(config: RecipeConfig) -> torch.device:
@@ -221,6 +225,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
     transformers.utils.logging.disable_progress_bar()
     device = device_of(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
+    _data(config, task_class(config.env.dataset))  # what is wrong with files is told first
     wanted, lora = config.train_model, None
     if wanted.lora.enabled:
         lora = {
@@ -344,11 +349,13 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         seed=seed,
         tokenizer=tokenizer,
     )
-    return add_components(_with_tools(config, env), config.reward.components)
+    return _with_components(config, _with_tools(config, env))
 
 
 def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     """The environment of the held-out prompts; ``None`` with ``eval.num_prompts=0``.
+
+    With ``eval.num_prompts=null`` it has all that are held out.
 
     Args:
         config: the recipe's.
@@ -357,14 +364,19 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     Raises:
         ConfigError: the problems do not suffice.
     """
-    if not config.eval.num_prompts:
+    if config.eval.num_prompts == 0:
         return None
     task = task_class(config.env.dataset)
-    num_envs = min(config.eval.batch_size, config.eval.num_prompts)
     data = _data(config, task)[1]
-    options = {**data, **_settings(config)}
-    env = task(**options, num_envs=num_envs, shuffle=False, tokenizer=tokenizer)
-    return add_components(_with_tools(config, env), config.reward.components)
+    num_prompts = config.eval.num_prompts or len(data["dataset"])
+    env = task(
+        **data,
+        **_settings(config),
+        num_envs=min(config.eval.batch_size, num_prompts),
+        shuffle=False,
+        tokenizer=tokenizer,
+    )
+    return _with_components(config, _with_tools(config, env))
 
 
 def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
@@ -372,14 +384,32 @@ def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
 
 
 def _settings(config: RecipeConfig) -> dict[str, Any]:
-    """The task's own settings, and what replaces its limit of steps and its system prompt."""
-    wanted = {"max_steps": config.env.max_steps, "system_prompt": config.env.system_prompt}
+    """The task's own settings, and what replaces its limit of steps, system prompt and reward."""
+    own = config.env.dataset == ROWS
+    wanted = {
+        "max_steps": config.env.max_steps,
+        "system_prompt": config.env.system_prompt,
+        "reward": make_reward(config.reward, alone=own),
+        **(config.data.columns if own else {}),
+    }
     given = {name: value for name, value in wanted.items() if value is not None}
     return {**config.env.options, **given}
 
 
+def _with_components(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
+    """The environment with the configured parts of the reward next to that of the task."""
+    if config.env.dataset == ROWS and config.reward.function is None:
+        return env  # they are its reward already
+    return add_components(env, config.reward.components)
+
+
 def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the two environments that say where their problems come from."""
+    if config.env.dataset == ROWS:
+        rows, held_out = config.data.load(), config.data.load_held_out()
+        if held_out is None:
+            rows, held_out = hold_out(rows, config.eval.num_prompts, where="data.source")
+        return {"dataset": rows}, {"dataset": held_out}
     files, held_out = config.env.data_files, config.env.eval_data_files
     if files is None and held_out is None:
         return {"split": "train"}, {"split": "test"}
@@ -387,13 +417,8 @@ def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], di
         train = {"split": "train"} if files is None else {"data_files": files}
         return train, {"data_files": held_out}
     rows = load_rows(Path(files), columns=task.COLUMNS)
-    split = len(rows) - config.eval.num_prompts
-    if split < 1:
-        raise ConfigError(
-            f"eval.num_prompts={config.eval.num_prompts} leaves none of the {len(rows)} problems "
-            f"of {files} for training; lower it, or pass env.eval_data_files"
-        )
-    return {"dataset": rows[:split]}, {"dataset": rows[split:]}
+    train, held_out = hold_out(rows, config.eval.num_prompts, where=files)
+    return {"dataset": train}, {"dataset": held_out}
 
 
 def make_evaluation(
@@ -410,11 +435,12 @@ def make_evaluation(
         return None
     arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
     greedy = policy.get_new_version(generate_kwargs=arguments)
+    num_prompts = config.eval.num_prompts or env.primer.num_rows
 
     def run() -> Evaluation:
         with autocast(config):
             return evaluate(
-                env, greedy, num_prompts=config.eval.num_prompts, max_turns=max_turns(config)
+                env, greedy, num_prompts=num_prompts, max_turns=max_turns(config)
             )
 
     return run

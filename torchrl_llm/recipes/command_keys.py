@@ -151,7 +151,16 @@ def check_overrides(
         checked.append(f"++{argument}" if new else argument)
     for name, value in given.items():
         _check_key(name, value, given, table, elsewhere or {})
-    return checked
+    return checked + _implied(given, table)
+
+
+def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
+    """Rows of one's own are the task, where none is named."""
+    if "data.source" not in given:
+        return []
+    if "rows" in table.groups.get("env", ()) and not {"env", "env.dataset"} & given.keys():
+        return ["env=rows"]
+    return ["tasks=[rows]"] if "tasks" in table.plain and "tasks" not in given else []
 
 
 def _quoted(value: str) -> str:

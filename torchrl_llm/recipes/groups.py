@@ -112,8 +112,9 @@ class TrainConfig:
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA when there is one.
-        num_threads: threads of torch on the CPU; ``None`` for torch's choice. A tiny model gains
-            little from a second one and loses much where cores are shared: waiting threads spin.
+        num_threads: threads of torch on the CPU; ``None`` for torch's choice, and 1 for the model
+            that ships with the package: it gains little from a second one, which waits at full load
+            where cores are shared.
     """
 
     max_steps: int = 100
@@ -243,13 +244,19 @@ class RefModelConfig:
         )
 
 
+# Learning rates of AdamW where none is given: a third of a million parameters take a hundred times
+# what half a billion take.
+_EMBEDDED_RATE, _LORA_RATE, _USUAL_RATE = 4e-4, 1e-5, 1e-6
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Optimizer and schedule.
 
     Attributes:
         name: a class of ``torch.optim``.
-        lr: learning rate; 0 runs everything and changes nothing.
+        lr: learning rate; 0 runs everything and changes nothing. ``None``: 4e-4 for the model that
+            ships with the package, 1e-5 with LoRA, else 1e-6.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
         betas: ``None`` for the optimizer's default.
@@ -257,18 +264,18 @@ class OptimizerConfig:
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
         scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
             :data:`~torchrl_llm.trainers.optim.SCHEDULES`.
-        warmup_steps: optimizer steps of a linear rise.
+        warmup_steps: optimizer steps of a linear rise; below 1, their share of the run.
     """
 
     name: str = "AdamW"
-    lr: float = 1e-5
+    lr: float | None = 1e-5
     weight_decay: float | None = 0.0
     eps: float | None = None
     betas: tuple[float, float] | None = None
     momentum: float | None = None
     clip_grad_norm: float | None = 1.0
     scheduler: str = "constant"
-    warmup_steps: int = 0
+    warmup_steps: int | float = 0
 
     def __post_init__(self) -> None:
         check_least(self, "optimizer", 0, "warmup_steps", "lr")
@@ -283,6 +290,17 @@ class OptimizerConfig:
         """Arguments of :func:`~torchrl_llm.trainers.optim.make_optimizer`."""
         names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
         return {name: getattr(self, name) for name in names}
+
+    def settle(self, model: ModelConfig, train_model: TrainModelConfig) -> None:
+        """Choose the learning rate where none is given.
+
+        Args:
+            model: what is trained.
+            train_model: whether by LoRA.
+        """
+        if self.lr is None:
+            usual = _LORA_RATE if train_model.lora.enabled else _USUAL_RATE
+            self.lr = _EMBEDDED_RATE if model.name is None else usual
 
     def check_warmup(self, num_updates: int) -> None:
         """Refuse a warm-up that is longer than the run.

@@ -14,6 +14,7 @@ from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.command_keys import check_overrides
+from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.other_names import RENAMED
 from torchrl_llm.recipes.strict_config import (
     dotted,
@@ -35,6 +36,7 @@ class GRPOGroups:
     """
 
     env: groups.EnvConfig = field(default_factory=groups.EnvConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     train: groups.TrainConfig = field(default_factory=groups.TrainConfig)
     train_model: groups.TrainModelConfig = field(default_factory=groups.TrainModelConfig)
@@ -120,6 +122,8 @@ class GRPOGroups:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        check_data(self)
+        self.optimizer.settle(self.model, self.train_model)
         self.optimizer.check_warmup(self.num_updates)
         size, group = self.train.optim_batch_size, self.env.repeats
         if size is not None:

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from torchrl_llm._registry import find
 from torchrl_llm.objectives import Correction
 from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
-from torchrl_llm.recipes.reward_config import check_components, has_token_rewards
+from torchrl_llm.recipes.reward_config import (
+    absolute_path,
+    check_components,
+    check_function,
+    has_token_rewards,
+)
 from torchrl_llm.recipes.strict_config import (
     Component,
     Variants,
@@ -166,12 +171,19 @@ class RewardComponentsConfig:
             :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length`` or
             ``judge``, by default the name) or ``_target_``; and the arguments of what scores.
             ``task.weight`` weighs the task's own reward. What is a success is the task's to say.
+        function: the reward instead of the task's own: a registered one by name, or
+            ``file.py:name`` or ``module:name`` of a function of ``(response, answer)`` or
+            ``(response, row)``. ``reward=NAME`` says the same; ``None`` keeps the task's own.
     """
 
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
+    function: str | None = None
 
     def __post_init__(self) -> None:
         self.components = check_components(self.components)
+        self.function = absolute_path(self.function)
+        if self.function is not None:
+            check_function(self.function)
 
     @property
     def changes_the_reward(self) -> bool:

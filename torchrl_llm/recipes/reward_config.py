@@ -49,6 +49,18 @@ def __getattr__(name: str) -> object:
     return {each: find("rewards", each) for each in names("rewards")}
 
 
+def absolute_path(path: str | None) -> str | None:
+    """``file.py:name`` with a path that means the same in another working folder.
+
+    Args:
+        path: as it was typed; anything else than a file stays as it is.
+    """
+    if path is None or not is_file(path):
+        return path
+    file, _, name = path.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"
+
+
 def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
     """Refuse settings that no reward can be made of.
 
@@ -80,6 +92,57 @@ def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
         with naming(_PATH):
             rewards.CompositeReward(_with_task(parts))
     return checked
+
+
+def make_reward(config: Any, *, alone: bool) -> Any:
+    """The reward that a task is given instead of its own; ``None`` to keep that.
+
+    Args:
+        config: the group ``reward``.
+        alone: the task has no reward of its own, so that without ``reward.function`` the components
+            are the reward, the first of them the task.
+
+    Returns:
+        What :func:`~torchrl_llm.rewards.as_reward` takes.
+
+    Raises:
+        ConfigError: see :func:`check_components` and :func:`check_function`.
+    """
+    if config.function is not None:
+        return check_function(config.function)
+    if not (alone and config.components):
+        return None
+    settings = config.components.items()
+    return {name: _component(name, part, make=True) for name, part in settings}
+
+
+def check_function(name: str) -> rewards.RewardParser:
+    """The reward that ``reward.function`` names.
+
+    Args:
+        name: a registered reward, or ``package.module:name`` or ``path/to/file.py:name`` of a
+            function or a class.
+
+    Raises:
+        ConfigError: nothing has that name, or it cannot be a reward.
+
+    Example:
+        >>> type(check_function("exact")).__name__
+        'ExactReward'
+    """
+    with naming("reward.function"):
+        found = find("rewards", name)
+        needed = [
+            key
+            for key, parameter in constructor_arguments(found).items()
+            if inspect.isclass(found) and parameter.default is inspect.Parameter.empty
+        ]
+        ensure(
+            not needed and (":" in name or inspect.isclass(found)),
+            f"{name!r} has settings ({', '.join(needed) or 'see the docs'}); write it as a part of "
+            f"the reward: reward.components.{name}.KEY=VALUE",
+        )
+        return rewards.as_reward(found)
 
 
 def has_token_rewards(settings: Settings) -> bool:
@@ -207,8 +270,6 @@ def _absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that mean the same in a process with another working folder."""
     ensure(hasattr(settings, "items"), f"{_PATH} has groups of keys, got {settings!r}")
     settings = dict(settings)
-    path = settings.get("_target_")
-    if isinstance(path, str) and is_file(path):
-        file, _, name = path.rpartition(":")
-        settings["_target_"] = f"{Path(file).resolve()}:{name}"
+    if isinstance(path := settings.get("_target_"), str):
+        settings["_target_"] = absolute_path(path)
     return settings

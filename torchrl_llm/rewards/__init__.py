@@ -11,6 +11,7 @@ _LAZY = {
     ),
     "torchrl_llm.rewards.composite_reward": "CompositeReward TokenRewards WrittenReward",
     "torchrl_llm.rewards.form_rewards": "FormatReward LengthReward",
+    "torchrl_llm.rewards.function_reward": "FunctionReward as_reward",
     "torchrl_llm.rewards.ifeval": "IFEvalData IFEvalScoreData IfEvalScorer",
     "torchrl_llm.rewards.judge": (
         "EndpointGrader Grader JudgeReward read_score read_verdict WrapperGrader"
@@ -21,6 +22,7 @@ _LAZY = {
     ),
     "torchrl_llm.rewards.reward_components": "BatchScorer Component Sample Scorer",
     "torchrl_llm.rewards.reward_parser": "RewardParser RewardScore",
+    "torchrl_llm.rewards.text_rewards": "ContainsReward ExactReward",
     "torchrl_llm.rewards.word_rewards": "LetterCountingRewardParser TextReversalRewardParser",
 }
 __getattr__ = lazy(__name__, _LAZY)

@@ -228,13 +228,7 @@ class CompositeReward(RewardParser):
         size = len(responses)
         answers = self._column(td, self._answer_key, size) or [None] * size
         asked = sorted({name for part in self.components.values() for name in part.scorer.columns})
-        columns = {name: self._column(td, name, size) for name in asked}
-        for name, column in columns.items():
-            if column is None:
-                raise DataError(
-                    f"the rows lack {name!r}, which a component of the reward reads; they have "
-                    f"{sorted(str(key) for key in td.keys())}"
-                )
+        columns = {name: self._needed(td, name, size) for name in asked}
         reasons = td.get(("tokens", "finish_reason"), None)
         reasons = None if reasons is None else reasons.flatten().tolist()
         return [

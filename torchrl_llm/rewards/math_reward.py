@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm._imports import require
-from torchrl_llm._registry import FullSignature
+from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.answer_formats import last_boxed
@@ -100,6 +100,7 @@ _UNIT_SIGNS = (
 )
 
 
+@register("rewards", "math")
 class MATHRewardParser(AnswerBlockParser):
     r"""1.0 for the right answer in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
 

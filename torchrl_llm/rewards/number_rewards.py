@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from torchrl_llm._registry import FullSignature
+from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.answer_formats import (
@@ -117,6 +117,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
 
 
+@register("rewards", "gsm8k")
 class GSM8KRewardParser(AnswerBlockParser):
     r"""1.0 for the right number, 0.1 for another answer, 0.0 for none.
 
@@ -280,6 +281,7 @@ class CountdownRewardParser(AnswerBlockParser):
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 
 
+@register("rewards", "last_number")
 class ArithmeticRewardParser(RewardParser):
     """1.0 where the last whole number of the response is the answer, digit for digit; else 0.0.
 

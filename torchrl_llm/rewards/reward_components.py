@@ -9,6 +9,7 @@ Shape legend: ``K`` components, ``N`` rows, ``R`` tokens of a response.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from abc import ABC, abstractmethod
@@ -106,11 +107,69 @@ class BatchScorer(ABC):
 
 
 class _Function(Scorer):
-    def __init__(self, function: Callable[[Sample], Any]) -> None:
-        self.function = function
+    """A function of what its arguments say."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.takes = function, _taken(function)
+        self.columns = ("row",) if self.takes == "row" else ()
 
     def score(self, sample: Sample) -> Any:
-        return self.function(sample)
+        if self.takes == "sample":
+            return self.function(sample)
+        if self.takes == "response":
+            return self.function(sample.response)
+        second = sample.answer if self.takes == "answer" else sample.columns.get("row", {})
+        return self.function(sample.response, second)
+
+
+def _taken(function: Callable[..., Any]) -> Literal["sample", "response", "answer", "row"]:
+    """What a function of the user's wants to be called with."""
+    name = getattr(function, "__name__", repr(function))
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"the reward {name} is a coroutine; return the number, not a promise")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin may have no signature
+        return "sample"
+    kinds = inspect.Parameter
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is kinds.empty for p in parameters if p.name in names)
+    if names[:1] in (["completions"], ["prompts"]):
+        raise ConfigError(
+            f"the reward {name}{inspect.signature(function)} is one of TRL's, which gets lists; "
+            "here a reward sees one row: def reward(response, answer) or def reward(response, row)"
+        )
+    if needed > 2 or not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        raise ConfigError(
+            f"the reward {name}{inspect.signature(function)} cannot be called: it must take "
+            "(response, answer), (response, row), (response) or (sample)"
+        )
+    if names[1:2] == ["row"]:
+        return "row"
+    if needed == 2 or names[1:2] == ["answer"]:
+        return "answer"
+    return "response" if names[:1] == ["response"] else "sample"
+
+
+def as_scorer(scorer: Any) -> Scorer | BatchScorer:
+    """A scorer of what can be one: itself, a :class:`RewardParser`, or a function.
+
+    Args:
+        scorer: a function is called with what its arguments name: ``(response, answer)``,
+            ``(response, row)``, ``(response)``, or else a :class:`Sample`.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if isinstance(scorer, (Scorer, BatchScorer)):
+        return scorer
+    if isinstance(scorer, RewardParser):
+        return _Parser(scorer)
+    if not callable(scorer):
+        raise ConfigError(
+            f"a component is a Scorer, a RewardParser or a function of a Sample, got {scorer!r}"
+        )
+    return _Function(scorer)
 
 
 class _Parser(Scorer):
@@ -127,7 +186,7 @@ class Component:
 
     Args:
         scorer: a :class:`Scorer`, a :class:`BatchScorer`, a
-            :class:`~torchrl_llm.rewards.RewardParser`, or a function of a :class:`Sample`.
+            :class:`~torchrl_llm.rewards.RewardParser`, or a function as of :func:`as_scorer`.
         weight: what its value is multiplied with. Zero only records the value, and its failures
             do no harm.
         optional: whether the reward does without it where it fails, the weights of the others
@@ -152,15 +211,7 @@ class Component:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.scorer, RewardParser):
-            object.__setattr__(self, "scorer", _Parser(self.scorer))
-        elif not isinstance(self.scorer, (Scorer, BatchScorer)):
-            if not callable(self.scorer):
-                raise ConfigError(
-                    "a component is a Scorer, a RewardParser or a function of a Sample, got "
-                    f"{self.scorer!r}"
-                )
-            object.__setattr__(self, "scorer", _Function(self.scorer))
+        object.__setattr__(self, "scorer", as_scorer(self.scorer))
         if self.run not in get_args(Where):
             raise ConfigError(f"run must be one of {get_args(Where)}, got {self.run!r}")
         if not math.isfinite(self.weight):

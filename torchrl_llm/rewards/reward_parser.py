@@ -247,6 +247,22 @@ class RewardParser(Transform):
         values = values.tolist()
         return values if isinstance(values, list) and len(values) == size else [values] * size
 
+    def _needed(self, td: TensorDictBase, name: str, size: int) -> list[Any]:
+        """The values of a column that a score reads, one a row.
+
+        Where no column is named ``row``, that is all columns of the data in one dict a row.
+        """
+        column = self._column(td, name, size)
+        if column is None and name == "row":
+            texts = {key: self._column(td, key, size) for key in td.keys() if is_non_tensor(td[key])}
+            return [{key: values[i] for key, values in texts.items()} for i in range(size)]
+        if column is None:
+            raise DataError(
+                f"the rows lack {name!r}, which the reward reads; they have "
+                f"{sorted(str(key) for key in td.keys())}"
+            )
+        return column
+
     # Scoring
 
     def _eos(self) -> str:

@@ -143,16 +143,18 @@ def check_schedule(name: str) -> None:
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, *, name: str, warmup_steps: int = 0, total_steps: int
+    optimizer: torch.optim.Optimizer, *, name: str, warmup_steps: float = 0, total_steps: int
 ) -> LambdaLR:
     """A schedule of the learning rate over the optimizer steps of a run.
 
     Args:
         optimizer: the optimizer whose learning rate is scaled.
         name: see :func:`schedule_factor`.
-        warmup_steps: see :func:`schedule_factor`.
+        warmup_steps: see :func:`schedule_factor`; below 1, the share of ``total_steps``.
         total_steps: see :func:`schedule_factor`.
     """
+    if warmup_steps < 1:
+        warmup_steps = round(warmup_steps * total_steps)
     settings = {"name": name, "warmup_steps": warmup_steps, "total_steps": total_steps}
     return LambdaLR(optimizer, lambda step: schedule_factor(step, **settings))
 

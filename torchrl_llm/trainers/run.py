@@ -87,18 +87,19 @@ class EvalConfig:
 
     Attributes:
         interval: steps between evaluations; ``None`` for the last step only.
-        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say.
+        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
+            ``None``: all of a held-out file, or a tenth of the rows, at most 128.
         before_train: evaluate the model as it is first.
         batch_size: prompts that are answered together.
     """
 
     interval: int | None = None
-    num_prompts: int = 512
+    num_prompts: int | None = 512
     before_train: bool = True
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 0 or self.batch_size < 1:
+        if (self.num_prompts or 0) < 0 or self.batch_size < 1:
             raise ConfigError(
                 "eval.num_prompts must not be negative and eval.batch_size at least 1, got "
                 f"{self.num_prompts} and {self.batch_size}"
@@ -181,7 +182,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
-        self._evaluate = evaluate if self._evaluation.num_prompts else None
+        self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
         )

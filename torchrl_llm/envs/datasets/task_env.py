@@ -17,6 +17,7 @@ from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.function_reward import as_reward
 from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
@@ -43,16 +44,20 @@ class TaskEnv(DatasetChatEnv):
 
     Args:
         dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
-        data_files: a JSON-lines file or several of them, instead of ``dataset``.
+        data_files: a file or several of them, instead of ``dataset``; of any kind that
+            :func:`~torchrl_llm.data.row_files.load_rows` reads.
         name: configuration of a hub dataset.
         split: split of the data; see the task.
         compute_reward: append the task's reward.
+        reward: instead of the task's own: a function of ``(response, answer)`` or
+            ``(response, row)``, or anything else that
+            :func:`~torchrl_llm.rewards.as_reward` takes.
         max_steps: turns after which an episode is cut, those that only called tools to think not
             counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: when both ``dataset`` and ``data_files`` are given.
+        ConfigError: when both ``dataset`` and ``data_files`` are given, or what is no reward.
         DataError: for data that is missing, malformed or lacks a column.
     """
 
@@ -70,9 +75,12 @@ class TaskEnv(DatasetChatEnv):
         name: str | None = None,
         split: str | None = None,
         compute_reward: bool = True,
+        reward: Any = None,
         max_steps: int | Literal["task"] | None = "task",
         **kwargs: Any,
     ) -> None:
+        if reward is not None and not compute_reward:
+            raise ConfigError("reward has no effect with compute_reward=False")
         dataset = self._dataset(dataset, data_files)
         if dataset is None:
             dataset = self.default_dataset(split)
@@ -81,7 +89,7 @@ class TaskEnv(DatasetChatEnv):
         for tool in self.make_tools():
             self.append_transform(tool)
         if compute_reward:
-            self.append_transform(self.make_reward())
+            self.append_transform(self.make_reward() if reward is None else as_reward(reward))
         self.limit_steps(max_steps)
 
     @classmethod

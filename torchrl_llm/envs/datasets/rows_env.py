@@ -1,0 +1,148 @@
+"""Task made of rows of one's own: any table, the columns that count, and a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchrl_llm._registry import register
+from torchrl_llm.data.row_files import load_rows
+from torchrl_llm.envs.datasets.task_env import TaskEnv
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.reward_parser import RewardParser
+
+PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
+"""Columns that hold the user's message where none is named, the first that is there."""
+
+ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
+"""Columns that hold the answer where none is named, likewise."""
+
+MESSAGES = "messages"
+
+
+@register("tasks", "rows")
+class RowsEnv(TaskEnv):
+    """Rows of your own (``data=FILE``), scored by a function of your own (``reward=``).
+
+    Rows of the environment have ``query`` (the user's message, or the messages of a conversation
+    that the model is to continue), ``answer`` (``None`` where the data has none) and ``row``, the
+    row of the data as it is, which a reward of ``(response, row)`` gets.
+
+    Args:
+        dataset: what :func:`~torchrl_llm.data.row_files.load_rows` takes.
+        prompt: column with the user's message; the first of :data:`PROMPTS` if not given.
+        answer: column with what the reward compares; the first of :data:`ANSWERS` if not given, and
+            none where there is none of them.
+        messages: column with the messages of a conversation, instead of ``prompt``; an answer of
+            the model at its end is left out, and is the ``answer`` where no column is named.
+        reward: see :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv`.
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv`.
+
+    Raises:
+        ConfigError: ``prompt`` and ``messages`` are both given, or there is no reward.
+        DataError: a column that is not there, with those that are.
+
+    Example:
+        >>> rows = [{"question": "What is 3 + 4?", "answer": "7"}]
+        >>> env = RowsEnv(dataset=rows, reward=lambda response, answer: response == answer)
+        >>> td = env.reset()
+        >>> td["query"][0], td["answer"][0], td["row"][0]["question"]
+        ('What is 3 + 4?', '7', 'What is 3 + 4?')
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Any = None,
+        data_files: Any = None,
+        prompt: str | None = None,
+        answer: str | None = None,
+        messages: str | None = None,
+        name: str | None = None,
+        split: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        source = self._dataset(dataset, data_files)
+        if source is None:
+            raise ConfigError(
+                "rows of your own need data: data=FILE (CSV, JSON, JSON lines, Parquet), a folder "
+                "or the name of a dataset on the hub"
+            )
+        rows = load_rows(source, name=name, split=split)
+        self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
+        super().__init__(dataset=rows, **kwargs)
+
+    def make_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row of the data as ``query``, ``answer`` and ``row``."""
+        prompt, answer = self._columns
+        query, last = row.get(prompt), None
+        if isinstance(query, (list, tuple)) and query:
+            query = [dict(message) for message in query]
+            if query[-1].get("role") == "assistant":
+                last = query.pop().get("content")
+        if not query or not isinstance(query, (str, list)):
+            raise DataError(
+                f"the column {prompt!r} must hold a text or a list of messages, got {row.get(prompt)!r}"
+            )
+        return {
+            "query": query,
+            "answer": last if answer is None else row.get(answer),
+            "row": {name: _plain(value) for name, value in row.items()},
+        }
+
+    def make_reward(self) -> RewardParser:
+        """None: what is right is for whoever brings the data to say."""
+        raise ConfigError(
+            "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
+            "name of one (torchrl-llm list rewards), reward=exact for example"
+        )
+
+
+def choose_columns(
+    row: Mapping[str, Any], *, prompt: str | None, answer: str | None, messages: str | None
+) -> tuple[str, str | None]:
+    """The columns with the prompt (or the messages) and with the answer.
+
+    Args:
+        row: the first of the data.
+        prompt: as named by the user, ``None`` to look for one.
+        answer: likewise.
+        messages: likewise.
+
+    Returns:
+        Two names; ``None`` for an answer that the data does not have.
+
+    Raises:
+        ConfigError: both ``prompt`` and ``messages``.
+        DataError: a column that is not there.
+    """
+    if prompt is not None and messages is not None:
+        raise ConfigError(
+            f"data.prompt={prompt} and data.messages={messages} both say what is asked; name one"
+        )
+    for key, named in (("prompt", prompt), ("messages", messages), ("answer", answer)):
+        if named is not None and named not in row:
+            raise DataError(f"data.{key}={named}: there is no such column; there are {sorted(row)}")
+    asked = prompt or messages or _first(row, (*PROMPTS, MESSAGES))
+    if asked is None:
+        raise DataError(
+            f"none of the columns {sorted(row)} is a prompt by its name; name one: data.prompt=..., "
+            "or data.messages=... for whole conversations"
+        )
+    others = [name for name in ANSWERS if name != asked]
+    return asked, answer or _first(row, others)
+
+
+def _first(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, so that rows can go to other processes."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value)

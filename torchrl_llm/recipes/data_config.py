@@ -1,0 +1,212 @@
+"""Data of a recipe: where rows come from, which columns count, and which rows are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torchrl_llm._registry import import_named, is_file
+from torchrl_llm.data.row_files import MappedRows, Row, load_rows
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.strict_config import ensure, naming
+
+ROWS = "rows"
+"""The task whose rows are those of the group ``data``."""
+
+_SHARE, _MOST = 10, 128
+
+Source = str | list[str] | None
+
+
+@dataclass(kw_only=True)
+class DataSource:
+    """Where rows come from.
+
+    Attributes:
+        source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
+            dataset on the hub, or ``module:name`` of rows in Python. ``data=FILE`` says the same.
+        eval_source: the held-out rows, likewise; ``None`` for ``eval_split``, or the end of
+            ``source``.
+        subset: configuration of a dataset on the hub.
+        split: split of it, or of a folder; ``None`` for ``train``.
+        eval_split: split with the held-out rows.
+    """
+
+    source: Source = None
+    eval_source: Source = None
+    subset: str | None = None
+    split: str | None = None
+    eval_split: str | None = None
+
+    def __post_init__(self) -> None:
+        self.source, self.eval_source = _absolute(self.source), _absolute(self.eval_source)
+        given = [entry.name for entry in fields(self) if getattr(self, entry.name) is not None]
+        ensure(
+            self.source is not None or not given,
+            f"data.{given[0] if given else ''} has no effect without data.source (data=FILE)",
+        )
+        ensure(
+            self.eval_source is None or self.eval_split is None,
+            "data.eval_source and data.eval_split both say what is held out; give one",
+        )
+
+    def load(self) -> Sequence[Row]:
+        """The rows of ``source``.
+
+        Raises:
+            DataError: missing or malformed data.
+        """
+        return read_source(self.source, self.subset, self.split, key="data.source")
+
+    def load_held_out(self) -> Sequence[Row] | None:
+        """The rows of ``eval_source`` or ``eval_split``; ``None`` without either.
+
+        Raises:
+            DataError: missing or malformed data.
+        """
+        if self.eval_split is not None:
+            return read_source(self.source, self.subset, self.eval_split, key="data.eval_split")
+        if self.eval_source is None:
+            return None
+        return read_source(self.eval_source, self.subset, self.split, key="data.eval_source")
+
+
+@dataclass(kw_only=True)
+class DataConfig(DataSource):
+    """Rows of one's own to answer.
+
+    Attributes:
+        prompt: column with the user's message; ``None`` for one with a usual name (``prompt``,
+            ``question``, ``query``, ...).
+        answer: column with what the reward compares; ``None`` likewise, or for none.
+        messages: column with whole conversations, instead of ``prompt``.
+    """
+
+    prompt: str | None = None
+    answer: str | None = None
+    messages: str | None = None
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """The columns, as arguments of :class:`~torchrl_llm.envs.datasets.RowsEnv`."""
+        return {"prompt": self.prompt, "answer": self.answer, "messages": self.messages}
+
+
+class _WithData(Protocol):
+    """The groups that are read here."""
+
+    data: DataConfig
+    env: Any
+    eval: Any
+    reward: Any
+
+
+def check_data(config: _WithData) -> None:
+    """Refuse rows without the task that takes them, and the reverse.
+
+    Args:
+        config: the recipe's, with the groups ``data``, ``env``, ``eval`` and ``reward``.
+
+    Raises:
+        ConfigError: a key would have no effect.
+    """
+    own = config.env.dataset == ROWS
+    ensure(
+        own or config.data == DataConfig(),
+        f"data has no effect with env.dataset={config.env.dataset}, whose problems come from the "
+        "task or from env.data_files; choose env=rows for rows of your own",
+    )
+    ensure(
+        not own or config.data.source is not None,
+        "env=rows needs rows: data=FILE (CSV, JSON, JSON lines or Parquet), a folder, or the name "
+        "of a dataset on the hub",
+    )
+    ensure(
+        not own or config.reward.function is not None or bool(config.reward.components),
+        "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
+        "name of one (torchrl-llm list rewards), reward=exact for example",
+    )
+    ensure(
+        not own or config.env.data_files is config.env.eval_data_files is None,
+        "env.data_files has no effect with env=rows; data.source and data.eval_source say it",
+    )
+    ensure(
+        config.eval.num_prompts is not None or own or config.env.data_files is not None,
+        "eval.num_prompts=null takes a share of the rows of data or env.data_files, and there are "
+        "none; give a number",
+    )
+
+
+class HeldOut(NamedTuple):
+    """Rows to train on, and rows to evaluate on."""
+
+    train: Sequence[Row]
+    held_out: Sequence[Row]
+
+
+def hold_out(rows: Sequence[Row], num_rows: int | None, *, where: str) -> HeldOut:
+    """Cut off the end of rows.
+
+    Args:
+        rows: all of them.
+        num_rows: how many are held out; ``None`` for a tenth, at most 128.
+        where: whose rows they are, for the error.
+
+    Raises:
+        ConfigError: none would be left.
+
+    Example:
+        >>> len(hold_out([{"query": str(n)} for n in range(50)], None, where="rows").held_out)
+        5
+    """
+    wanted = min(_MOST, max(1, len(rows) // _SHARE)) if num_rows is None else num_rows
+    split = len(rows) - wanted
+    if split < 1:
+        raise ConfigError(
+            f"eval.num_prompts={wanted} leaves none of the {len(rows)} problems of {where} for "
+            "training; lower it, or give held-out problems of their own"
+        )
+    return HeldOut(_part(rows, range(split)), _part(rows, range(split, len(rows))))
+
+
+def _part(rows: Sequence[Row], wanted: range) -> Sequence[Row]:
+    if isinstance(rows, list):
+        return rows[wanted.start : wanted.stop]
+    return MappedRows(wanted, rows.__getitem__)  # a slice of a datasets.Dataset holds columns
+
+
+def read_source(source: Any, subset: str | None, split: str | None, *, key: str) -> Sequence[Row]:
+    """Rows of a source, whatever it names.
+
+    Args:
+        source: as :attr:`DataSource.source`.
+        subset: configuration of a hub dataset.
+        split: of a hub dataset or a folder.
+        key: dotted key of the setting.
+
+    Raises:
+        DataError: missing or malformed data.
+        ConfigError: ``module:name`` that cannot be imported.
+    """
+    if isinstance(source, str) and _names_python(source):
+        with naming(key):
+            found = import_named(source)
+        return load_rows(found() if callable(found) else found, name=subset, split=split)
+    return load_rows(source, name=subset, split=split)
+
+
+def _names_python(source: str) -> bool:
+    return ":" in source and not Path(source).exists() and "://" not in source
+
+
+def _absolute(source: Source) -> Source:
+    """A path that means the same in a process with another working folder."""
+    if source is None or isinstance(source, list):
+        return source and [_absolute(each) for each in source]
+    if _names_python(source):
+        file, _, name = source.rpartition(":")
+        return f"{Path(file).resolve()}:{name}" if is_file(source) else source
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source

@@ -1,0 +1,119 @@
+"""Rewards that are plain functions, and the one way in which anything becomes a reward.
+
+Next: :mod:`torchrl_llm.rewards.composite_reward` for several of them with weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.composite_reward import CompositeReward
+from torchrl_llm.rewards.reward_components import BatchScorer, Component, Sample, Scorer, as_scorer
+from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, checked_score
+from torchrl_llm.rewards.reward_runner import Outcome, run_rows
+
+
+class FunctionReward(RewardParser):
+    """The reward of a function of a response and its row's answer, or of the whole row.
+
+    The answer is ``None`` where the rows have none. A value above zero counts as success; a
+    function that returns a :class:`~torchrl_llm.rewards.RewardScore` says itself what is one.
+
+    Args:
+        function: ``f(response, answer)``, ``f(response, row)`` (a second argument of the name
+            ``row`` is the row of the data, a dict), ``f(response)``, or ``f(sample)`` (a
+            :class:`~torchrl_llm.rewards.Sample`).
+        options: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
+
+    Raises:
+        ConfigError: what cannot be called so.
+
+    Example:
+        >>> FunctionReward(lambda response, answer: response == answer).score("4", "4")
+        True
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.scorer = as_scorer(function)
+
+    def score(self, response: str, answer: Any) -> Any:
+        """What the function says of a response, where there is no row."""
+        return self.scorer.score(Sample(response, answer))
+
+    def _outcomes(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        rows: Sequence[int],
+        responses: Sequence[str | Exception],
+    ) -> list[Outcome]:
+        size = len(responses)
+        answers = self._column(td, self._answer_key, size) or [None] * size
+        columns = {name: self._needed(td, name, size) for name in self.scorer.columns}
+        return run_rows(
+            self._score_row,
+            [
+                (responses[row], answers[row], {name: c[row] for name, c in columns.items()})
+                for row in rows
+            ],
+            num_threads=self.num_threads,
+            timeout=self.timeout,
+        )
+
+    def _score_row(  # type: ignore[override]
+        self, response: str | Exception, answer: Any, columns: Mapping[str, Any]
+    ) -> RewardScore:
+        if isinstance(response, Exception):
+            raise response
+        return checked_score(self.scorer.score(Sample(response, answer, columns=columns)))
+
+
+def as_reward(reward: Any) -> RewardParser:
+    """What somebody names as the reward of a task, as a transform.
+
+    Args:
+        reward: a :class:`~torchrl_llm.rewards.RewardParser`; a function as of
+            :class:`FunctionReward`; a :class:`~torchrl_llm.rewards.Scorer` or
+            :class:`~torchrl_llm.rewards.Component`; a class of one of these that needs no
+            arguments; or several, a mapping of names to these, each alone or with a weight behind
+            it, whose first is the task.
+
+    Raises:
+        ConfigError: for anything else.
+
+    Example:
+        >>> def right(response, answer):
+        ...     return response == answer
+        >>> def short(response):
+        ...     return len(response) < 3
+        >>> as_reward({"right": right, "short": (short, 0.5)}).score("4", "4").reward
+        1.5
+    """
+    if inspect.isclass(reward) and issubclass(reward, (RewardParser, Scorer, BatchScorer)):
+        try:
+            reward = reward()
+        except TypeError as error:
+            raise ConfigError(f"{reward.__name__} needs arguments: {error}") from error
+    if isinstance(reward, RewardParser):
+        return reward
+    if isinstance(reward, (Scorer, BatchScorer, Component)):
+        return CompositeReward({"reward": reward})
+    if isinstance(reward, Mapping):
+        return CompositeReward({name: _component(part) for name, part in reward.items()})
+    if callable(reward):
+        return FunctionReward(reward)
+    raise ConfigError(
+        f"a reward is a function of (response, answer) or (response, row), a RewardParser, or a "
+        f"mapping of names to several, got {reward!r}"
+    )
+
+
+def _component(part: Any) -> Component:
+    part, weight = part if isinstance(part, (tuple, list)) else (part, 1.0)
+    return part if isinstance(part, Component) else Component(part, weight)
