@@ -23,8 +23,10 @@ from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.recipes import ModelConfig
+from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
+from torchrl_llm.recipes.data_config import ROWS, DataConfig
+from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
@@ -124,12 +126,17 @@ class EvaluateConfig:
         tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
         data_files: file of each task; those without one have data of their own.
         options: settings of each task, and its ``system_prompt`` if not its own.
+        data: rows of one's own, for the task ``rows``: those of ``eval_source`` or ``eval_split``
+            if one is given, else those of ``source``.
+        reward: instead of the tasks' own.
     """
 
     seed: int = 0
     tasks: list[str] = field(default_factory=lambda: ["gsm8k", "ifeval", "humaneval"])
     data_files: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     inference_model: SamplerConfig = field(default_factory=SamplerConfig)
     eval: RunConfig = field(default_factory=RunConfig)
@@ -140,6 +147,14 @@ class EvaluateConfig:
         ensure(not twice, f"tasks names {twice} more than once: the answers have one file a task")
         for name in (*self.tasks, *self.data_files, *self.options):
             check_task(name)
+        ensure(
+            (ROWS in self.tasks) == (self.data.source is not None),
+            "tasks=[rows] and data=FILE go together: the rows of the file are the task",
+        )
+        ensure(
+            ROWS not in self.tasks or bool(self.reward.function or self.reward.components),
+            "rows of your own need a reward: reward=FILE.py:FUNCTION, or the name of one",
+        )
         for task, options in self.options.items():
             own = {name: value for name, value in options.items() if name != "system_prompt"}
             check_options(task, own, path=f"options.{task}")
@@ -188,9 +203,13 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
         settings["max_steps"] = config.eval.max_steps
     path = config.data_files.get(task)
     data = {"split": _SPLITS.get(task, "test")} if path is None else {"data_files": path}
+    if task == ROWS:
+        data = {"dataset": config.data.load_held_out() or config.data.load(), **config.data.columns}
+    if (reward := make_reward(config.reward, alone=task == ROWS)) is not None:
+        settings["reward"] = reward
     repeats = config.eval.repeats
     prompts = max(1, config.eval.batch_size // repeats)
-    return task_class(task)(
+    env = task_class(task)(
         **data,
         **settings,
         shuffle=False,
@@ -198,6 +217,8 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
         repeats=repeats,
         tokenizer=tokenizer,
     )
+    alone = task == ROWS and config.reward.function is None  # the components are the reward
+    return env if alone else add_components(env, config.reward.components)
 
 
 def answer_task(
@@ -235,7 +256,7 @@ def answer_task(
                 env,
                 policy,
                 num_prompts=num_prompts * config.eval.repeats,
-                max_turns=type(env).max_turns(config.eval.max_steps) or _MOST_TURNS,
+                max_turns=task_class(task).max_turns(config.eval.max_steps) or _MOST_TURNS,
                 on_answer=write,
             )
         finally:

@@ -23,7 +23,9 @@ def table():
     return KeyTable.read(GRPO, "grpo")
 
 
-@pytest.mark.parametrize(("name", "schema"), [("grpo", GRPOConfig), ("grpo-async", AsyncGRPOConfig)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("grpo", GRPOConfig), ("grpo-async", AsyncGRPOConfig)]
+)
 def test_the_files_have_the_keys_of_the_dataclasses(name, schema):
     files, classes = KeyTable.read(GRPO, name), key_table(schema)
     assert set(files.plain) == set(classes.plain)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrl_llm.trainers.metrics import save_curves, terminal_curve
+from torchrl_llm.trainers.metrics import draw_curves, terminal_curve
 
 
 def test_a_rising_curve_rises_on_the_screen():
@@ -32,5 +32,6 @@ def test_steps_without_a_valid_reward_are_left_out():
 
 
 def test_the_png_is_one(tmp_path):
-    path = save_curves(tmp_path / "c.png", {"train/reward": ([1, 2], [0.1, 0.2]), "e": ([1], [1])})
+    path = tmp_path / "c.png"
+    draw_curves({"train/reward": ([1, 2], [0.1, 0.2]), "e": ([1], [1])}).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Prints what a recipe can choose by name: ``torchrl-llm list [losses|tasks|rewards|tools|...]``."""
+"""Prints what a recipe can choose by name: ``torchrl-llm list [losses|tasks|rewards|...]``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="torchrl-llm list", description="print the names that a recipe can choose"
     )
-    parser.add_argument("kind", nargs="?", choices=[*KINDS, *_ALSO], help="one kind; all by default")
+    parser.add_argument(
+        "kind", nargs="?", choices=[*KINDS, *_ALSO], help="one kind; all by default"
+    )
     given = parser.parse_args(arguments).kind
     for kind in KINDS if given is None else [_ALSO.get(given, given)]:
         print_kind(kind)

@@ -25,11 +25,13 @@ from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.datasets.task_env import tool_schemas
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.recipes import groups
-from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
+from torchrl_llm.recipes.chat_env_task import ChatEnvTask, Part
 from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
+from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.recipes.tasks import add_tools, task_class
@@ -178,13 +180,14 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
     has_tools = (
         task.make_tools is not TaskEnv.make_tools
         or task.tool_schemas is not TaskEnv.tool_schemas
+        or isinstance(task, ChatEnvTask)  # its transforms say
         or bool(config.env.tools)
     )
     if not (config.model.is_told_of_tools and has_tools):
         return None
     env = _with_tools(config, task(**_data(config, task)[0], **_settings(config)))
     try:
-        return env.tool_schemas or None
+        return tool_schemas(env) or None
     finally:
         env.close()
 
@@ -368,11 +371,11 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
         return None
     task = task_class(config.env.dataset)
     data = _data(config, task)[1]
-    num_prompts = config.eval.num_prompts or len(data["dataset"])
+    num_envs = min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size)
     env = task(
         **data,
         **_settings(config),
-        num_envs=min(config.eval.batch_size, num_prompts),
+        num_envs=num_envs,
         shuffle=False,
         tokenizer=tokenizer,
     )
@@ -403,7 +406,9 @@ def _with_components(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
     return add_components(env, config.reward.components)
 
 
-def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _data(
+    config: RecipeConfig, task: type[TaskEnv] | ChatEnvTask
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the two environments that say where their problems come from."""
     if config.env.dataset == ROWS:
         rows, held_out = config.data.load(), config.data.load_held_out()
@@ -411,6 +416,13 @@ def _data(config: RecipeConfig, task: type[TaskEnv]) -> tuple[dict[str, Any], di
             rows, held_out = hold_out(rows, config.eval.num_prompts, where="data.source")
         return {"dataset": rows}, {"dataset": held_out}
     files, held_out = config.env.data_files, config.env.eval_data_files
+    if isinstance(task, ChatEnvTask):
+        ensure(
+            files is None is held_out,
+            f"env.data_files has no effect: env.dataset={config.env.dataset} has its own rows",
+        )
+        wanted = config.eval.num_prompts
+        return {"part": Part("train", wanted)}, {"part": Part("test", wanted)}
     if files is None and held_out is None:
         return {"split": "train"}, {"split": "test"}
     if files is None or held_out is not None:
@@ -439,9 +451,7 @@ def make_evaluation(
 
     def run() -> Evaluation:
         with autocast(config):
-            return evaluate(
-                env, greedy, num_prompts=num_prompts, max_turns=max_turns(config)
-            )
+            return evaluate(env, greedy, num_prompts=num_prompts, max_turns=max_turns(config))
 
     return run
 

@@ -99,7 +99,6 @@ class _WithData(Protocol):
 
     data: DataConfig
     env: Any
-    eval: Any
     reward: Any
 
 
@@ -107,7 +106,7 @@ def check_data(config: _WithData) -> None:
     """Refuse rows without the task that takes them, and the reverse.
 
     Args:
-        config: the recipe's, with the groups ``data``, ``env``, ``eval`` and ``reward``.
+        config: the recipe's, with the groups ``data``, ``env`` and ``reward``.
 
     Raises:
         ConfigError: a key would have no effect.
@@ -131,11 +130,6 @@ def check_data(config: _WithData) -> None:
     ensure(
         not own or config.env.data_files is config.env.eval_data_files is None,
         "env.data_files has no effect with env=rows; data.source and data.eval_source say it",
-    )
-    ensure(
-        config.eval.num_prompts is not None or own or config.env.data_files is not None,
-        "eval.num_prompts=null takes a share of the rows of data or env.data_files, and there are "
-        "none; give a number",
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from torchrl_llm._registry import constructor_arguments, find, names
-from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv
+from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv, insert_tools
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.chat_env_task import ChatEnvTask
 from torchrl_llm.tools import Tool, ToolTransform
 from torchrl_llm.tools.tool_transform import as_tool
 
@@ -33,11 +34,15 @@ def check_task(name: str) -> None:
     task_class(name)
 
 
-def task_class(name: str) -> type[TaskEnv]:
+def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
     """The environment of a task.
 
     Args:
         name: a registered task, or ``"module:class"`` of a task of your own.
+
+    Returns:
+        A class; of a plain :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that makes one,
+        a :class:`~torchrl_llm.recipes.chat_env_task.ChatEnvTask`.
 
     Raises:
         ConfigError: as :func:`check_task`.
@@ -47,9 +52,14 @@ def task_class(name: str) -> type[TaskEnv]:
         'ArithmeticEnv'
     """
     found = find("tasks", name)
-    if not (inspect.isclass(found) and issubclass(found, TaskEnv)):
-        raise ConfigError(f"the task {name!r} must be a subclass of TaskEnv, got {found!r}")
-    return found
+    if inspect.isclass(found) and issubclass(found, TaskEnv):
+        return found
+    if inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, DatasetChatEnv)):
+        return ChatEnvTask(name, found)
+    raise ConfigError(
+        f"the task {name!r} must be a subclass of TaskEnv or DatasetChatEnv, or a function that "
+        f"makes one, got {found!r}"
+    )
 
 
 def task_options(name: str) -> tuple[str, ...]:
@@ -69,8 +79,11 @@ def task_options(name: str) -> tuple[str, ...]:
         ('num_count', 'max_number', 'max_target')
     """
     shared = {*_keywords(TaskEnv), *_keywords(DatasetChatEnv)}
-    bases = inspect.getmro(task_class(name))
-    own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
+    if isinstance(task := task_class(name), ChatEnvTask):
+        own = task.arguments
+    else:
+        bases = inspect.getmro(task)
+        own = [key for base in bases[: bases.index(TaskEnv)] for key in _keywords(base)]
     return tuple(key for key in dict.fromkeys(own) if key not in shared)
 
 
@@ -99,7 +112,9 @@ def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.opt
             raise ConfigError(
                 f"{path}.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
             )
-        hint = constructor_arguments(task_class(name))[option].annotation
+        task = task_class(name)
+        made = task.make if isinstance(task, ChatEnvTask) else task
+        hint = constructor_arguments(made)[option].annotation
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(
                 f"{path}.{option} must be one of {list(get_args(hint))}, got {value!r}"
@@ -132,7 +147,7 @@ def check_tools(names: Sequence[str]) -> None:
         raise ConfigError(f"env.tools names {sorted(twice)} twice")
 
 
-def add_tools(env: TaskEnv, names: Sequence[str], *, max_turns: int) -> TaskEnv:
+def add_tools(env: DatasetChatEnv, names: Sequence[str], *, max_turns: int) -> DatasetChatEnv:
     """Append the tools to an environment, in front of its reward; nothing without any.
 
     Args:
@@ -148,7 +163,7 @@ def add_tools(env: TaskEnv, names: Sequence[str], *, max_turns: int) -> TaskEnv:
     """
     if names:
         tools = [_make(name) for name in names]
-        env.append_transform(ToolTransform(tools, max_auxiliary_turns=max_turns))
+        insert_tools(env, ToolTransform(tools, max_auxiliary_turns=max_turns))
     return env
 
 

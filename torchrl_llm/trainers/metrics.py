@@ -383,15 +383,14 @@ def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
     ]
 
 
-def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
-    """Draw named series over the steps into a PNG.
+def draw_curves(series: Mapping[str, Series]) -> Any:
+    """Draw named series over the steps.
 
     Args:
-        path: the file to write.
         series: name to (steps, values).
 
     Returns:
-        The path.
+        A matplotlib figure.
     """
     # Without pyplot: no backend is chosen for the process and half the import time is saved.
     from matplotlib.figure import Figure
@@ -405,5 +404,4 @@ def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
     axes.grid(alpha=0.3)
     if series:
         axes.legend()
-    figure.savefig(path)
-    return Path(path)
+    return figure

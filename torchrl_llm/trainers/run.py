@@ -29,7 +29,13 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, save_curves, terminal_curve
+from torchrl_llm.trainers.metrics import (
+    MetricsTable,
+    Series,
+    draw_curves,
+    make_loggers,
+    terminal_curve,
+)
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
 
 # Steps in a row without a reward after which a run ends: nothing is learned from them.
@@ -88,7 +94,8 @@ class EvalConfig:
     Attributes:
         interval: steps between evaluations; ``None`` for the last step only.
         num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
-            ``None``: all of a held-out file, or a tenth of the rows, at most 128.
+            ``None``: all that the task or a file holds out, or where the end of the rows is held
+            out a tenth of them, at most 128.
         before_train: evaluate the model as it is first.
         batch_size: prompts that are answered together.
     """
@@ -150,6 +157,8 @@ class TrainingRun:
         tokenizer: as given.
         metrics: of the last step that was completed.
         stop: what Ctrl-C and the other signals ask for.
+        how_to_resume: what goes on with a run that was stopped; ``None`` for the command that began
+            it, with where it is.
 
     Raises:
         CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``, or
@@ -191,6 +200,7 @@ class TrainingRun:
         self._started: float | None = None
         self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
+        self.how_to_resume: str | None = None
         self.stop = StopRequest(
             lambda: self.say(
                 f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
@@ -254,18 +264,18 @@ class TrainingRun:
             self.say("stopped before the first step; there is nothing to save")
         elif self.step < self.max_steps:
             self.say(
-                f"saved {self._store.path(self.step)}; to go on:\n  {self._command()} "
-                f"hydra.run.dir={shlex.quote(str(self.folder))} checkpoint.resume=auto"
+                f"saved {self._store.path(self.step)}; to go on:\n"
+                f"  {self.how_to_resume or self._command()}"
             )
 
-    @staticmethod
-    def _command() -> str:
-        """What was typed to begin, without what says where and how to go on."""
+    def _command(self) -> str:
+        """What was typed to begin, and what it takes to go on."""
         begun, *arguments = map(masked, sys.argv)
         kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
         # A console command is called by its name, and a page by Python.
         begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
-        return f"{begun} {shlex.join(kept)}".strip()
+        where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
+        return " ".join(filter(None, (begun, shlex.join(kept), where, "checkpoint.resume=auto")))
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
@@ -284,6 +294,21 @@ class TrainingRun:
         seconds, self._started = time.perf_counter() - self._started, None
         self._complete(dict(metrics), seconds)
 
+    def evaluate(self) -> EvalResult:
+        """Evaluate the model as it is now; nothing is recorded.
+
+        Raises:
+            ConfigError: the run has no evaluation.
+        """
+        if self._evaluate is None:
+            raise ConfigError("this run holds no prompts out: eval.num_prompts is 0")
+        return self._evaluate()
+
+    def curves(self) -> dict[str, Series]:
+        """Reward and held-out accuracy so far, each as steps and values."""
+        named = {name: self._table.read(name) for name in ("train/reward", "eval/accuracy")}
+        return {name: series for name, series in named.items() if series[0]}
+
     def finish(self) -> None:
         """Draw the reward curve and show what became of the held-out conversations.
 
@@ -292,15 +317,12 @@ class TrainingRun:
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        rewards = self._table.read("train/reward")
-        series = {"train/reward": rewards, "eval/accuracy": self._table.read("eval/accuracy")}
+        rewards, (_, accuracy) = map(self._table.read, ("train/reward", "eval/accuracy"))
         self.say(terminal_curve(*rewards, title="train/reward over steps"))
-        picture = save_curves(
-            self.folder / "reward.png", {name: data for name, data in series.items() if data[0]}
-        )
+        picture = self.folder / "reward.png"
+        draw_curves(self.curves()).savefig(picture)
         if self._before and self._after:
             self.say(compare_conversations(self._before, self._after))
-        accuracy = series["eval/accuracy"][1]
         if accuracy:
             self.say(f"held-out greedy accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
         for name, number in self._table.failures.items():

@@ -31,6 +31,36 @@ def check_split(split: str) -> None:
         raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
 
 
+def tool_schemas(env: DatasetChatEnv) -> list[dict[str, Any]]:
+    """The tools of an environment that are called as the chat template writes calls.
+
+    Args:
+        env: the environment.
+    """
+    made = [each for each in env.transform if isinstance(each, ToolTransform)]
+    told = [each for each in made if isinstance(each.parser, MessageCallParser)]
+    return [schema for each in told for schema in each.schemas]
+
+
+def insert_tools(env: DatasetChatEnv, tools: ToolTransform) -> DatasetChatEnv:
+    """Put tools in front of the reward and the limit of turns, or last where there is neither.
+
+    Args:
+        env: the environment.
+        tools: the transform.
+    """
+    place = _first_after_tools(env)
+    if place is None:
+        return env.append_transform(tools)
+    return env.insert_transform(place, tools)
+
+
+def _first_after_tools(env: DatasetChatEnv) -> int | None:
+    """Where the first transform is that looks at what tools have said."""
+    after = (RewardParser, StepCounter)
+    return next((i for i, each in enumerate(env.transform) if isinstance(each, after)), None)
+
+
 class TaskEnv(DatasetChatEnv):
     """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
 
@@ -149,11 +179,8 @@ class TaskEnv(DatasetChatEnv):
         Args:
             transform: the transform.
         """
-        if isinstance(transform, ToolTransform):
-            after = (RewardParser, StepCounter)
-            for index, present in enumerate(self.transform):
-                if isinstance(present, after):
-                    return self.insert_transform(index, transform)
+        if isinstance(transform, ToolTransform) and _first_after_tools(self) is not None:
+            return insert_tools(self, transform)
         return super().append_transform(transform)
 
     def make_tools(self) -> Sequence[Transform]:
@@ -166,9 +193,7 @@ class TaskEnv(DatasetChatEnv):
 
         Those with a parser of their own are called in a form that no template describes.
         """
-        made = [each for each in self.transform if isinstance(each, ToolTransform)]
-        told = [each for each in made if isinstance(each.parser, MessageCallParser)]
-        return [schema for each in told for schema in each.schemas]
+        return tool_schemas(self)
 
     @classmethod
     def default_dataset(cls, split: str | None) -> Any:

@@ -1,0 +1,350 @@
+"""Recipes as objects: three lines of Python that run the same page as the command.
+
+:class:`GRPO` and :class:`SFT` turn their arguments into the configuration of a recipe, import its
+page from ``sota-implementations`` and hand out its steps. There is no second loop: what the page
+does is what happens here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from abc import ABC
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import given, launch
+from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides
+from torchrl_llm.recipes.strict_config import dotted
+from torchrl_llm.trainers.checkpoint import save_pretrained
+from torchrl_llm.trainers.metrics import draw_curves
+from torchrl_llm.trainers.run import EvalResult, TrainingRun
+
+
+class Command(Mapping[str, Any]):
+    """The settings of a run that differ from the defaults; its text is the command that says them.
+
+    Args:
+        name: of the recipe.
+        settings: dotted key to value, in the order in which they were given.
+
+    Example:
+        >>> Command("grpo", {"loss": "gspo", "train.max_steps": 5, "env.tools": ["calculator"]})
+        torchrl-llm train grpo loss=gspo train.max_steps=5 'env.tools=[calculator]'
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.name, self.settings = name, dict(settings)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.settings[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as arguments of the command."""
+        short = {whole: group for group, whole in SHORT.items()}
+        implied = "data.source" in self.settings and "env.dataset" not in self.settings
+        return [
+            f"{short.get(key, key)}={_typed(value)}"
+            for key, value in self.settings.items()
+            if not (implied and (key, value) == ("env", "rows"))
+        ]
+
+    def __repr__(self) -> str:
+        """The command, and which of its parts only this program has."""
+        lines = [f"torchrl-llm train {self.name} {shlex.join(self.overrides)}"]
+        for value in dotted(self.settings).values():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, str) and given.only_here(path):
+                    name = path.rpartition(":")[2]
+                    lines.append(
+                        f"# {path} is in this program only: the command needs {name} in a file"
+                    )
+        return "\n".join(lines)
+
+
+def _typed(value: Any) -> str:
+    """A value as Hydra reads it from the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_typed, value)) + "]"
+    text = str(value)
+    if isinstance(value, str) and (not text or set(text) & set(" ,[]{}()=\\'\"#")):
+        return "'" + text.replace("'", r"\'") + "'"
+    return text
+
+
+class _Recipe(ABC):
+    """A run of a recipe's page, a step at a time."""
+
+    NAME: ClassVar[str]
+    PAGE: ClassVar[str]
+    FILE: ClassVar[str]
+
+    def __init__(self, settings: dict[str, Any], folder: str | Path | None) -> None:
+        self.config = Command(self.NAME, settings)
+        self._page = launch.load_page(self.PAGE)
+        self._config = self._compose(settings)
+        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+        self.folder = Path(f"outputs/{self.NAME}/{now}" if folder is None else folder)
+        self._steps: Iterator[TrainingRun] | None = None
+        self._run: TrainingRun | None = None
+        self._done = False
+
+    def _compose(self, settings: Mapping[str, Any]) -> Any:
+        """The recipe's files with these settings, checked."""
+        from hydra import compose, initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+        from omegaconf import OmegaConf
+
+        files = (launch.PAGES / self.PAGE).parent / "config"
+        table = KeyTable.read(files, self.FILE)
+        check_overrides([f"{key}={_typed(value)}" for key, value in settings.items()], table)
+        chosen = [f"{key}={value}" for key, value in settings.items() if key in table.groups]
+        state = GlobalHydra.instance()
+        before, state.hydra = state.hydra, None  # a program may use Hydra itself
+        try:
+            with initialize_config_dir(str(files.resolve()), version_base="1.3"):
+                composed = compose(self.FILE, chosen)
+        finally:
+            state.hydra = before
+        for key, value in settings.items():
+            if key not in table.groups:
+                OmegaConf.update(composed, key, value, merge=False, force_add=True)
+        return self._page.load_config(composed)
+
+    @property
+    def run(self) -> TrainingRun:
+        """The frame of the training loop; model and data are loaded when it is first asked for."""
+        if self._run is None:
+            self._steps = self._page.train(self._config, self.folder)
+            self._run = next(self._steps)
+            self._run.how_to_resume = (
+                f"{type(self).__name__}(..., folder={str(self.folder)!r}, "
+                'checkpoint={"resume": "auto"}).train()'
+            )
+        return self._run
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Train, a step at a time: for loops and callbacks of one's own.
+
+        A loop that is left can be gone on with by another call. The run saves where
+        ``checkpoint.interval`` says so, and shows its results after the last step.
+
+        Yields:
+            The metrics of the step, as :meth:`torchrl_llm.trainers.TrainingRun.record` wrote them.
+        """
+        run = self.run
+        while not self._done:
+            if next(self._steps, None) is None:
+                self._done = True
+                return
+            with run.stop.released():
+                yield run.metrics
+
+    def train(self) -> Any:
+        """Train to the end, or until Ctrl-C, which saves; shows the results.
+
+        Returns:
+            This run.
+
+        Raises:
+            RewardError: no step of the run had a valid reward.
+        """
+        try:
+            for _ in self.steps():
+                pass
+        except SystemExit:  # stopped by a signal, and saved: the program goes on
+            self._done = True
+        return self
+
+    def evaluate(self) -> EvalResult:
+        """Evaluate the model as it is now on the held-out rows.
+
+        Raises:
+            ConfigError: ``eval.num_prompts`` is 0.
+        """
+        return self.run.evaluate()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The curves of the run so far.
+
+        Args:
+            path: a file to write the picture to as well.
+
+        Returns:
+            A matplotlib figure, which a notebook shows.
+        """
+        figure = draw_curves(self.run.curves())
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def save(self, folder: str | Path) -> Path:
+        """Write model and tokenizer as ``from_pretrained`` opens them.
+
+        Args:
+            folder: made where it is not there.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_pretrained(folder, self.run.model, self.run.tokenizer)
+        return folder
+
+
+def _settings(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as dotted keys: a dict is a group, whose ``type`` chooses its file."""
+    found: dict[str, Any] = {}
+    for name, value in groups.items():
+        if isinstance(value, Mapping) and name not in _OPEN:
+            own = dict(value)
+            if name in ("loss", "advantage") and "type" in own:
+                found[name] = own.pop("type")
+            found |= {f"{name}.{key}": each for key, each in _settings_within(name, own).items()}
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+_OPEN = ("env.options", "reward.components")
+
+
+def _settings_within(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys within a group; a mapping with names of the user's stays one value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and f"{group}.{key}" not in _OPEN:
+            inner = _settings_within(f"{group}.{key}", value)
+            found |= {f"{key}.{name}": each for name, each in inner.items()}
+        else:
+            found[key] = value
+    return found
+
+
+class GRPO(_Recipe):
+    """GRPO, and its kin, on a model and data of one's own.
+
+    Builds the configuration of ``sota-implementations/grpo/grpo-sync.py`` and runs that page. Model
+    and data are loaded by the first method that needs them; settings are checked at once.
+
+    Args:
+        model: folder or hub name; the model that ships with the package if not given.
+        data: rows to train on: a file (CSV, JSON, JSON lines, Parquet), a folder, the name of a
+            dataset on the hub, a ``datasets.Dataset``, or a list of dicts. Without ``data`` and
+            ``env`` the task is the addition of the package's own model.
+        eval_data: held-out rows, likewise; the end of ``data`` if not given.
+        prompt: column with the user's message.
+        answer: column with what the reward compares.
+        messages: column with whole conversations, instead of ``prompt``.
+        reward: a function of ``(response, answer)`` or ``(response, row)``; the name of a reward
+            (``"exact"``; ``torchrl-llm list rewards``); or a mapping of names to these, each alone
+            or with its weight behind it.
+        tools: functions with type hints and a docstring, :class:`~torchrl_llm.tools.Tool` classes
+            or names of tools.
+        env: a task by its name (``"gsm8k"``), or a class or function that makes an environment.
+        loss: name of a loss, or a dict of its settings with ``type``.
+        advantage: name of an advantage estimator, or a dict likewise.
+        folder: of the run; ``outputs/grpo/<date>/<time>`` if not given.
+        keys: the recipe's other keys: a dict a group, ``train={"max_steps": 50}``, or dotted,
+            ``**{"train.max_steps": 50}``; :doc:`/configuration` has them all.
+
+    Attributes:
+        config: the settings that were given; printed, it is the command that does the same.
+        folder: of the run.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
+
+    Example:
+        >>> rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(10, 60)]
+        >>> run = GRPO(data=rows, reward="exact", loss="gspo", train={"max_steps": 2})
+        >>> run.config["loss"], run.config["train.max_steps"]
+        ('gspo', 2)
+    """
+
+    NAME, PAGE, FILE = "grpo", "grpo/grpo-sync.py", "grpo"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        data: Any = None,
+        eval_data: Any = None,
+        prompt: str | None = None,
+        answer: str | None = None,
+        messages: str | None = None,
+        reward: Any = None,
+        tools: Any = None,
+        env: Any = None,
+        loss: str | Mapping[str, Any] | None = None,
+        advantage: str | Mapping[str, Any] | None = None,
+        folder: str | Path | None = None,
+        **keys: Any,
+    ) -> None:
+        columns = {"data.prompt": prompt, "data.answer": answer, "data.messages": messages}
+        settings = {
+            "model.name": None if model is None else str(model),
+            **_data_settings(data, eval_data),
+            **columns,
+            **_env_settings(env, own=data is not None),
+            **_reward_settings(reward),
+            "env.tools": None if tools is None else [given.path_of(tool) for tool in tools],
+        }
+        settings = {key: value for key, value in settings.items() if value is not None}
+        chosen = _settings({"loss": loss, "advantage": advantage, **keys})
+        if twice := settings.keys() & chosen.keys():
+            raise ConfigError(f"{', '.join(sorted(twice))} is given twice")
+        super().__init__(settings | chosen, folder)
+
+
+def _data_settings(data: Any, eval_data: Any) -> dict[str, Any]:
+    return {"data.source": _source(data), "data.eval_source": _source(eval_data)}
+
+
+def _source(data: Any) -> Any:
+    """What names data: itself where it is a path, or a path to the object."""
+    if data is None or isinstance(data, (str, Path)):
+        return None if data is None else str(data)
+    if isinstance(data, (list, tuple)) and data and isinstance(data[0], (str, Path)):
+        return [str(path) for path in data]
+    if callable(data):
+        return given.path_of(data)
+    return given.rows_path(data)
+
+
+def _env_settings(env: Any, *, own: bool) -> dict[str, Any]:
+    if isinstance(env, Mapping):
+        raise ConfigError("env is a task; its keys are dotted: **{'env.repeats': 4}")
+    if env is None:
+        return {"env": "rows"} if own else {}
+    if isinstance(env, str) and ":" not in env:
+        return {"env": env}
+    return {"env": "rows", "env.dataset": given.path_of(env)}
+
+
+def _reward_settings(reward: Any) -> dict[str, Any]:
+    if reward is None:
+        return {}
+    if not isinstance(reward, Mapping):
+        return {"reward.function": given.path_of(reward)}
+    parts = {}
+    for name, part in reward.items():
+        part, *weight = part if isinstance(part, (tuple, list)) else (part,)
+        path = given.path_of(part)
+        parts[name] = {"_target_" if ":" in path else "type": path}
+        if weight:
+            parts[name]["weight"] = weight[0]
+    return {"reward.components": parts}

@@ -1,0 +1,95 @@
+"""Functions and rows of the user's Python, under names that a configuration can hold.
+
+A configuration is plain text, which can be saved, compared and typed. What is given to
+:class:`~torchrl_llm.GRPO` as an object gets a path to import it by: its own where it has one, else
+a name in this module, which this process alone can import.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def path_of(thing: Any) -> str:
+    """A path that imports an object in this process.
+
+    Args:
+        thing: a text, which is its own path; a function or class; or anything else, which becomes
+            a name of this module.
+
+    Example:
+        >>> path_of("rewards.py:exactly"), path_of(json.dumps)
+        ('rewards.py:exactly', 'json:dumps')
+        >>> path_of(lambda response, answer: 1.0)
+        'torchrl_llm.recipes.given:function'
+    """
+    if isinstance(thing, str):
+        return thing
+    name, module = getattr(thing, "__qualname__", ""), sys.modules.get(_module_name(thing))
+    if name and getattr(module, name, None) is thing:
+        file = getattr(module, "__file__", None)
+        if module.__name__ == "__main__" or file is None or file.startswith(_INSTALLED):
+            return f"{module.__name__}:{name}"
+        ours = (Path(__file__).parents[1], Path(file).resolve())
+        return f"{module.__name__}:{name}" if ours[0] in ours[1].parents else f"{file}:{name}"
+    return keep(thing, getattr(thing, "__name__", "object"))
+
+
+def rows_path(rows: Any) -> str:
+    """A path that imports rows in this process; equal rows have the same.
+
+    Args:
+        rows: a list of dicts, a ``datasets.Dataset`` or another sequence of them.
+    """
+    known = getattr(rows, "_fingerprint", None)
+    if known is None:
+        listed = rows if isinstance(rows, (list, tuple)) else [rows[0], rows[len(rows) - 1]]
+        text = json.dumps([len(rows), *listed], default=str, sort_keys=True)
+        known = xxhash.xxh64_hexdigest(text)
+    return keep(rows, f"rows_{known}")
+
+
+def keep(thing: Any, name: str) -> str:
+    """Make an object a name of this module.
+
+    Args:
+        thing: the object.
+        name: for it; a number is added where another object has it.
+
+    Returns:
+        Its path.
+    """
+    wanted = "".join(sign if sign.isidentifier() or sign.isdigit() else "_" for sign in name)
+    wanted = {"_lambda_": "function"}.get(wanted, wanted)
+    kept, number = wanted, 1
+    while kept in globals() and globals()[kept] is not thing and not kept.startswith("rows_"):
+        number += 1
+        kept = f"{wanted}_{number}"
+    globals()[kept] = thing
+    return f"{__name__}:{kept}"
+
+
+def only_here(path: str) -> bool:
+    """Whether another process could not import a path.
+
+    Args:
+        path: as of :func:`path_of`.
+    """
+    return path.startswith((f"{__name__}:", "__main__:"))
+
+
+def _module_name(thing: Any) -> str | None:
+    return (
+        getattr(thing, "__module__", None)
+        if inspect.isroutine(thing) or inspect.isclass(thing)
+        else None
+    )
