@@ -126,8 +126,8 @@ def choose_columns(
     asked = prompt or messages or _first(row, (*PROMPTS, MESSAGES))
     if asked is None:
         raise DataError(
-            f"none of the columns {sorted(row)} is a prompt by its name; name it: data.prompt=NAME, "
-            "or data.messages=NAME for whole conversations"
+            f"none of the columns {sorted(row)} is a prompt by its name; name one: data.prompt=... "
+            "or data.messages=... for whole conversations"
         )
     others = [name for name in ANSWERS if name != asked]
     return asked, answer or _first(row, others)
