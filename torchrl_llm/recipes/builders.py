@@ -217,6 +217,22 @@ def make_tokenizer(
     return tokenizer
 
 
+def check_problems(config: RecipeConfig) -> None:
+    """Look at data files and columns before any weights are read.
+
+    Args:
+        config: the recipe's.
+
+    Raises:
+        DataError: missing or malformed data.
+        ConfigError: the problems do not suffice.
+    """
+    task = task_class(config.env.dataset)
+    data = _data(config, task)[0]
+    if config.env.dataset == ROWS:
+        task(**data, **_settings(config)).close()
+
+
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.TransformersWrapper:
     """The policy that samples and is trained; both use its one module.
 
@@ -228,7 +244,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
     transformers.utils.logging.disable_progress_bar()
     device = device_of(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
-    _data(config, task_class(config.env.dataset))  # what is wrong with files is told first
+    check_problems(config)
     wanted, lora = config.train_model, None
     if wanted.lora.enabled:
         lora = {

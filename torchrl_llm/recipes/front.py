@@ -114,13 +114,13 @@ class _Recipe(ABC):
         table = KeyTable.read(files, self.FILE)
         check_overrides([f"{key}={_typed(value)}" for key, value in settings.items()], table)
         chosen = [f"{key}={value}" for key, value in settings.items() if key in table.groups]
-        state = GlobalHydra.instance()
-        before, state.hydra = state.hydra, None  # a program may use Hydra itself
+        before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
+        GlobalHydra.instance().hydra = None
         try:
             with initialize_config_dir(str(files.resolve()), version_base="1.3"):
                 composed = compose(self.FILE, chosen)
         finally:
-            state.hydra = before
+            GlobalHydra.instance().hydra = before
         for key, value in settings.items():
             if key not in table.groups:
                 OmegaConf.update(composed, key, value, merge=False, force_add=True)
@@ -214,7 +214,7 @@ def _settings(groups: Mapping[str, Any]) -> dict[str, Any]:
             if name in ("loss", "advantage") and "type" in own:
                 found[name] = own.pop("type")
             found |= {f"{name}.{key}": each for key, each in _settings_within(name, own).items()}
-        elif value is not None:
+        else:
             found[name] = value
     return found
 
@@ -304,7 +304,8 @@ class GRPO(_Recipe):
             "env.tools": None if tools is None else [given.path_of(tool) for tool in tools],
         }
         settings = {key: value for key, value in settings.items() if value is not None}
-        chosen = _settings({"loss": loss, "advantage": advantage, **keys})
+        named = {"loss": loss, "advantage": advantage}
+        chosen = _settings({k: v for k, v in named.items() if v is not None} | keys)
         if twice := settings.keys() & chosen.keys():
             raise ConfigError(f"{', '.join(sorted(twice))} is given twice")
         super().__init__(settings | chosen, folder)

@@ -54,7 +54,7 @@ def rows_path(rows: Any) -> str:
     if known is None:
         listed = rows if isinstance(rows, (list, tuple)) else [rows[0], rows[len(rows) - 1]]
         text = json.dumps([len(rows), *listed], default=str, sort_keys=True)
-        known = xxhash.xxh64_hexdigest(text)
+        known = xxhash.xxh64_hexdigest(text.encode())
     return keep(rows, f"rows_{known}")
 
 

@@ -255,7 +255,7 @@ class RewardParser(Transform):
         column = self._column(td, name, size)
         if column is None and name == "row":
             texts = {
-                key: self._column(td, key, size) for key in td.keys() if is_non_tensor(td[key])
+                key: self._column(td, key, size) for key in td.keys() if is_non_tensor(td.get(key))
             }
             return [{key: values[i] for key, values in texts.items()} for i in range(size)]
         if column is None:

@@ -70,20 +70,20 @@ class RowsEnv(TaskEnv):
             )
         rows = load_rows(source, name=name, split=split)
         self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
+        # Rows in memory are all looked at; those of another sequence may have to be read.
+        for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]]):
+            _check_prompt(row, self._columns[0], number)
         super().__init__(dataset=rows, **kwargs)
 
     def make_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the data as ``query``, ``answer`` and ``row``."""
         prompt, answer = self._columns
+        _check_prompt(row, prompt, None)
         query, last = row.get(prompt), None
         if isinstance(query, (list, tuple)) and query:
             query = [dict(message) for message in query]
             if query[-1].get("role") == "assistant":
                 last = query.pop().get("content")
-        if not query or not isinstance(query, (str, list)):
-            raise DataError(
-                f"the column {prompt!r} must hold a text or a list of messages, got {query!r}"
-            )
         return {
             "query": query,
             "answer": last if answer is None else row.get(answer),
@@ -95,6 +95,19 @@ class RowsEnv(TaskEnv):
         raise ConfigError(
             "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
             "name of one (torchrl-llm list rewards), reward=exact for example"
+        )
+
+
+def _check_prompt(row: Mapping[str, Any], name: str, number: int | None) -> None:
+    query = row.get(name)
+    if isinstance(query, (list, tuple)):
+        fine = any(each.get("role") == "user" for each in query if isinstance(each, Mapping))
+    else:
+        fine = isinstance(query, str) and bool(query.strip())
+    if not fine:
+        raise DataError(
+            f"{'a row' if number is None else f'row {number}'}: the column {name!r} must hold a "
+            f"text or a list of messages with one of the user's, got {query!r}"
         )
 
 

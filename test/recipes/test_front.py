@@ -1,0 +1,193 @@
+"""GRPO as an object: the same run as the command's, a step at a time."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from recipes.grpo_helper import SCRIPT, rows, weights
+from recipes.script import run_alone
+
+from torchrl_llm import GRPO
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.recipes import given, launch
+from torchrl_llm.recipes.front import Command
+
+SMALL = {
+    "train": {"max_steps": 3, "prompts_per_batch": 4},
+    "eval": {"num_prompts": 8},
+    "logging": {"progress": False},
+}
+REWARDS = "def exactly(response, answer):\n    return response.strip() == answer\n"
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A CSV file of sums."""
+    path = tmp_path / "qa.csv"
+    sums = [(a, b) for a in range(20, 30) for b in range(30, 40)]
+    lines = [f"What is {a}+{b}?,{a + b}" for a, b in sums]
+    path.write_text("\n".join(["question,answer", *lines]) + "\n")
+    return path
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    """A module of the user's."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_rewards
+
+    yield my_rewards
+    sys.modules.pop("my_rewards")
+
+
+def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monkeypatch):
+    run = GRPO(
+        data=table,
+        prompt="question",
+        answer="answer",
+        reward=rewards.exactly,
+        loss="gspo",
+        tools=["calculator"],
+        folder=tmp_path / "object",
+        **SMALL,
+    )
+    run.train()
+    words = shlex.split(repr(run.config))
+    assert words[:3] == ["torchrl-llm", "train", "grpo"]
+    assert f"data={table}" in words
+    assert f"reward={tmp_path}/my_rewards.py:exactly" in words
+    assert "env=rows" not in words  # data says it
+    run_alone(monkeypatch, SCRIPT, tmp_path / "command", *words[3:])
+    assert rows(tmp_path / "object") == rows(tmp_path / "command")
+    ours, theirs = (weights(tmp_path / name, 3) for name in ("object", "command"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp_path):
+    def right(response, answer):
+        return response.strip() == answer
+
+    sums = [{"q": f"What is {n}+{n}?", "sum": str(2 * n)} for n in range(20, 60)]
+    handler = signal.getsignal(signal.SIGINT)
+    run = GRPO(data=sums, prompt="q", answer="sum", reward=right, folder=tmp_path / "a", **SMALL)
+    for metrics in run.steps():
+        assert metrics["train/reward"] >= 0.0
+        assert signal.getsignal(signal.SIGINT) is handler
+        break
+    before = run.evaluate().accuracy
+    assert run.run.step == 1
+    assert [round(m["train/reward"], 3) >= 0 for m in run.steps()] == [True, True]
+    assert list(run.steps()) == []
+    assert run.train() is run  # nothing is left to do
+    assert 0.0 <= before <= 1.0
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run.save(tmp_path / "saved"))
+    run.plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    whole = GRPO(data=sums, prompt="q", answer="sum", reward=right, folder=tmp_path / "b", **SMALL)
+    whole.train()
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_hydra_is_as_it_was(tmp_path):
+    GRPO(**SMALL)
+    assert not GlobalHydra.instance().is_initialized()
+    with initialize_config_dir(str(launch.PAGES.resolve() / "grpo" / "config"), version_base="1.3"):
+        GRPO(loss="gspo", **SMALL)
+        assert compose("grpo").loss.type == "grpo"
+
+
+def test_settings_are_the_keys_of_the_recipe_and_their_files():
+    run = GRPO(
+        "folder/of a model",
+        env="countdown",
+        loss={"type": "dapo", "clip_epsilon": [0.1, 0.3]},
+        advantage="leave_one_out",
+        reward={"right": "exact", "short": (len, 0.5)},
+        train={"max_steps": 7},
+        train_model={"lora": {"enabled": True, "r": 4}},
+        seed=3,
+        **{"env.options": {"num_count": 3}, "optimizer.lr": None},
+    )
+    made = run._config
+    assert (made.model.name, made.seed, made.train.max_steps) == ("folder/of a model", 3, 7)
+    assert (made.loss.type, made.loss.clip_epsilon) == ("dapo", (0.1, 0.3))
+    assert (made.advantage.type, made.train_model.lora.r) == ("leave_one_out", 4)
+    assert made.env.options["num_count"] == 3
+    assert made.env.dataset == "countdown"
+    assert made.optimizer.lr == 1e-5  # by LoRA's default, as null was given
+    assert list(made.reward.components) == ["right", "short"]
+    shown = repr(run.config)
+    assert "'model.name='\"'\"'folder/of a model'" in shown
+    assert "'env.options={num_count:3}'" in shown
+
+
+WRONG = [
+    ({"learning_rate": 1e-4}, r"'learning_rate'; here it is 'optimizer.lr'"),
+    ({"loss": "gsop"}, r"did you mean 'gspo'"),
+    ({"train": {"max_stps": 3}}, r"did you mean 'train.max_steps'"),
+    ({"train": 3}, "'train' is a group of keys"),
+    ({"env": {"repeats": 4}}, "its keys are dotted"),
+    ({"data": "qa.csv"}, "need a reward"),
+    ({"data": "qa.csv", "reward": "exct"}, r"did you mean 'exact'"),
+    ({"data": "qa.csv", "reward": lambda completions, **kwargs: [0.0]}, "one of TRL's"),
+    ({"data": "qa.csv", "env": "gsm8k", "reward": "exact"}, "data has no effect with env.dataset"),
+    ({"prompt": "question"}, "data.prompt has no effect without data.source"),
+    ({"env": "rows", "reward": "exact"}, "needs rows: data=FILE"),
+    ({"reward": "length"}, r"write it as a part of the reward: reward\.components\.length"),
+    ({"tools": [3]}, "env.tools"),
+    ({"model": "m", **{"model.name": "n"}}, "model.name is given twice"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_wrong_settings_are_refused_when_the_object_is_made(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPO(**settings)
+
+
+def test_wrong_data_is_told_before_a_model_is_read(table, monkeypatch):
+    monkeypatch.setattr("torchrl_llm.modules.load_model", None)
+    run = GRPO(data=table, prompt="questoin", reward="exact")
+    with pytest.raises(DataError, match=r"data\.prompt=questoin: .*\['answer', 'question'\]"):
+        run.train()
+
+
+def test_objects_have_paths_that_this_process_imports():
+    from torchrl_llm._registry import import_named
+
+    some, other = (lambda response, answer: 1.0), (lambda response, answer: 0.0)
+    paths = [given.path_of(each) for each in (some, other, some)]
+    assert paths[0] == paths[2] != paths[1]
+    assert [import_named(path) for path in paths] == [some, other, some]
+    assert given.path_of(shlex.quote) == "shlex:quote"
+    equal = [given.rows_path([{"a": n}]) for n in (1, 1, 2)]
+    assert equal[0] == equal[1] != equal[2]
+    assert import_named(equal[2]) == [{"a": 2}]
+    assert "only" in repr(Command("grpo", {"reward.function": paths[0]}))
+
+
+def test_values_are_typed_as_hydra_reads_them():
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    values = {
+        "a": None,
+        "b": True,
+        "c": [0.1, None, "x y"],
+        "d": "it's, {so}",
+        "e": {"k": [1, "v"]},
+        "f": "",
+        "g": 1e-05,
+        "h": "module:name",
+        "i": "/a/b-c.csv",
+    }
+    parsed = OverridesParser.create().parse_overrides(Command("grpo", values).overrides)
+    assert {each.key_or_group: each.value() for each in parsed} == values
