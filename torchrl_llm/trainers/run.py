@@ -29,13 +29,8 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.metrics import (
-    MetricsTable,
-    Series,
-    draw_curves,
-    make_loggers,
-    terminal_curve,
-)
+from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
 
 # Steps in a row without a reward after which a run ends: nothing is learned from them.
@@ -319,8 +314,7 @@ class TrainingRun:
         """
         rewards, (_, accuracy) = map(self._table.read, ("train/reward", "eval/accuracy"))
         self.say(terminal_curve(*rewards, title="train/reward over steps"))
-        picture = self.folder / "reward.png"
-        draw_curves(self.curves()).savefig(picture)
+        picture = save_curves(self.folder / "reward.png", self.curves())
         if self._before and self._after:
             self.say(compare_conversations(self._before, self._after))
         if accuracy:
