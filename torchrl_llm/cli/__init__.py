@@ -19,6 +19,7 @@ from pathlib import Path
 from torchrl_llm.recipes.launch import tells_errors
 
 _WRONG_USE = 2
+_INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"torchrl_llm.cli.{name}")
         status = tells_errors(command.main)(rest)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        status = _INTERRUPTED
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
