@@ -68,11 +68,18 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
     runpy.run_path(str(page), run_name="__main__")
 
 
+def recipe_summaries() -> dict[str, str]:
+    """Each recipe, with the line that says what it does."""
+    found = {}
+    for name, path in RECIPES.items():
+        text = (launch.PAGES / path).read_text(encoding="utf-8")
+        about = ast.get_docstring(ast.parse(text)) or ""
+        found[name] = about.partition("\n")[0].replace("``", "")
+    return found
+
+
 def _help() -> str:
     lines = ["usage: torchrl-llm train RECIPE [KEY=VALUE ...]", ""]
     width = max(map(len, RECIPES))
-    for name, path in RECIPES.items():
-        text = (launch.PAGES / path).read_text(encoding="utf-8")
-        about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        lines.append(f"  {name:{width}}  {about}")
+    lines += [f"  {name:{width}}  {about}" for name, about in recipe_summaries().items()]
     return "\n".join([*lines, "", "torchrl-llm train RECIPE --help shows its keys.", ""])
