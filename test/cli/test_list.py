@@ -15,7 +15,7 @@ from torchrl_llm.recipes.launch import PAGES, check_arguments
 def listed(capsys, *kind):
     """Kind to the names below it."""
     assert main(["list", *kind]) == 0
-    found = {}
+    found, current = {}, None
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("  "):
             name, _, about = line.strip().partition(" ")

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name, *rest = given or ["--help"]
+    # No builtin `list` here: it is a file of this room, and once imported its name.
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = commands()
     if name in ("-h", "--help"):
         sys.stdout.write(_help(known))
