@@ -20,8 +20,8 @@ from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
 _CARD = "README.md"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# What a model, a tokenizer and an adapter consist of. A list of what goes rather than of what stays:
-# whoever keeps notes or keys in such a folder does not publish them.
+# What a model, a tokenizer and an adapter consist of. It is a list of what goes and not of what
+# stays, so that whoever keeps notes or keys in such a folder does not publish them.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _FOLDERS = (".", "adapter")
 
@@ -105,7 +105,7 @@ def model_card(config: Mapping[str, Any], *, name: str, command: str | None = No
         command: what began the run.
 
     Example:
-        >>> print(model_card({}, name="ann/adder", command="torchrl-llm train grpo").split("---")[1])
+        >>> print(model_card({}, name="ann/adder").split("---")[1])
         <BLANKLINE>
         library_name: transformers
         pipeline_tag: text-generation
@@ -137,11 +137,13 @@ def _failure(model: Path, name: str, error: BaseException) -> str:
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    while error.__cause__ is not None and not hasattr(error, "response"):
-        error = error.__cause__
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    answers = [each.response for each in chain if getattr(each, "response", None) is not None]
+    status = answers[0].status_code if answers else None
+    kinds = {kind.__name__ for each in chain for kind in type(each).__mro__}
     token = get_token()
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    unreachable = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
     if status == 401:
         which = "no token was found" if token is None else "the hub does not know the token"
         why = f"{which} (401); log in with `hf auth login`, or set HF_TOKEN"
@@ -149,7 +151,7 @@ def _failure(model: Path, name: str, error: BaseException) -> str:
         why = f"the token may not write to {name} (403); make one with write access to it"
     elif isinstance(error, OfflineModeIsEnabled):
         why = "HF_HUB_OFFLINE is set"
-    elif unreachable:
+    elif "TransportError" in kinds:  # of httpx, or of httpx2 with later clients
         why = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error})"
     else:
         why = f"{type(error).__name__}: {str(error).partition(os.linesep)[0]}"
