@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import difflib
-import runpy
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
@@ -65,7 +65,14 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
         raise ConfigError(f"this installation has no recipe {path}: {launch.PAGES} lacks it")
     sys.argv = [command, *overrides]
     sys.path.insert(0, str(page.parent))
-    runpy.run_path(str(page), run_name="__main__")
+    # As runpy does it, which would put the path of the page in the place of what was typed.
+    module, before = ModuleType("__main__"), sys.modules["__main__"]
+    module.__file__, module.__spec__ = str(page), None
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(page.read_bytes(), page, "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def recipe_summaries() -> dict[str, str]:

@@ -273,13 +273,9 @@ class TrainingRun:
             )
 
     def _command(self) -> str:
-        """What was typed to begin, and what it takes to go on."""
-        begun, *arguments = map(masked, sys.argv)
-        kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
-        # A console command is called by its name, and a page by Python.
-        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+        """What it takes to go on."""
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
-        return " ".join(filter(None, (begun, shlex.join(kept), where, "checkpoint.resume=auto")))
+        return " ".join((_typed(), where, "checkpoint.resume=auto"))
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
@@ -345,7 +341,7 @@ class TrainingRun:
 
     def _push(self, name: str) -> None:
         try:
-            url = push_to_hub(self._store.path(self.step), name, command=self._command())
+            url = push_to_hub(self._store.path(self.step), name, command=_typed())
         except TorchRLLLMError as error:  # the run is done and saved, whatever the hub says
             self.say(str(error))
         else:
@@ -432,3 +428,12 @@ class TrainingRun:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+
+def _typed() -> str:
+    """What was typed to begin, without what says where and how to go on."""
+    begun, *arguments = map(masked, sys.argv)
+    kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
+    # A console command is called by its name, and a page by Python.
+    begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+    return f"{begun} {shlex.join(kept)}".strip()
