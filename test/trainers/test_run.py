@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
@@ -362,3 +363,26 @@ def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_ther
     assert toy.run.step == 21
     toy.train(rewards=rewards).run.finish()
     assert len(rows(tmp_path)) == 22
+
+
+def test_the_folder_holds_the_configuration_by_groups_without_passwords(tmp_path):
+    config = {
+        "seed": 0,
+        "data.source": [{"question": "1+1"}],
+        "redis.url": "redis://:secret@host",
+        "reward.function": len,
+    }
+    Toy(tmp_path, config=config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {
+        "seed": 0,
+        "data": {"source": [{"question": "1+1"}]},
+        "redis": {"url": "redis://:***@host"},
+        "reward": {"function": "<built-in function len>"},
+    }
+
+
+def test_a_resumed_run_writes_the_configuration_that_it_goes_on_with(tmp_path):
+    config = {"optimizer.lr": 0.1, "train.max_steps": 2}
+    Toy(tmp_path, max_steps=2, config=config).train()
+    Toy(tmp_path, max_steps=3, config=config | {"train.max_steps": 3}, resume="auto")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"] == {"max_steps": 3}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import yaml
 from torch import nn
 
 from torchrl_llm._redis import masked
@@ -138,15 +139,15 @@ class TrainingRun:
     """Steps, records, evaluates, saves and resumes.
 
     Args:
-        folder: the run's folder: ``metrics.csv``, ``reward.png``, ``checkpoints/``.
+        folder: of the run: ``config.yaml``, ``metrics.csv``, ``reward.png``, ``checkpoints/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, but for where it ends and what it writes. It is saved with every checkpoint;
-            passwords in URLs as ``***``.
+            same, but for where it ends and what it writes. It is saved with every checkpoint, and
+            nested in ``config.yaml``; passwords in URLs as ``***``.
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
@@ -225,6 +226,9 @@ class TrainingRun:
             columns=("train/reward", "eval/accuracy"),
         )
         repairs = self._resume() if saved else []
+        if self._config:
+            text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
+            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
         self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
         for repair in repairs:
             self.say(repair)
@@ -419,3 +423,31 @@ class TrainingRun:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration by groups, in plain values, as ``config.yaml`` holds it.
+
+    Args:
+        flat: dotted key to value. Values that YAML has no word for become their ``str``.
+
+    Example:
+        >>> nested({"seed": 0, "optimizer.lr": 0.1, "optimizer.betas": (0.9, 0.95)})
+        {'seed': 0, 'optimizer': {'lr': 0.1, 'betas': [0.9, 0.95]}}
+    """
+    groups: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        group = groups
+        for part in path:
+            group = group.setdefault(part, {})
+        group[name] = _plain(value)
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, bool, int, float, type(None))) else str(value)
