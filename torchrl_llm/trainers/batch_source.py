@@ -29,6 +29,7 @@ from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.trainers.episode_metrics import episode_metrics
 
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
@@ -331,7 +332,8 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
         ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
-        it. For each component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
+        it; those of :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each
+        component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
         which are counted alike, before its weight.
     """
     rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
@@ -354,7 +356,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     success = read_rows(rows, ("next", "success"), None)
     if success is not None and episodes:
         metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
-    return metrics | _component_metrics(rows, done)
+    return metrics | _component_metrics(rows, done) | episode_metrics(rows)
 
 
 def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
