@@ -210,7 +210,7 @@ class Terminal:
                 self._give_back.append(_returning(sys, name, ours[id(stream)], stream))
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         for handler in [h for each in loggers for h in getattr(each, "handlers", ())]:
-            stream = getattr(handler, "stream", None)
+            stream = vars(handler).get("stream")  # not a property that asks for sys.stderr
             if isinstance(handler, logging.StreamHandler) and id(stream) in ours:
                 handler.setStream(ours[id(stream)])
                 self._give_back.append(_resetting(handler, ours[id(stream)], stream))
