@@ -41,6 +41,11 @@ def test_conversations_are_shown_in_pairs():
     ]
 
 
+def test_conversations_cannot_control_the_terminal():
+    text = compare_conversations(["\x1b[2Ja"], ["b\x07"])
+    assert text.splitlines()[1::2] == ["  a", "  b"]
+
+
 def test_a_signal_that_the_process_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict
+from torch import Tensor
 
-from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.rollouts import ends_trajectory, row_list
+from torchrl_llm.data.ragged import row_values
+from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
+from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import leaf
 
 # Answers to calls that no tool was asked for; their names are whatever a model wrote.
 _NOT_CARRIED_OUT = {"MalformedCall", "UnknownTool", "TooManyCalls", "CutResponse", "NotRun"}
 
 
-def episode_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
+def episode_metrics(rows: LazyStackedTensorDict, rewards: Tensor, done: Tensor) -> dict[str, float]:
     """What the episodes of a step were like.
 
     Args:
-        rows: 1-d stack of rows with rewards, one row per turn, of whole episodes.
+        rows: 1-d stack of ``B`` rows, one row per turn, of whole episodes.
+        rewards: float32 ``[B]``, NaN where they are not valid.
+        done: bool ``[B]``, whether an episode ends with the row.
 
     Returns:
         ``train/turns``, mean per episode. ``train/zero_variance``, where rows have a ``group_id``:
@@ -30,47 +35,40 @@ def episode_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         model included); and for each tool that was called ``train/tool_calls_<name>``,
         ``train/tool_failures_<name>`` and ``perf/tool_<name>_s``, seconds added up over calls.
     """
-    members = row_list(rows)
-    episodes = sum(map(ends_trajectory, members))
-    metrics = {"train/turns": len(members) / max(episodes, 1)}
-    metrics |= _variance(rows)
-    seconds = read_rows(rows, ("next", "reward_seconds"), None)
+    metrics = {"train/turns": len(done) / max(int(done.sum()), 1)}
+    metrics |= _variance(rows, rewards)
+    seconds = row_values(rows, ("next", "reward_seconds"), torch.sum, None)
     if seconds is not None:
-        metrics["perf/reward_s"] = torch.stack(seconds).sum().item()
-    calls = [leaf(row, ("next", "tools", "calls")) for row in members]
-    if calls[0] is not None:
-        metrics |= _tools([call for made in calls for call in made.data])
+        metrics["perf/reward_s"] = seconds.sum().item()
+    counts = row_values(rows, ("next", "tools", "num_calls"), torch.sum, None)
+    if counts is not None:
+        calling = [rows.tensordicts[place] for place in counts.nonzero().flatten().tolist()]
+        metrics |= _tools([call for row in calling for call in row["next", "tools", "calls"]])
     return metrics
 
 
-def _variance(rows: LazyStackedTensorDict) -> dict[str, float]:
-    columns = {name: read_rows(rows, name, None) for name in ("group_id", "traj_id", "agent")}
-    if columns["group_id"] is None:
+def _variance(rows: LazyStackedTensorDict, rewards: Tensor) -> dict[str, float]:
+    groups = row_values(rows, "group_id", torch.sum, None)
+    if groups is None:
         return {}
-    numbers = len(columns["group_id"])
-    groups, episodes, agents = (
-        [None] * numbers if values is None else [_plain(value) for value in values]
-        for values in columns.values()
-    )
+    episodes = row_values(rows, "traj_id", torch.sum, None)
+    names = range(len(groups)) if episodes is None else episodes.tolist()
+    agents = [leaf(row, ("agent",)) for row in row_list(rows)]
+    keys = zip(groups.tolist(), map(_agent, agents), names, strict=True)
     returns: dict[Any, float] = defaultdict(float)
-    rewards = [reward.sum() for reward in read_rows(rows, ("next", "reward"))]
-    flags = read_rows(rows, ("next", "reward_valid"), None)
-    valid = [True] * numbers if flags is None else [bool(flag.all()) for flag in flags]
-    for place, reward in enumerate(torch.stack(rewards).tolist()):
-        episode = place if episodes[place] is None else episodes[place]
-        key = groups[place], agents[place], episode
-        returns[key] += reward if valid[place] else float("nan")
+    for key, reward in zip(keys, rewards.tolist(), strict=True):
+        returns[key] += reward
     by_group: dict[Any, list[float]] = defaultdict(list)
-    for (group, agent, _), value in returns.items():
-        if abs(value) < float("inf"):
-            by_group[group, agent].append(value)
+    for (group, agent, _), total in returns.items():
+        if math.isfinite(total):
+            by_group[group, agent].append(total)
     compared = [values for values in by_group.values() if len(values) > 1]
-    equal = sum(len(set(values)) == 1 for values in compared)
+    equal = sum(min(values) == max(values) for values in compared)
     return {"train/zero_variance": equal / len(compared)} if compared else {}
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else getattr(value, "data", value)
+def _agent(value: Any) -> Any:
+    return None if value is None else group_value(value)
 
 
 def _tools(calls: list[dict[str, Any]]) -> dict[str, float]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from torchrl_llm._run_log import printable
+
 
 class StopRequest:
     """Turns Ctrl-C, SIGTERM and SIGHUP into a wish that the loop grants at the end of its step.
@@ -91,5 +93,5 @@ def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
     for number, pair in enumerate(zip(before, after, strict=True), start=1):
         for when, text in zip(("before", "after"), pair, strict=True):
             parts.append(f"held-out conversation {number}, {when} training")
-            parts.extend(f"  {line}" for line in text.splitlines())
+            parts.extend(f"  {printable(line)}" for line in text.splitlines())
     return "\n".join(parts)

@@ -38,22 +38,36 @@ def sample_text(rows: LazyStackedTensorDict) -> str:
     episodes = [
         Trajectory.of(found, ("next", "reward")) for found in TrajectoryQueue().push(row_list(rows))
     ]
+    valid = sorted((each for each in episodes if each.valid), key=lambda each: each.total)
     groups: dict[Any, list[Trajectory]] = defaultdict(list)
-    for episode in episodes:
-        if episode.valid:
-            group = leaf(episode.rows[0], ("group_id",))
-            groups[None if group is None else group_value(group)].append(episode)
-    if not groups:
+    for episode in valid:
+        groups[_group(episode.rows[0])].append(episode)
+    compared = [group for group in groups.values() if len(group) > 1]
+    if not valid:
         return _shown("an answer", episodes[0])
-    ranked = [sorted(group, key=lambda episode: episode.total) for group in groups.values()]
-    worst, *_, best = max(ranked, key=lambda group: (group[-1].total - group[0].total, len(group)))
-    return f"{_shown('best answer to a prompt', best)}\n{_shown('worst', worst)}"
+    if compared:
+        found, where = max(compared, key=lambda group: group[-1].total - group[0].total), "a prompt"
+    else:
+        found, where = valid, "the batch"
+    worst, best = found[0], found[-1]
+    if best.total == worst.total:
+        titles = ("an answer", "another, worth the same")
+    else:
+        titles = (f"best answer of {where}", "worst")
+    shown = zip(titles, (best, worst)[: len(found)], strict=False)
+    return "\n".join(_shown(title, episode) for title, episode in shown)
+
+
+def _group(row: TensorDict) -> tuple[Any, ...]:
+    """What tells answers apart that are compared: their prompt, and who gave them."""
+    values = (leaf(row, (name,)) for name in ("group_id", "agent"))
+    return tuple(None if value is None else group_value(value) for value in values)
 
 
 def _shown(title: str, episode: Trajectory) -> str:
     about = ", ".join([f"{title}: {_reward(episode)}", *_remarks(episode)])
     text = row_text(episode.rows[-1], indent="    ")
-    return "\n".join(map(printable, [f"  {about}", *text.splitlines()]))
+    return "\n".join(map(printable, [f"  {about}", *text.split("\n")]))
 
 
 def _reward(episode: Trajectory) -> str:
