@@ -42,6 +42,7 @@ from torchrl_llm.recipes.builders import (
     autocast,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -101,6 +102,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config, reads_reward=config.loss.outcome_coeff > 0),
     )
     yield run
     # Half a million objects of the imports need not be searched for garbage at every step.
@@ -120,7 +122,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         )
         collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(policy))
+        run.record(metrics | overlong_metrics(policy), rows)
         yield run
     run.finish()
     tqdm.write(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
@@ -217,6 +218,7 @@ def answer_task(
     env = make_env(config, task, policy.tokenizer)
     if config.model.is_told_of_tools and (schemas := env.tool_schemas):
         policy = policy.get_new_version(tools=schemas)
+    env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     available = env.primer.num_rows
     num_prompts = config.eval.num_prompts or available
     records: list[dict] = []

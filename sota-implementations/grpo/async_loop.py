@@ -16,6 +16,7 @@ from torchrl_llm.recipes.builders import (
     make_eval_env,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
 )
@@ -80,6 +81,7 @@ def train_async(
             logging=config.logging,
             checkpoint=config.checkpoint,
             evaluation=config.eval,
+            watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
         )
         if config.weight_sync.verify and config.inference_model.backend == "vllm":
             collector.canary = make_canary(config, policy, "load")
@@ -102,5 +104,5 @@ def train_async(
             if step % config.train.weight_update_frequency == 0:
                 collector.update_policy_weights_(policy.model)
             metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-            run.record(metrics | source.policy_age | algorithm_metrics(algorithm))
+            run.record(metrics | source.policy_age | algorithm_metrics(algorithm), rows)
         run.finish()

@@ -40,6 +40,7 @@ from torchrl_llm.recipes.builders import (
     make_envs,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -106,6 +107,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
     )
     yield run
     if sampler is not policy:
@@ -128,7 +130,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
-        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))
+        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
         yield run
     run.finish()
 

@@ -24,16 +24,20 @@ from torchrl_llm import modules
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes import groups
-from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
+from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.trainers.batch_source import trained_rows
+from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run import EvalConfig
 
 
@@ -349,7 +353,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         seed=seed,
         tokenizer=tokenizer,
     )
-    return _with_components(config, _with_tools(config, env))
+    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
 
 
 def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
@@ -376,7 +380,25 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
         shuffle=False,
         tokenizer=tokenizer,
     )
-    return _with_components(config, _with_tools(config, env))
+    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
+
+
+def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
+    """The environment, which ends conversations of several turns where the policy's context ends."""
+    if max_turns(config) > 1:
+        context = modules.context_length(config.model.name)
+        engine = getattr(config.inference_model, "max_model_len", None)
+        longest = longest_prompt(
+            min((n for n in (context, engine) if n is not None), default=None),
+            config.env.max_prompt_length,
+        )
+        formatter = ChatFormatter(
+            env.tokenizer,
+            chat_template_name=config.model.chat_template_name,
+            tools=env.tool_schemas if config.model.is_told_of_tools else None,
+        )
+        env.append_transform(ContextLimit(longest, formatter))
+    return env
 
 
 def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
@@ -458,6 +480,19 @@ def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensor
             rows = trained_rows(batch)
             if rows is not None:
                 yield rows
+
+
+def make_watch(config: RecipeConfig, *, reads_reward: bool = True) -> RewardWatch:
+    """What looks at the rewards of each step.
+
+    Args:
+        config: its ``reward.on_all_invalid`` and ``train.no_signal_steps``.
+        reads_reward: whether the reward is learned from; otherwise equal ones are nothing to say.
+    """
+    return RewardWatch(
+        on_all_invalid=config.reward.on_all_invalid,
+        no_signal_steps=config.train.no_signal_steps if reads_reward else None,
+    )
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:

@@ -22,8 +22,8 @@ from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
-from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.failures import WORLD, failures_of, tell_failures
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
@@ -272,14 +272,8 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
 
 def _show_failures(rows: Sequence[TensorDict]) -> None:
     """Log what failed in remote collectors, whose own logs are rarely read."""
-    failed = []
-    for row in rows:
-        valid = leaf(row, ("next", "reward_valid"))
-        if valid is not None and not valid.all():
-            error = row.get(("next", "error"), {})
-            told = set(error.keys())
-            failed.append(tuple(error[name] if name in told else "" for name in ERROR_KEYS))
-    tell_failures(failed, len(rows))
+    failed = [(row, failure) for row in rows for failure in failures_of(row)]
+    tell_failures([failure for _, failure in failed], lambda at: failed[at][0], len(rows))
 
 
 def _was_cut(row: TensorDict) -> bool:
@@ -332,15 +326,16 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
         it. For each component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
-        which are counted alike, before its weight.
+        which are counted alike, before its weight. ``train/reward_errors``: rows whose reward
+        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
+        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
+        ``train/out_of_context``, where episodes have several turns: the fraction of them that ended
+        because the conversation had filled the model's context.
     """
-    rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
-    done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
+    rewards = _rewards(rows)
     valid = rewards.isfinite()
-    flags = read_rows(rows, ("next", "reward_valid"), None)
-    if flags is not None:
-        valid &= torch.stack([flag.all() for flag in flags])
-    returns = _returns(rows, rewards.where(valid, float("nan")))
+    done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
+    returns = trajectory_returns(rows)
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
     finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
     episodes = int((done & valid).sum())
@@ -354,7 +349,31 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     success = read_rows(rows, ("next", "success"), None)
     if success is not None and episodes:
         metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
-    return metrics | _component_metrics(rows, done)
+    metrics |= _component_metrics(rows, done) | _error_metrics(rows, ~valid)
+    return metrics | _context_metrics(rows, done)
+
+
+def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
+    """Rows by what failed in them."""
+    failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
+    worlds = sum(WORLD in sources for sources in failed)
+    metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
+    if worlds:
+        metrics["train/env_errors"] = worlds
+    if leaf(rows[0], ("next", "tools")) is not None:
+        tools = [any(name.startswith("tool ") for name in sources) for sources in failed]
+        metrics["train/tool_errors"] = sum(tools)
+    return metrics
+
+
+def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+    """How many episodes ended with the context, where they have several turns."""
+    turns = read_rows(rows, "turn", None)
+    reasons = read_rows(rows, ("next", "truncation_reason"), None)
+    if turns is None or reasons is None or not any(bool(turn.any()) for turn in turns):
+        return {}
+    full = sum(int(reason) == TruncationReason.MAX_SEQ_LEN for reason in reasons)
+    return {"train/out_of_context": full / max(int(done.sum()), 1)}
 
 
 def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
@@ -376,8 +395,25 @@ def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
     return rewards[valid].sum().item() / episodes if episodes else float("nan")
 
 
-def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:
-    """The summed reward of each trajectory whose rewards are all valid."""
+def _rewards(rows: LazyStackedTensorDict) -> Tensor:
+    """The reward of each row, NaN where it is not valid."""
+    rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
+    flags = read_rows(rows, ("next", "reward_valid"), None)
+    if flags is None:
+        return rewards
+    return rewards.where(torch.stack([flag.all() for flag in flags]), float("nan"))
+
+
+def trajectory_returns(rows: LazyStackedTensorDict) -> Tensor:
+    """The summed reward of each trajectory whose rewards are all valid.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one row per turn.
+
+    Returns:
+        float32 ``[N]``, ordered by trajectory; empty where none is valid.
+    """
+    rewards = _rewards(rows)
     ids = read_rows(rows, "traj_id", None)
     if ids is not None:
         _, places = torch.stack([i.reshape(()) for i in ids]).unique(return_inverse=True)

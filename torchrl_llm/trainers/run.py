@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from tensordict import LazyStackedTensorDict
 from torch import nn
 
 from torchrl_llm._redis import masked
@@ -31,15 +32,12 @@ from torchrl_llm.trainers.checkpoint import (
 )
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, save_curves, terminal_curve
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
-
-# Steps in a row without a reward after which a run ends: nothing is learned from them.
-_MOST_WITHOUT_REWARD = 10
-_SEE = ": the weights are as they were. The log says what failed, as ('next', 'error') of the rows"
-
+from torchrl_llm.trainers.reward_watch import RewardWatch
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.", "train.max_steps")
-_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing")
+_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
+_FREE_ON_RESUME += ("reward.on_all_invalid",)
 
 
 @dataclass(kw_only=True)
@@ -143,6 +141,7 @@ class TrainingRun:
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
+        watch: looks at the rows that :meth:`record` is given.
 
     Attributes:
         step: the last step that was begun.
@@ -171,6 +170,7 @@ class TrainingRun:
         logging: LoggingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
+        watch: RewardWatch | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -182,6 +182,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
+        self._watch = watch or RewardWatch()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -189,7 +190,6 @@ class TrainingRun:
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
-        self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
         self.stop = StopRequest(
             lambda: self.say(
@@ -232,7 +232,7 @@ class TrainingRun:
             The number of the step that the loop's body is to make.
 
         Raises:
-            RewardError: ten steps in a row had no valid reward; the last of them is saved.
+            RewardError: see :meth:`record`.
         """
         with self.stop:
             if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
@@ -253,21 +253,19 @@ class TrainingRun:
         if self.step == 0:
             self.say("stopped before the first step; there is nothing to save")
         elif self.step < self.max_steps:
-            self.say(
-                f"saved {self._store.path(self.step)}; to go on:\n  {self._command()} "
-                f"hydra.run.dir={shlex.quote(str(self.folder))} checkpoint.resume=auto"
-            )
+            self.say(f"saved {self._store.path(self.step)}; to go on:\n  {self._go_on()}")
 
-    @staticmethod
-    def _command() -> str:
-        """What was typed to begin, without what says where and how to go on."""
+    def _go_on(self) -> str:
+        """The command that goes on: what was typed to begin, and the folder."""
         begun, *arguments = map(masked, sys.argv)
         kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
         # A console command is called by its name, and a page by Python.
         begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
-        return f"{begun} {shlex.join(kept)}".strip()
+        folder = shlex.quote(str(self.folder))
+        begun = f"{begun} {shlex.join(kept)}".strip()
+        return f"{begun} hydra.run.dir={folder} checkpoint.resume=auto"
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
+    def record(self, metrics: Mapping[str, Any], rows: LazyStackedTensorDict | None = None) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
 
         Call it once, at the end of the loop's body.
@@ -275,14 +273,30 @@ class TrainingRun:
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
                 ``train/tokens_generated`` gives the speed.
+            rows: all rows of the step, for its :class:`~torchrl_llm.trainers.RewardWatch`.
 
         Raises:
-            RewardError: see :meth:`steps`.
+            RewardError: the watch ends the run, because no row has a valid reward; it is saved.
         """
         if self._started is None:
             raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
         seconds, self._started = time.perf_counter() - self._started, None
+        notice = None if rows is None else self._watch.see(rows)
         self._complete(dict(metrics), seconds)
+        if notice is not None:
+            self.say(notice)
+        if rows is not None and self._watch.ends_run:
+            self._end_without_rewards()
+
+    def _end_without_rewards(self) -> None:
+        if self.step not in self._store.steps():
+            self.save()
+        self._bar.close()
+        raise RewardError(
+            f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
+            f"{self._store.path(self.step)}:\n  {self._go_on()}\n"
+            "reward.on_all_invalid=continue goes on whatever the rewards are"
+        )
 
     def finish(self) -> None:
         """Draw the reward curve and show what became of the held-out conversations.
@@ -311,8 +325,13 @@ class TrainingRun:
                 f"model {self._store.path(self._store.steps()[-1])} "
                 "(AutoModelForCausalLM.from_pretrained opens it)"
             )
+        if failed := self._watch.failures.most_frequent():
+            self.say(f"{failed}, in the whole run")
         if rewards[1] and all(map(math.isnan, rewards[1])):
-            raise RewardError(f"none of the {len(rewards[1])} steps had a valid reward{_SEE}")
+            raise RewardError(
+                f"none of the {len(rewards[1])} steps had a valid reward: the weights are as they "
+                "were"
+            )
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
@@ -329,15 +348,6 @@ class TrainingRun:
         self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
         if self._falls_on(self._checkpoint.interval):
             self.save()
-        without = math.isnan(metrics["train/reward"])
-        self._without_reward = self._without_reward + 1 if without else 0
-        if self._without_reward == _MOST_WITHOUT_REWARD:
-            if self.step not in self._store.steps():
-                self.save()
-            raise RewardError(
-                f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
-                f"{self._store.path(self.step)}"
-            )
 
     def _falls_on(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
@@ -351,6 +361,7 @@ class TrainingRun:
             "after": self._after,
             "model": {name: p.detach() for name, p in self._trainable()},
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "watch": self._watch.state_dict(),
             "rng": rng_state(),
         }
         return self._store.save(self.step, state, write_model=self._write_model)
@@ -374,6 +385,7 @@ class TrainingRun:
                 parameter.copy_(state["model"][name])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
+        self._watch.load_state_dict(state["watch"])
         self.step, self._before, self._after = step, state["before"], state["after"]
         copy = self._store.path(step) / "metrics.csv"
         wrong = self._table.resume(step, copy)
