@@ -110,6 +110,11 @@ class Failure(NamedTuple):
         text = _last("".join([*begin, f"{kind}: {message}"]))
         return cls(kind, _short(message), place_among(frames), source, text)
 
+    def __str__(self) -> str:
+        """Its traceback, or what stands for it."""
+        where = f" at {self.place}" if self.place else ""
+        return self.traceback or f"{self.kind}: {self.message}{where}"
+
     @property
     def sort(self) -> tuple[str, str, str]:
         """What makes two failures the same: source, type and place."""
@@ -229,7 +234,8 @@ def _stored(node: TensorDictBase | None) -> Failure:
     if node is None:
         return Failure()
     told = set(node.keys())
-    return Failure(*(node[name] if name in told else "" for name in ERROR_KEYS))
+    fields = zip(Failure._fields, ERROR_KEYS, strict=True)
+    return Failure(**{field: node[name] for field, name in fields if name in told})
 
 
 def tell_failures(
@@ -253,13 +259,23 @@ def tell_failures(
         index = first[sort]
         source, _, name = sort[0].partition(" ")
         fate = _FATES.get(source, _NO_REWARD).format(name=name.strip("'"))
-        logger.warning(
+        text = (
             f"{sort[0]} failed {count} time{'s' * (count > 1)} in a batch of {num_rows} rows. Only "
-            f"the first of each kind is shown; {fate}.\n{failures[index].traceback}\n"
-            f"{_shown(row_of, index)}"
-            + f"\n{_MOST_KINDS} kinds of errors were shown; others are counted only."
-            * full
+            f"the first of each kind is shown; {fate}.\n{failures[index]}\n{_shown(row_of, index)}"
         )
+        if full:
+            text += f"\n{_MOST_KINDS} kinds of errors were shown; others are counted only."
+        logger.warning(text)
+
+
+def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
+    """Log what failed in collected rows, whose collectors may have logs of their own elsewhere.
+
+    Args:
+        rows: each without batch dimension.
+    """
+    failed = [(row, failure) for row in rows for failure in failures_of(row)]
+    tell_failures([failure for _, failure in failed], lambda at: failed[at][0], len(rows))
 
 
 def _shown(row_of: Callable[[int], TensorDictBase], index: int) -> str:

@@ -18,6 +18,7 @@ import numpy
 import torch
 import transformers
 from tensordict import LazyStackedTensorDict
+from torchrl._utils import logger
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm import modules
@@ -25,7 +26,7 @@ from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
@@ -225,6 +226,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         config: the recipe's.
         with_values: give it a value head.
     """
+    _tell_small_model(config)
     # Bars for the reading and writing of weight files would break up the one of the run.
     transformers.utils.logging.disable_progress_bar()
     device = device_of(config)
@@ -256,6 +258,21 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         ),
         tokenizer=tokenizer,
         **wrapper_options(config),
+    )
+
+
+def _tell_small_model(config: RecipeConfig) -> None:
+    """Say where a task is too hard for the model that is taken because none was named."""
+    task = task_class(config.env.dataset)
+    if config.model.name is not None or not task.NEEDS_LARGER_MODEL:
+        return
+    how = "model.name=Qwen/Qwen2.5-0.5B-Instruct for example, or a folder"
+    if issubclass(task, GameEnv):
+        how += "; or teach it the game first, by sota-implementations/sft/imitate.py"
+    logger.warning(
+        f"env={config.env.dataset} is a task for a larger model. Without model.name this run "
+        "trains the model of the package, whose 0.33 million parameters only know sums of two "
+        f"numbers and a calculator: its rewards will hardly rise. Name another: {how}"
     )
 
 
@@ -384,7 +401,7 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
 
 
 def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
-    """The environment, which ends conversations of several turns where the policy's context ends."""
+    """The environment, which ends conversations that have filled the policy's context."""
     if max_turns(config) > 1:
         context = modules.context_length(config.model.name)
         engine = getattr(config.inference_model, "max_model_len", None)

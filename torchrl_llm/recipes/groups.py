@@ -41,8 +41,9 @@ class EnvConfig:
             and no step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
             leaves next to ``inference_model.max_tokens``.
-        on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
-            trained, or a prompt cut from the left. Counted in ``train/overlong``.
+        on_overlong: what becomes of a longer first prompt of an episode: an error, a row that is
+            not answered nor trained, or a prompt cut from the left. Counted in ``train/overlong``.
+            A conversation that grows longer ends its episode (``train/out_of_context``).
     """
 
     dataset: str = "arithmetic"

@@ -189,7 +189,7 @@ class CompositeReward(RewardParser):
         for column in results.values():
             # Here, for those that are optional or of no weight leave no error in their row.
             tell_failures(
-                [outcome.failure for outcome in column], lambda at: td[rows[at]], len(rows)
+                [outcome.failure for outcome in column], lambda at: td[rows[at]], len(responses)
             )
         total = self._weighted(results, len(rows))
         self._write_components(results, rows, next_td)

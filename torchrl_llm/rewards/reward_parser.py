@@ -34,7 +34,6 @@ _INPUT_MODES = ("history", "text", "tokens")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
 _ROW_KEYS = ("reward_valid", "reward_seconds", "error")
-_FINE = Failure()
 # Of rows in which nothing failed, nothing is said of a source either.
 _NOTHING = Failure(source="")
 
@@ -309,15 +308,14 @@ class RewardParser(Transform):
         outcomes = [Outcome(RewardScore(0.0))] * size
         for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
             outcomes[row] = outcome
-        self._write_outcomes(outcomes, td, next_td)
+        tell_failures([outcome.failure for outcome in outcomes], td.__getitem__, size)
+        self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
             flag = torch.tensor(has_answer, device=next_td.device).unsqueeze(-1)
             raise_flags(next_td, done=flag, terminated=flag)
 
-    def _write_outcomes(
-        self, outcomes: Sequence[Outcome], td: TensorDictBase, next_td: TensorDictBase
-    ) -> None:
+    def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
         nan = float("nan")
         table = [
             (nan, nan, nan, nan, 0.0, 0.0, seconds)
@@ -327,8 +325,7 @@ class RewardParser(Transform):
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
         cells = columns.view(len(columns), len(outcomes), 1, 1)
-        failures = [outcome.failure if outcome.error else _FINE for outcome in outcomes]
-        tell_failures(failures, td.__getitem__, len(failures))
+        failures = [outcome.failure for outcome in outcomes]
         before = next_td if self._adds else next_td.empty()
         valid_before = before.get("reward_valid", None)
         for name, cell in zip(_FLOAT_KEYS, cells, strict=False):

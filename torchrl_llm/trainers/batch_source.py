@@ -11,7 +11,7 @@ ledger that does not close means that tokens vanished or were counted twice, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
-from torchrl_llm.data.failures import WORLD, failures_of, tell_failures
+from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
@@ -144,7 +144,7 @@ class BatchSource:
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
         rows = row_list(batch)
-        _show_failures(rows)
+        tell_failures_of(rows)
         return rows
 
     def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
@@ -268,12 +268,6 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
             row.set(("next", "reward_valid"), flag)
             dropped += sampled_tokens(row)
     return dropped
-
-
-def _show_failures(rows: Sequence[TensorDict]) -> None:
-    """Log what failed in remote collectors, whose own logs are rarely read."""
-    failed = [(row, failure) for row in rows for failure in failures_of(row)]
-    tell_failures([failure for _, failure in failed], lambda at: failed[at][0], len(rows))
 
 
 def _was_cut(row: TensorDict) -> bool:

@@ -37,6 +37,7 @@ class FailureTally:
     """
 
     def __init__(self) -> None:
+        self._totals: Counter[str] = Counter()
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._messages: dict[tuple[str, str, str], str] = {}
 
@@ -47,6 +48,7 @@ class FailureTally:
             failures: what failed.
         """
         for failure in failures:
+            self._totals[failure.source] += 1
             if failure.sort in self._counts or len(self._counts) < _MOST_SORTS:
                 self._counts[failure.sort] += 1
                 self._messages.setdefault(failure.sort, failure.message)
@@ -57,21 +59,22 @@ class FailureTally:
             return ""
         (sort, count), *_ = self._counts.most_common(1)
         source, kind, place = sort
-        total = sum(number for (each, *_), number in self._counts.items() if each == source)
         message = self._messages[sort]
         where = f" at {place}" if place else ""
         return (
-            f"{source} failed {total} times, {count} of them by {kind}"
+            f"{source} failed {self._totals[source]} times, {count} of them by {kind}"
             f"{': ' if message else ''}{message}{where}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """All counts."""
-        return {"counts": dict(self._counts), "messages": dict(self._messages)}
+        names = ("totals", "counts", "messages")
+        return {name: dict(getattr(self, f"_{name}")) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after :meth:`state_dict`."""
-        self._counts, self._messages = Counter(state["counts"]), dict(state["messages"])
+        self._totals, self._counts = Counter(state["totals"]), Counter(state["counts"])
+        self._messages = dict(state["messages"])
 
 
 class RewardWatch:
