@@ -364,9 +364,11 @@ def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, flo
     """How many episodes ended with the context, where they have several turns."""
     turns = read_rows(rows, "turn", None)
     reasons = read_rows(rows, ("next", "truncation_reason"), None)
-    if turns is None or reasons is None or not any(bool(turn.any()) for turn in turns):
+    if turns is None or reasons is None:
         return {}
     full = sum(int(reason) == TruncationReason.MAX_SEQ_LEN for reason in reasons)
+    if not full and not any(bool(turn.any()) for turn in turns):
+        return {}
     return {"train/out_of_context": full / max(int(done.sum()), 1)}
 
 
