@@ -52,10 +52,12 @@ from torchrl_llm.rewards import (
 from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
 from torchrl_llm.rewards.answer_formats import AnswerFormat
 from torchrl_llm.rewards.code import extract_code
+from torchrl_llm.rewards.function_reward import FunctionReward
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, PUBLISHED, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
+from torchrl_llm.rewards.text_rewards import contains
 from torchrl_llm.tools import call_formats, call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks
@@ -159,6 +161,7 @@ MADE = {
     BareAction: lambda: {"": BareAction("move", "a cell")},
     CallAction: lambda: {"": CallAction("add", "a cell", calls=call_formats.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
+    FunctionReward: lambda: {"": FunctionReward(contains)},
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
 }
 
