@@ -57,7 +57,6 @@ from torchrl_llm.rewards.ifeval import INSTRUCTIONS, PUBLISHED, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
-from torchrl_llm.rewards.text_rewards import contains
 from torchrl_llm.tools import call_formats, call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks
@@ -161,7 +160,7 @@ MADE = {
     BareAction: lambda: {"": BareAction("move", "a cell")},
     CallAction: lambda: {"": CallAction("add", "a cell", calls=call_formats.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
-    FunctionReward: lambda: {"": FunctionReward(contains)},
+    FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
 }
 
