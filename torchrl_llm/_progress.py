@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -139,6 +140,24 @@ class ProgressBar:
             ("─" * (length - full), "bright_black"),
             (notes, ""),
         ]
+
+
+@contextmanager
+def no_weight_bars() -> Iterator[None]:
+    """Hide the bars with which transformers reads and writes weight files; they break up a run's.
+
+    Bars of downloads, which are long, stay.
+    """
+    from transformers.utils import logging
+
+    def hidden(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return bar(*args, **{**options, "disable": True})
+
+    before = logging.set_tqdm_hook(hidden)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def clock(seconds: float) -> str:

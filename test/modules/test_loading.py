@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.trainers import save_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +59,13 @@ def test_what_is_not_there_is_named(tmp_path):
 def test_a_policy_loads_by_name(folder):
     policy = TransformersWrapper(str(folder), device="cpu")
     assert policy.tokenizer.eos_token == "<|im_end|>"
+
+
+def test_reading_and_writing_weights_shows_no_bar_and_those_of_others_stay(
+    folder, tmp_path, capsys
+):
+    logging.enable_progress_bar()
+    save_pretrained(tmp_path, load_model(folder), load_tokenizer(folder))
+    assert capsys.readouterr().err == ""
+    list(logging.tqdm([1], desc="elsewhere"))
+    assert "elsewhere" in capsys.readouterr().err

@@ -71,14 +71,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _conversation(given: argparse.Namespace) -> Any:
     import torch
-    import transformers
 
     from torchrl_llm import modules
     from torchrl_llm.recipes.builders import present_device
     from torchrl_llm.recipes.chat_settings import make_conversation
     from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
-    transformers.utils.logging.disable_progress_bar()
     name, config = given.model, {}
     if name is not None and Path(name).is_dir():
         name = model_folder(Path(name))

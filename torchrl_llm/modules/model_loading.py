@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm._imports import require
+from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 
@@ -101,7 +102,8 @@ def _load(
 ) -> Any:
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
     try:
-        return loader.from_pretrained(name_or_path, **options)
+        with no_weight_bars():
+            return loader.from_pretrained(name_or_path, **options)
     except ImportError as error:
         how = f" with {options}" if options else ""
         raise ConfigError(

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy
 import torch
-import transformers
 from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
@@ -246,8 +245,6 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         with_values: give it a value head.
     """
     _tell_small_model(config)
-    # Bars for the reading and writing of weight files would break up the one of the run.
-    transformers.utils.logging.disable_progress_bar()
     device = device_of(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
     check_problems(config)

@@ -22,6 +22,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_wire import names_of_rows
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
 from torchrl_llm.trainers.run_folder import checkpoint_path, checkpoint_steps
@@ -202,12 +203,13 @@ def save_pretrained(path: Path, model: nn.Module, tokenizer: Any) -> None:
     Raises:
         CheckpointError: an adapter that is not LoRA.
     """
-    if hasattr(model, "peft_config"):
-        model.save_pretrained(path / "adapter")
-        base = model.get_base_model()
-        base.save_pretrained(path, state_dict=_merged_state(base))
-    else:
-        model.save_pretrained(path)
+    with no_weight_bars():
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(path / "adapter")
+            base = model.get_base_model()
+            base.save_pretrained(path, state_dict=_merged_state(base))
+        else:
+            model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
