@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # docs/metrics_glossary.py
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from docutils.parsers.rst.directives.tables import CSVTable
@@ -24,6 +27,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
+    "metrics_glossary",
 ]
 autosummary_generate = True
 autosummary_imported_members = False

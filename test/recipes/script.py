@@ -7,6 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from recipes.glossary import unknown
+
 
 def run_main(monkeypatch, script, folder, *overrides):
     """Run a script with overrides as a user would type them; the rows of its metrics.csv."""
@@ -26,6 +28,8 @@ def run_alone(monkeypatch, script, folder, *overrides):
 
 
 def read_metrics(folder):
-    """The rows of metrics.csv."""
+    """The rows of metrics.csv, every column of which the glossary explains."""
     with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        assert not unknown(reader.fieldnames), "docs/source/reference/metrics.yaml lacks these"
+        return list(reader)
