@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 def test_the_bar_shows_step_reward_speed_and_time_left():
     screen = Terminal()
     bar = ProgressBar(10, done=4, file=screen)
-    bar.step(reward=0.375, tokens_per_s=1234.5)
+    bar.step("reward", 0.375, tokens_per_s=1234.5)
     bar.say("hello")
     bar.close()
     last = screen.getvalue()
@@ -30,7 +30,7 @@ def test_the_bar_shows_step_reward_speed_and_time_left():
 def test_a_bar_that_is_off_still_says_what_matters():
     screen = io.StringIO()
     bar = ProgressBar(10, enabled=False, file=screen)
-    bar.step(reward=0.5, tokens_per_s=1.0)
+    bar.step("reward", 0.5, tokens_per_s=1.0)
     bar.say("saved")
     bar.close()
     assert screen.getvalue() == "saved\n"

@@ -20,6 +20,6 @@ _LAZY = {
         "sum_over_ranks"
     ),
     "torchrl_llm.trainers.progress": "ProgressBar StopRequest",
-    "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig TrainingRun",
+    "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig Shown TrainingRun",
 }
 __getattr__ = lazy(__name__, _LAZY)

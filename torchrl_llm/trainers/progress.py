@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 
 class ProgressBar:
-    """A bar with step, reward, tokens per second and the time left.
+    """A bar with step, a metric of it, tokens per second and the time left.
 
     Args:
         total: steps of the run.
@@ -40,14 +40,15 @@ class ProgressBar:
             mininterval=0.1 if file.isatty() else 10.0,
         )
 
-    def step(self, *, reward: float, tokens_per_s: float) -> None:
+    def step(self, name: str, value: float, *, tokens_per_s: float) -> None:
         """Advance by one training step.
 
         Args:
-            reward: mean reward of the step.
-            tokens_per_s: tokens sampled per second of the step.
+            name: of the metric that is shown, as ``"reward"``.
+            value: that of the step.
+            tokens_per_s: tokens per second of the step.
         """
-        self._bar.set_postfix_str(f"reward {reward:.3f}, {tokens_per_s:,.0f} tokens/s", False)
+        self._bar.set_postfix_str(f"{name} {value:.3f}, {tokens_per_s:,.0f} tokens/s", False)
         self._bar.update(1)
 
     def say(self, text: str) -> None:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -44,7 +45,8 @@ _SEE = ": the weights are as they were. The log says what failed, as ('next', 'e
 
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
-_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.", "train.max_steps")
+_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
+_FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing")
 
 
@@ -124,6 +126,22 @@ class EvalResult(Protocol):
         """Numbers named ``eval/...``."""
 
 
+class Shown(NamedTuple):
+    """What a run shows of its metrics: at each step, as a curve, and at its end.
+
+    Attributes:
+        metric: of each step.
+        name: what it is called; the curve is ``<name>.png``.
+        tokens: of each step, for the tokens a second.
+        held_out: metrics of an evaluation, and what they are called.
+    """
+
+    metric: str = "train/reward"
+    name: str = "reward"
+    tokens: str = "train/tokens_generated"
+    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "greedy accuracy"})
+
+
 class Stateful(Protocol):
     """A part of a run: optimizer, schedule, collector, buffer, ledger."""
 
@@ -138,7 +156,7 @@ class TrainingRun:
     """Steps, records, evaluates, saves and resumes.
 
     Args:
-        folder: the run's folder: ``metrics.csv``, ``reward.png``, ``checkpoints/``.
+        folder: the run's folder: ``metrics.csv``, ``reward.png`` (see ``shown``), ``checkpoints/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
@@ -150,6 +168,7 @@ class TrainingRun:
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
+        shown: which metrics are shown; the reward of those who learn from one by default.
 
     Attributes:
         step: the last step that was begun.
@@ -180,6 +199,7 @@ class TrainingRun:
         logging: LoggingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
+        shown: Shown = Shown(),
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -191,6 +211,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
+        self._shown = shown
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -222,7 +243,7 @@ class TrainingRun:
                 experiment_name=self._logging.experiment_name,
                 project=self._logging.project,
             ),
-            columns=("train/reward", "eval/accuracy"),
+            columns=(shown.metric, *shown.held_out),
         )
         repairs = self._resume() if saved else []
         self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
@@ -283,8 +304,7 @@ class TrainingRun:
         Call it once, at the end of the loop's body.
 
         Args:
-            metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
-                ``train/tokens_generated`` gives the speed.
+            metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
 
         Raises:
             RewardError: see :meth:`steps`.
@@ -305,26 +325,29 @@ class TrainingRun:
         return self._evaluate()
 
     def curves(self) -> dict[str, Series]:
-        """Reward and held-out accuracy so far, each as steps and values."""
-        named = {name: self._table.read(name) for name in ("train/reward", "eval/accuracy")}
+        """What is shown of the steps and evaluations so far, each as steps and values."""
+        names = (self._shown.metric, *self._shown.held_out)
+        named = {name: self._table.read(name) for name in names}
         return {name: series for name, series in named.items() if series[0]}
 
     def finish(self) -> None:
-        """Draw the reward curve and show what became of the held-out conversations.
+        """Draw the curve and show what became of the held-out conversations.
 
         Raises:
             RewardError: no step of the run had a valid reward, so that nothing was learned.
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        rewards, (_, accuracy) = map(self._table.read, ("train/reward", "eval/accuracy"))
-        self.say(terminal_curve(*rewards, title="train/reward over steps"))
-        picture = self.folder / "reward.png"
+        metric, name, _, held_out = self._shown
+        steps, values = self._table.read(metric)
+        self.say(terminal_curve(steps, values, title=f"{metric} over steps"))
+        picture = self.folder / f"{name}.png"
         draw_curves(self.curves()).savefig(picture)
         if self._before and self._after:
             self.say(compare_conversations(self._before, self._after))
-        if accuracy:
-            self.say(f"held-out greedy accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+        for measure, called in held_out.items():
+            if measured := self._table.read(measure)[1]:
+                self.say(f"held-out {called} {measured[0]:.3f} -> {measured[-1]:.3f}")
         for name, number in self._table.failures.items():
             self.say(f"{name} raised at {number} of the steps, which it may lack")
         self.say(f"metrics {self._table.path}\ncurve {picture}")
@@ -333,13 +356,14 @@ class TrainingRun:
                 f"model {self._store.path(self._store.steps()[-1])} "
                 "(AutoModelForCausalLM.from_pretrained opens it)"
             )
-        if rewards[1] and all(map(math.isnan, rewards[1])):
-            raise RewardError(f"none of the {len(rewards[1])} steps had a valid reward{_SEE}")
+        if values and all(map(math.isnan, values)):
+            raise RewardError(f"none of the {len(values)} steps had a valid reward{_SEE}")
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
     def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
-        speed = metrics["train/tokens_generated"] / seconds
+        shown = metrics.get(self._shown.metric, math.nan)
+        speed = metrics[self._shown.tokens] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
@@ -348,10 +372,10 @@ class TrainingRun:
             metrics |= result.metrics()
         self.metrics = metrics
         self._table.write(self.step, metrics)
-        self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
+        self._bar.step(self._shown.name, shown, tokens_per_s=speed)
         if self._falls_on(self._checkpoint.interval):
             self.save()
-        without = math.isnan(metrics["train/reward"])
+        without = math.isnan(metrics.get("train/reward", 0.0))
         self._without_reward = self._without_reward + 1 if without else 0
         if self._without_reward == _MOST_WITHOUT_REWARD:
             if self.step not in self._store.steps():

@@ -26,13 +26,13 @@ RECIPE = Path(__file__).parents[2] / "sota-implementations" / "sft"
 @pytest.fixture
 def utils(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPE))
-    import sft_utils
+    import embedded_utils
 
-    return sft_utils
+    return embedded_utils
 
 
 def _run(monkeypatch, folder, *overrides):
-    arguments = [str(RECIPE / "sft.py"), f"hydra.run.dir={folder}", *overrides]
+    arguments = [str(RECIPE / "embedded.py"), f"hydra.run.dir={folder}", *overrides]
     monkeypatch.syspath_prepend(str(RECIPE))
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setenv("TORCHRL_LLM_TRACEBACK", "1")
