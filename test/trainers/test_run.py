@@ -362,3 +362,22 @@ def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_ther
     assert toy.run.step == 21
     toy.train(rewards=rewards).run.finish()
     assert len(rows(tmp_path)) == 22
+
+
+def test_the_last_checkpoint_is_pushed_once_the_run_is_done(tmp_path, monkeypatch, capsys):
+    pushed = []
+
+    def push(folder, name, *, command):
+        pushed.append((folder.name, name))
+        raise CheckpointError("no such hub")
+
+    monkeypatch.setattr(run_module, "push_to_hub", push)
+    toy = Toy(tmp_path, push_to_hub="ann/toy").train(interrupt_at=3)
+    with pytest.raises(SystemExit):
+        toy.run.finish()
+    assert pushed == []  # what was stopped is to go on
+    Toy(tmp_path, push_to_hub="ann/toy", resume="auto").train().run.finish()
+    assert pushed == [("step_000006", "ann/toy")]
+    said = capsys.readouterr().err
+    assert "no such hub" in said
+    assert "Traceback" not in said

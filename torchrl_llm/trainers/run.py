@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchrl_llm._redis import masked
-from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
+from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
@@ -30,13 +30,9 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.metrics import (
-    MetricsTable,
-    Series,
-    draw_curves,
-    make_loggers,
-    terminal_curve,
-)
+from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
+from torchrl_llm.trainers.hub import check_repository, push_to_hub
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
 from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
 
 # Steps in a row without a reward after which a run ends: nothing is learned from them.
@@ -76,17 +72,25 @@ class CheckpointConfig:
         keep_last: how many are kept.
         resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
             where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
+        push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
+            it is made private where there is none. A push that fails is told, and changes nothing.
     """
 
     interval: int | None = 100
     keep_last: int | None = 2
     resume: Literal["never", "auto"] = "never"
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"checkpoint.{name} must be at least 1, got {value}")
+        if self.push_to_hub is not None:
+            try:
+                check_repository(self.push_to_hub)
+            except ConfigError as error:
+                raise ConfigError(f"checkpoint.push_to_hub: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -290,13 +294,9 @@ class TrainingRun:
             )
 
     def _command(self) -> str:
-        """What was typed to begin, and what it takes to go on."""
-        begun, *arguments = map(masked, sys.argv)
-        kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
-        # A console command is called by its name, and a page by Python.
-        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+        """What it takes to go on."""
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
-        return " ".join(filter(None, (begun, shlex.join(kept), where, "checkpoint.resume=auto")))
+        return " ".join((_typed(), where, "checkpoint.resume=auto"))
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
@@ -341,8 +341,7 @@ class TrainingRun:
         metric, name, _, held_out = self._shown
         steps, values = self._table.read(metric)
         self.say(terminal_curve(steps, values, title=f"{metric} over steps"))
-        picture = self.folder / f"{name}.png"
-        draw_curves(self.curves()).savefig(picture)
+        picture = save_curves(self.folder / f"{name}.png", self.curves())
         if self._before and self._after:
             self.say(compare_conversations(self._before, self._after))
         for measure, called in held_out.items():
@@ -358,8 +357,18 @@ class TrainingRun:
             )
         if values and all(map(math.isnan, values)):
             raise RewardError(f"none of the {len(values)} steps had a valid reward{_SEE}")
+        if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
+            self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
+
+    def _push(self, name: str) -> None:
+        try:
+            url = push_to_hub(self._store.path(self.step), name, command=_typed())
+        except TorchRLLLMError as error:  # the run is done and saved, whatever the hub says
+            self.say(str(error))
+        else:
+            self.say(f"pushed to {url}")
 
     def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
         shown = metrics.get(self._shown.metric, math.nan)
@@ -443,3 +452,12 @@ class TrainingRun:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+
+def _typed() -> str:
+    """What was typed to begin, without what says where and how to go on."""
+    begun, *arguments = map(masked, sys.argv)
+    kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
+    # A console command is called by its name, and a page by Python.
+    begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+    return f"{begun} {shlex.join(kept)}".strip()
