@@ -1,4 +1,4 @@
-"""Parts of embedded.py: the configuration, the tokenizer, the model, the demonstrations, the figures.
+"""Parts of embedded.py: configuration, tokenizer, model, demonstrations, figures.
 
 Nothing here is needed by the library itself.
 """

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Self
 
-import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor
 

@@ -25,9 +25,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 
 
-def only_support(
-    extras: ScoreExtras | None, why: str, *, has_logits: bool = True
-) -> ScoreExtras:
+def only_support(extras: ScoreExtras | None, why: str, *, has_logits: bool = True) -> ScoreExtras:
     """What is asked of a scorer that has logits alone; ``ScoreExtras()`` for nothing.
 
     Args:

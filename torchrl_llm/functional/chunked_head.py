@@ -164,7 +164,8 @@ def chunked_greedy_ids(
         for columns in head.columns:
             weight = head.slice_of_weight(columns)
             for rows in head.rows:
-                highest, index = head.logits(rows, columns, weight, head.buffer(rows, columns)).max(0)
+                buffer = head.buffer(rows, columns)
+                highest, index = head.logits(rows, columns, weight, buffer).max(0)
                 best[rows] = torch.where(highest > top[rows], index + columns.start, best[rows])
                 top[rows] = torch.maximum(highest, top[rows])
     return best

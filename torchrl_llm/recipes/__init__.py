@@ -11,8 +11,8 @@ from torchrl_llm._imports import lazy
 
 _GROUPS = (
     "AsyncTrainConfig AsyncTrainModelConfig AsyncWeightSyncConfig EngineConfig EnvConfig "
-    "ForwardConfig InferenceModelConfig LoraConfig ModelConfig ModelNameConfig OptimizerConfig RayConfig "
-    "RefModelConfig TrainConfig TrainModelConfig WeightSyncConfig"
+    "ForwardConfig InferenceModelConfig LoraConfig ModelConfig ModelNameConfig OptimizerConfig "
+    "RayConfig RefModelConfig TrainConfig TrainModelConfig WeightSyncConfig"
 )
 _OBJECTIVE = (
     "AdvantageConfig CorrectionConfig FilterConfig LossConfig RewardComponentsConfig RewardConfig "

@@ -203,7 +203,7 @@ class TrainingRun:
         logging: LoggingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
-        shown: Shown = Shown(),
+        shown: Shown | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
-        self._shown = shown
+        self._shown = shown or Shown()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -247,7 +247,7 @@ class TrainingRun:
                 experiment_name=self._logging.experiment_name,
                 project=self._logging.project,
             ),
-            columns=(shown.metric, *shown.held_out),
+            columns=(self._shown.metric, *self._shown.held_out),
         )
         repairs = self._resume() if saved else []
         self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
@@ -356,7 +356,7 @@ class TrainingRun:
                 "(AutoModelForCausalLM.from_pretrained opens it)"
             )
         if values and all(map(math.isnan, values)):
-            raise RewardError(f"none of the {len(values)} steps had a valid reward{_SEE}")
+            raise RewardError(f"none of the {len(values)} steps had a valid {name}{_SEE}")
         if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
