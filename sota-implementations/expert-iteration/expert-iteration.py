@@ -32,6 +32,7 @@ from torchrl_llm.recipes.builders import (
     make_envs,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -90,26 +91,29 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config),
     )
     yield run
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
-        with autocast(config):
+        with run.timed("sample"), autocast(config):
             rows = source.fill()
-        updates = optimize(
-            loss,
-            minibatches(buffer, config.train.epochs),
-            optimizer,
-            scheduler,
-            max_norm=config.optimizer.clip_grad_norm,
-            budget=config.train.micro_token_budget,
-            layout=config.train.packing,
-            context=partial(autocast, config),
-        )
-        collector.update_policy_weights_()
+        with run.timed("train"):
+            updates = optimize(
+                loss,
+                minibatches(buffer, config.train.epochs),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
+        with run.timed("sync"):
+            collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy))
+        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy), rows)
         yield run
     run.finish()
 

@@ -21,16 +21,17 @@ import torch
 from embedded_utils import demonstrations, load_config, make_model, make_tokenizer, measure
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.trainers import (
     MetricsTable,
+    ProgressBar,
     make_optimizer,
     make_scheduler,
     optimize,
     save_pretrained,
+    show,
 )
 
 
@@ -52,21 +53,21 @@ def main(cfg: DictConfig) -> None:
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     table = MetricsTable(folder / "metrics.csv")
-    with tqdm(demonstrations(config), total=config.train.max_steps, unit="step") as bar:
-        for step, rows in enumerate(bar, start=1):
+    with ProgressBar("step", config.train.max_steps) as bar:
+        for step, rows in enumerate(demonstrations(config), start=1):
             metrics = optimize(
                 loss, [rows], optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm
             )
             table.write(step, metrics)
-            bar.set_postfix_str(f"loss {metrics['train/loss_sft']:.3f}", refresh=False)
+            bar.update(step, f"loss {metrics['train/loss_sft']:.3f}")
 
     if config.eval.num_prompts:
         for name, result in measure(policy, config.eval).items():
-            tqdm.write(f"held-out accuracy, {name}: {result.accuracy:.3f}")
+            show(f"held-out accuracy, {name}: {result.accuracy:.3f}")
     path = folder / "model" if config.output is None else Path(config.output)
     path.mkdir(parents=True, exist_ok=True)
     save_pretrained(path, model, tokenizer)
-    tqdm.write(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+    show(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
 
 
 if __name__ == "__main__":

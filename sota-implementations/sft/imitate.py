@@ -26,6 +26,7 @@ from sft import fine_tune
 from sft_utils import make_demonstrations, make_policy
 
 from torchrl_llm.data.demonstrations import DemonstrationColumns
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.recipes.builders import (
     greedy_evaluation,
     make_tokenizer,
@@ -45,6 +46,7 @@ def train(config: ImitateConfig, folder: str | Path) -> Iterator[TrainingRun]:
     played = make_demonstrations(config, tokenizer, games(config), columns=columns, name="games")
     policy = make_policy(config, tokenizer)
     env = make_game_env(config, tokenizer, held_out=True)
+    env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     evaluate = greedy_evaluation(
         config, env, policy, max_tokens=config.eval.max_tokens, max_turns=env.max_turns()
     )

@@ -53,7 +53,7 @@ SHOWN = Shown(
     metric="train/loss_sft",
     name="loss",
     tokens="train/tokens",
-    held_out={"eval/loss": "loss", "eval/accuracy": "greedy accuracy"},
+    held_out={"eval/loss": "held-out loss", "eval/accuracy": "held-out greedy accuracy"},
 )
 """What is shown of a run."""
 
@@ -158,7 +158,7 @@ class SFTGroups:
         default_factory=partial(OptimizerConfig, lr=None, scheduler="linear", warmup_steps=0.05)
     )
     loss: SFTLossConfig = field(default_factory=partial(SFTLossConfig, reduction="token_mean"))
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    logging: LoggingConfig = field(default_factory=partial(LoggingConfig, samples=None))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: AnswerEvalConfig = field(default_factory=AnswerEvalConfig)
     seed: int = 0
@@ -168,6 +168,10 @@ class SFTGroups:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
+        ensure(
+            self.logging.samples is None,
+            "logging.samples has no effect: nothing is sampled to learn from",
+        )
         self.optimizer.settle(self.model, self.train_model, SUPERVISED_RATES)
         self.loss.check_reference(self.train.kl_to_ref_coeff, self.ref_model)
         if self.train.max_steps is not None:
@@ -192,6 +196,10 @@ class SFTConfig(SFTGroups):
             self.data.source is not None,
             "there is nothing to learn from: data=FILE (CSV, JSON, JSON lines or Parquet), a "
             "folder, or the name of a dataset on the hub",
+        )
+        ensure(
+            self.reward.on_all_invalid == "error",
+            "reward.on_all_invalid has no effect: no step learns from the reward",
         )
         for key, value, default in (
             ("data.answer", self.data.answer, None),

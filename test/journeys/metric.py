@@ -1,4 +1,4 @@
-"""Compares a metric of a run with a number: ``python metric.py FOLDER eval/accuracy last '>=' 0.9``.
+"""Compares a metric of a run with a number: ``metric.py FOLDER eval/accuracy last '>=' 0.9``.
 
 ``first`` and ``last`` are its first and last values, ``count`` is how many there are.
 """

@@ -3,9 +3,9 @@
     python test/journeys/run_journeys.py            # all of them, two at a time
     python test/journeys/run_journeys.py 03 05      # those whose names begin so
 
-A journey is a shell script that types only what the documentation says, and checks what came of it.
-It never sees the repository: it runs in a folder of its own, with the ``torchrl-llm`` and ``python``
-that are first on the path.
+A journey is a shell script that types only what the documentation says, and checks what came of
+it. It never sees the repository: it runs in a folder of its own, with the ``torchrl-llm`` and
+``python`` that are first on the path.
 """
 
 from __future__ import annotations

@@ -4,15 +4,20 @@ import csv
 import multiprocessing
 import os
 import pty
+import re
 import signal
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
+from tensordict import TensorDict
 from torch import nn
 
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
+from torchrl_llm.trainers import RewardWatch
 from torchrl_llm.trainers import run as run_module
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
 
@@ -50,7 +55,9 @@ class Killed(BaseException):
 class Toy:
     """A loop whose every step depends on weights, optimizer moments and the random generator."""
 
-    def __init__(self, folder, *, max_steps=6, config=None, evaluate=False, **checkpoint):
+    def __init__(
+        self, folder, *, max_steps=6, config=None, evaluate=False, watch=None, **checkpoint
+    ):
         self.model = Model()
         self.optimizer = torch.optim.Adam([self.model.weight], lr=0.1)
         self.run = TrainingRun(
@@ -66,9 +73,12 @@ class Toy:
             logging=LoggingConfig(progress=False),
             checkpoint=CheckpointConfig(**checkpoint),
             evaluation=EvalConfig(interval=2),
+            watch=watch,
         )
 
-    def train(self, interrupt_at=None, kill_at=None, number=signal.SIGINT, rewards=None):
+    def train(
+        self, interrupt_at=None, kill_at=None, number=signal.SIGINT, rewards=None, collected=None
+    ):
         for step in self.run.steps():
             if step == kill_at:
                 raise Killed
@@ -77,7 +87,8 @@ class Toy:
             self.optimizer.step()
             self.optimizer.zero_grad()
             reward = -loss.item() if rewards is None else rewards[step - 1]
-            self.run.record({"train/reward": reward, "train/tokens_generated": 10})
+            metrics = {"train/reward": reward, "train/tokens_generated": 10}
+            self.run.record(metrics, None if collected is None else collected[step - 1])
             if step == interrupt_at:
                 signal.raise_signal(number)
         return self
@@ -163,7 +174,7 @@ def test_a_run_that_is_complete_is_shown_again_and_not_repeated(tmp_path, capsys
     toy = Toy(tmp_path, max_steps=3, evaluate=True, resume="auto").train()
     toy.run.finish()
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    assert "held-out conversation 1, after training" in capsys.readouterr().err
+    assert "held-out conversation 1, after training" in capsys.readouterr().out
 
 
 def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
@@ -194,10 +205,17 @@ def test_evaluations_happen_before_at_the_interval_and_at_the_end(tmp_path, caps
     evaluated = [row["train/step"] for row in rows(tmp_path) if row["eval/accuracy"]]
     assert evaluated == ["0", "2", "4", "5"]
     toy.run.finish()
-    text = capsys.readouterr().err
+    text, notices = capsys.readouterr()
     assert "train/reward over steps" in text
     assert "held-out conversation 1, before training" in text
     assert "held-out conversation 1, after training" in text
+    first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path) if row["eval/accuracy"])
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
+    assert found["held-out greedy accuracy"] == f"{float(first):.3f} -> {float(last):.3f}"
+    assert found["steps"].startswith("5 in 0:0")
+    assert found["tokens"].startswith("50, ")
+    assert found["model"] == str(tmp_path / "checkpoints" / "step_000005")
+    assert notices == ""
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -340,7 +358,7 @@ def test_a_logger_that_raises_does_not_end_the_run_which_counts_it(tmp_path, cap
     monkeypatch.setattr(run_module, "make_loggers", lambda *args, **kwargs: [Down()])
     toy = Toy(tmp_path, max_steps=3).train()
     toy.run.finish()
-    assert "Down raised at 3 of the steps" in capsys.readouterr().err
+    assert "Down raised 3 times" in capsys.readouterr().err
     assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
@@ -352,16 +370,6 @@ def test_a_run_without_any_valid_reward_does_not_end_like_one_that_learned(tmp_p
     with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
         toy.run.finish()
     Toy(tmp_path / "one", max_steps=3).train(rewards=[NAN, 0.0, NAN]).run.finish()
-
-
-def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_there(tmp_path):
-    rewards = [1.0, *[NAN] * 9, 1.0, *[NAN] * 10, 1.0]
-    with pytest.raises(RewardError, match=r"the last 10 steps had no valid reward.*step_000021"):
-        Toy(tmp_path, max_steps=22).train(rewards=rewards)
-    toy = Toy(tmp_path, max_steps=22, resume="auto")
-    assert toy.run.step == 21
-    toy.train(rewards=rewards).run.finish()
-    assert len(rows(tmp_path)) == 22
 
 
 def test_the_last_checkpoint_is_pushed_once_the_run_is_done(tmp_path, monkeypatch, capsys):
@@ -381,3 +389,166 @@ def test_the_last_checkpoint_is_pushed_once_the_run_is_done(tmp_path, monkeypatc
     said = capsys.readouterr().err
     assert "no such hub" in said
     assert "Traceback" not in said
+
+
+def test_the_folder_holds_the_configuration_by_groups_without_passwords(tmp_path):
+    config = {
+        "seed": 0,
+        "data.source": [{"question": "1+1"}],
+        "redis.url": "redis://:secret@host",
+        "reward.function": len,
+    }
+    Toy(tmp_path, config=config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {
+        "seed": 0,
+        "data": {"source": [{"question": "1+1"}]},
+        "redis": {"url": "redis://:***@host"},
+        "reward": {"function": "<built-in function len>"},
+    }
+
+
+def test_a_resumed_run_writes_the_configuration_that_it_goes_on_with(tmp_path):
+    config = {"optimizer.lr": 0.1, "train.max_steps": 2}
+    Toy(tmp_path, max_steps=2, config=config).train()
+    Toy(tmp_path, max_steps=3, config=config | {"train.max_steps": 3}, resume="auto")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"] == {"max_steps": 3}
+
+
+def test_one_evaluation_is_compared_with_nothing(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=0, evaluate=True).train()
+    toy.run.finish()
+    (line,) = (t for t in capsys.readouterr().out.splitlines() if "held-out greedy" in t)
+    assert line.split("  ") == ["held-out greedy accuracy", "0.000"]
+
+
+def test_the_log_of_a_run_without_hydra_holds_what_it_said_and_grows_when_it_goes_on(
+    tmp_path, capsys
+):
+    toy = Toy(tmp_path, evaluate=True).train(interrupt_at=2)
+    with pytest.raises(SystemExit):
+        toy.run.finish()
+    toy = Toy(tmp_path, evaluate=True, resume="auto").train()
+    toy.run.finish()
+    log = (tmp_path / "run.log").read_text()
+    said = capsys.readouterr()
+    for line in (said.out + said.err).splitlines():
+        assert line in log
+    order = ["stopping after step 2", "to go on:", "resumed from", "held-out greedy accuracy"]
+    places = [log.index(text) for text in order[:3]] + [log.rindex(order[3])]
+    assert places == sorted(places)
+    assert log.count("---") == 2
+
+
+def test_parts_of_a_step_are_measured_and_added_up(tmp_path, monkeypatch):
+    now = iter([0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 10.0])
+    toy = Toy(tmp_path, max_steps=2)
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(now))
+    for step in toy.run.steps():
+        for _ in range(3 - step):
+            with toy.run.timed("sample"):
+                pass
+        toy.run.record({"train/reward": 1.0, "train/tokens_generated": 12})
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    # Begun at 0, sampled from 1 to 1.5 and from 2 to 3, ended at 4; then 6, 8 to 9, 10.
+    assert [float(row["perf/sample_s"]) for row in table] == [1.5, 1.0]
+    assert [float(row["perf/step_s"]) for row in table] == [4.0, 4.0]
+    assert [float(row["perf/tokens_per_s"]) for row in table] == [3.0, 3.0]
+    assert all(10 < float(row["perf/rss_mb"]) < 100_000 for row in table)
+
+
+def answers(*rewards):
+    """A group of answers to one prompt."""
+    return lazy_rows(
+        [
+            TensorDict(
+                query="1+1?",
+                text={"response": f"worth {reward}"},
+                answer="2",
+                group_id=torch.tensor(0),
+                traj_id=torch.tensor(number),
+                next={
+                    "reward": torch.tensor([[float(reward)]]),
+                    "reward_valid": torch.tensor(True),
+                    "done": torch.tensor([True]),
+                },
+            )
+            for number, reward in enumerate(rewards)
+        ]
+    )
+
+
+def test_two_answers_are_shown_at_the_first_step_and_every_so_many_steps(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=5)
+    toy.run._logging.samples = 2
+    for step in toy.run.steps():
+        toy.run.record(
+            {"train/reward": 0.5, "train/tokens_generated": 10}, answers(step, 0.5, 0.25)
+        )
+    said = capsys.readouterr().err
+    shown = re.findall(r"step (\d), two answers.*?worth (\d).*?worth (0.25)", said, re.DOTALL)
+    assert shown == [(n, n, "0.25") for n in "124"]
+    assert said in (tmp_path / "run.log").read_text()
+    with pytest.raises(ConfigError, match=r"logging\.samples must be at least 1 or null"):
+        LoggingConfig(samples=0)
+
+
+def collected(*rewards):
+    """The rows of a step."""
+    error = {"message": "'x'", "place": "reward.py:3, in f", "source": "reward", "traceback": ""}
+    return lazy_rows(
+        [
+            TensorDict(
+                query="1+1?",
+                next={
+                    "reward": torch.tensor([[reward]]),
+                    "reward_valid": torch.tensor(reward == reward),
+                    "done": torch.tensor([True]),
+                    "error": TensorDict({"type": "" if reward == reward else "KeyError", **error}),
+                },
+            )
+            for reward in rewards
+        ]
+    )
+
+
+def test_a_step_without_any_valid_reward_is_saved_and_ends_the_run_which_goes_on_when_it_is_mended(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", "optimizer.lr=0.1"])
+    broken = [collected(0.0, 1.0), collected(NAN, 0.0), collected(NAN, NAN)]
+    with pytest.raises(RewardError, match="none of the 2 rows of this step") as error:
+        Toy(tmp_path, max_steps=5).train(collected=broken)
+    assert "step 3: " in str(error.value)
+    assert "2 times, 2 of them by KeyError: 'x' at reward.py:3, in f." in str(error.value)
+    command = f"python train.py optimizer.lr=0.1 hydra.run.dir={tmp_path} checkpoint.resume=auto"
+    assert command in str(error.value)
+    toy = Toy(tmp_path, max_steps=5, resume="auto")
+    assert toy.run.step == 3
+    toy.train(collected=[collected(0.0, 1.0)] * 5).run.finish()
+    assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+def test_where_it_is_to_go_on_it_does_and_what_failed_most_is_told_at_the_end(tmp_path, capsys):
+    watch = RewardWatch(on_all_invalid="continue")
+    broken = [collected(NAN, NAN), collected(NAN, 0.0), collected(0.0, 1.0)]
+    toy = Toy(tmp_path, max_steps=3, watch=watch).train(collected=broken)
+    toy.run.finish()
+    told = capsys.readouterr().err
+    assert "3 times, 3 of them by KeyError: 'x' at reward.py:3, in f, in the whole run" in told
+
+
+def test_steps_without_a_signal_are_counted_over_a_resume_and_told_once(tmp_path, capsys):
+    flat = [collected(0.0, 0.0)] * 6
+    Toy(tmp_path, max_steps=4, interval=4).train(collected=flat)
+    assert "no signal" not in capsys.readouterr().err
+    Toy(tmp_path, max_steps=6, resume="auto").train(collected=flat)
+    told = capsys.readouterr().err
+    assert told.count("no signal: in each of the last 5 steps") == 1
+
+
+def test_how_a_run_deals_with_rewards_may_change_when_it_goes_on(tmp_path):
+    keys = {"reward.on_all_invalid": "error", "train.no_signal_steps": 5}
+    Toy(tmp_path, max_steps=1, config=keys).train()
+    changed = {"reward.on_all_invalid": "continue", "train.no_signal_steps": None}
+    assert Toy(tmp_path, max_steps=1, config=changed, resume="auto").run.step == 1

@@ -41,8 +41,9 @@ class EnvConfig:
             and no step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
             leaves next to ``inference_model.max_tokens``.
-        on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
-            trained, or a prompt cut from the left. Counted in ``train/overlong``.
+        on_overlong: what becomes of a longer first prompt of an episode: an error, a row that is
+            not answered nor trained, or a prompt cut from the left. Counted in ``train/overlong``.
+            A conversation that grows longer ends its episode (``train/out_of_context``).
     """
 
     dataset: str = "arithmetic"
@@ -144,18 +145,20 @@ class TrainConfig(ForwardConfig):
         prompts_per_batch: distinct prompts a step; ``env.repeats`` responses each.
         epochs: passes over a batch.
         optim_batch_size: responses an optimizer step; ``None`` for the whole batch.
+        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
+            with two answers; ``None`` for never.
     """
 
     max_steps: int = 100
     prompts_per_batch: int = 16
     epochs: int = 1
     optim_batch_size: int | None = None
+    no_signal_steps: int | None = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(
-            self, "train", 1, "max_steps", "prompts_per_batch", "epochs", "optim_batch_size"
-        )
+        counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
+        check_least(self, "train", 1, *counts, "no_signal_steps")
 
 
 @dataclass(kw_only=True)

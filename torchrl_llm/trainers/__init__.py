@@ -9,6 +9,8 @@ from __future__ import annotations
 from torchrl_llm._imports import lazy
 
 _LAZY = {
+    "torchrl_llm._progress": "ProgressBar",
+    "torchrl_llm._run_log": "RunLog say show",
     "torchrl_llm.collectors.staleness": "Pacer StalenessRule",
     "torchrl_llm.recipes": "AsyncGRPOConfig GRPOConfig check_arguments load_config",
     "torchrl_llm.recipes.strict_config": "check_override_keys from_mapping",
@@ -20,7 +22,8 @@ _LAZY = {
         "clipped_step global_normalizer make_optimizer make_scheduler micro_batches optimize "
         "sum_over_ranks"
     ),
-    "torchrl_llm.trainers.progress": "ProgressBar StopRequest",
+    "torchrl_llm.trainers.progress": "StopRequest",
+    "torchrl_llm.trainers.reward_watch": "FailureTally RewardWatch",
     "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig Shown TrainingRun",
 }
 __getattr__ = lazy(__name__, _LAZY)

@@ -11,7 +11,7 @@ ledger that does not close means that tokens vanished or were counted twice, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +22,14 @@ from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
-from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
-from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
+from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.trainers.episode_metrics import episode_metrics
 
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
@@ -144,7 +145,7 @@ class BatchSource:
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
         rows = row_list(batch)
-        _show_failures(rows)
+        tell_failures_of(rows)
         return rows
 
     def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
@@ -270,18 +271,6 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
     return dropped
 
 
-def _show_failures(rows: Sequence[TensorDict]) -> None:
-    """Log what failed in remote collectors, whose own logs are rarely read."""
-    failed = []
-    for row in rows:
-        valid = leaf(row, ("next", "reward_valid"))
-        if valid is not None and not valid.all():
-            error = row.get(("next", "error"), {})
-            told = set(error.keys())
-            failed.append(tuple(error[name] if name in told else "" for name in ERROR_KEYS))
-    tell_failures(failed, len(rows))
-
-
 def _was_cut(row: TensorDict) -> bool:
     return int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
 
@@ -331,18 +320,20 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
         ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
-        it. For each component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
-        which are counted alike, before its weight.
+        it; those of :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each
+        component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
+        which are counted alike, before its weight. ``train/reward_errors``: rows whose reward
+        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
+        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
+        ``train/out_of_context``, where episodes have several turns: the fraction of them that
+        ended because the conversation had filled the model's context.
     """
-    rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
-    done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
+    rewards = _rewards(rows)
     valid = rewards.isfinite()
-    flags = read_rows(rows, ("next", "reward_valid"), None)
-    if flags is not None:
-        valid &= torch.stack([flag.all() for flag in flags])
-    returns = _returns(rows, rewards.where(valid, float("nan")))
+    done = row_values(rows, ("next", "done"), torch.any)
+    returns = trajectory_returns(rows)
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
-    finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
+    finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
     episodes = int((done & valid).sum())
     metrics = {
         "train/reward": _mean_return(rewards, valid, done),
@@ -351,10 +342,36 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
     }
-    success = read_rows(rows, ("next", "success"), None)
+    success = row_values(rows, ("next", "success"), torch.any, None)
     if success is not None and episodes:
-        metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
-    return metrics | _component_metrics(rows, done)
+        metrics["train/success"] = success.sum().item() / episodes
+    metrics |= _component_metrics(rows, done) | _error_metrics(rows, ~valid)
+    return metrics | _context_metrics(rows, done) | episode_metrics(rows, rewards, done)
+
+
+def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
+    """Rows by what failed in them."""
+    failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
+    worlds = sum(WORLD in sources for sources in failed)
+    metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
+    if worlds:
+        metrics["train/env_errors"] = worlds
+    if leaf(rows[0], ("next", "tools")) is not None:
+        tools = [any(name.startswith("tool ") for name in sources) for sources in failed]
+        metrics["train/tool_errors"] = sum(tools)
+    return metrics
+
+
+def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+    """How many episodes ended with the context, where they have several turns."""
+    turns = row_values(rows, "turn", torch.any, None)
+    reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
+    if turns is None or reasons is None:
+        return {}
+    full = int((reasons == TruncationReason.MAX_SEQ_LEN).sum())
+    if not full and not turns.any():
+        return {}
+    return {"train/out_of_context": full / max(int(done.sum()), 1)}
 
 
 def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
@@ -363,8 +380,8 @@ def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, f
     metrics: dict[str, float] = {}
     for name in () if node is None else node.keys():
         path = ("next", "rewards", name)
-        values = torch.stack([value.sum() for value in read_rows(rows, (*path, "value"))])
-        valid = torch.stack([flag.all() for flag in read_rows(rows, (*path, "valid"))])
+        values = row_values(rows, (*path, "value"), torch.sum)
+        valid = row_values(rows, (*path, "valid"), torch.all)
         metrics[f"train/reward_{name}"] = _mean_return(values, valid, done)
         metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
     return metrics
@@ -376,11 +393,26 @@ def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
     return rewards[valid].sum().item() / episodes if episodes else float("nan")
 
 
-def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:
-    """The summed reward of each trajectory whose rewards are all valid."""
-    ids = read_rows(rows, "traj_id", None)
+def _rewards(rows: LazyStackedTensorDict) -> Tensor:
+    """The reward of each row, NaN where it is not valid."""
+    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
+    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
+    return rewards if flags is None else rewards.where(flags, float("nan"))
+
+
+def trajectory_returns(rows: LazyStackedTensorDict) -> Tensor:
+    """The summed reward of each trajectory whose rewards are all valid.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one row per turn.
+
+    Returns:
+        float32 ``[N]``, ordered by trajectory; empty where none is valid.
+    """
+    rewards = _rewards(rows)
+    ids = row_values(rows, "traj_id", torch.sum, None)
     if ids is not None:
-        _, places = torch.stack([i.reshape(()) for i in ids]).unique(return_inverse=True)
+        _, places = ids.unique(return_inverse=True)
         rewards = rewards.new_zeros(int(places.max()) + 1).index_add(0, places, rewards)
     return rewards[rewards.isfinite()]
 

@@ -6,9 +6,9 @@ interface changes between versions.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 Series = tuple[Sequence[int], Sequence[float]]
@@ -94,20 +94,6 @@ def draw_curves(series: Mapping[str, Series]) -> Any:
     return draw_panels({"": {name: Curve(*pair) for name, pair in series.items()}})
 
 
-def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
-    """Draw named series over the steps into a picture.
-
-    Args:
-        path: the file to write.
-        series: name to (steps, values).
-
-    Returns:
-        The path.
-    """
-    draw_curves(series).savefig(path)
-    return Path(path)
-
-
 class Curve(NamedTuple):
     """A series, with how much the runs that it is the mean of differ.
 
@@ -132,6 +118,7 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
         A matplotlib figure.
     """
     # Without pyplot: no backend is chosen for the process and half the import time is saved.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)  # "generated new ..."
     import matplotlib
     from matplotlib.figure import Figure
 

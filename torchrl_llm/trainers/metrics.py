@@ -15,7 +15,9 @@ from __future__ import annotations
 import csv
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ class MetricsTable:
             later (an evaluation) does not force the file to be written again.
 
     Attributes:
-        failures: class name of a logger to the steps at which it raised.
+        failures: class name of a logger to how often it raised, once a step at most.
 
     Example:
         >>> import tempfile
@@ -94,17 +96,36 @@ class MetricsTable:
             self._pass_on(logger, numbers, step)
 
     def _pass_on(self, logger: Logger, numbers: Mapping[str, float | int], step: int) -> None:
-        name = type(logger).__name__
-        try:
+        with self._forgiving(logger, f"the metrics of step {step}"):
             for metric, value in numbers.items():
                 logger.log_scalar(metric, value, step=step)
+
+    @contextmanager
+    def _forgiving(self, logger: Logger, what: str) -> Iterator[None]:
+        name = type(logger).__name__
+        try:
+            yield
         except Exception as error:  # a server that is down, a full disk: not worth a run
-            if name not in self.failures:
-                log.warning(
-                    f"{name} did not take the metrics of step {step}: {type(error).__name__}: "
-                    f"{error}; the run goes on and {self.path} has them all (said once)"
-                )
             self.failures[name] = self.failures.get(name, 0) + 1
+            if self.failures[name] == 1:
+                log.warning(
+                    f"{name} did not take {what}: {type(error).__name__}: {error}; the run goes "
+                    f"on and {self.path} has all metrics (said once)"
+                )
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Tell the loggers the configuration of the run.
+
+        Args:
+            config: flat, dotted key to value. A list is given as its text, which every logger can
+                hold.
+        """
+        plain = (str, bool, int, float, type(None))
+        flat = {key: v if isinstance(v, plain) else str(v) for key, v in config.items()}
+        for logger in self.loggers:
+            if isinstance(logger, Logger):
+                with self._forgiving(logger, "the configuration"):
+                    logger.log_hparams(flat)
 
     def read(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has a value.
@@ -234,6 +255,28 @@ class LossMeter:
 def _number(value: Any) -> float | int:
     value = value.item() if isinstance(value, torch.Tensor) else value
     return value if isinstance(value, int) else float(value)
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory of this process, in MiB (2**20 bytes).
+
+    Returns:
+        ``perf/rss_mb``, what it holds now, and where it uses GPUs ``perf/gpu_mem_alloc_mb``, the
+        most that tensors on all of them have taken so far.
+    """
+    metrics = {"perf/rss_mb": _resident_bytes() / 2**20}
+    if torch.cuda.is_initialized():
+        most = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        metrics["perf/gpu_mem_alloc_mb"] = sum(most) / 2**20
+    return metrics
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:  # no Linux: the most it has held, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(pages) * resource.getpagesize()
 
 
 @register("loggers", "csv")

@@ -13,15 +13,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import yaml
+from tensordict import LazyStackedTensorDict
 from torch import nn
 
+from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
+from torchrl_llm._run_log import RunLog, say, show
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -30,20 +35,20 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
+from torchrl_llm.trainers.curves import Series, draw_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
-from torchrl_llm.trainers.metrics import MetricsTable, make_loggers
-from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
-
-# Steps in a row without a reward after which a run ends: nothing is learned from them.
-_MOST_WITHOUT_REWARD = 10
-_SEE = ": the weights are as they were. The log says what failed, as ('next', 'error') of the rows"
-
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
+from torchrl_llm.trainers.progress import StopRequest, compare_conversations
+from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.reward_watch import RewardWatch
+from torchrl_llm.trainers.run_folder import nested
+from torchrl_llm.trainers.samples import sample_text
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
 _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
-_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing")
+_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
+_FREE_ON_RESUME += ("reward.on_all_invalid",)
 
 
 @dataclass(kw_only=True)
@@ -55,12 +60,20 @@ class LoggingConfig:
         experiment_name: name of the run for those.
         project: W&B's project.
         progress: show a progress bar.
+        samples: steps between two answers of the batch that are shown, the best and the worst to
+            one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
+            its start, its middle and its end.
     """
 
     backend: list[str] = field(default_factory=lambda: ["csv"])
     experiment_name: str = "run"
     project: str | None = None
     progress: bool = True
+    samples: int | None = 50
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(f"logging.samples must be at least 1 or null, got {self.samples}")
 
 
 @dataclass(kw_only=True)
@@ -143,7 +156,7 @@ class Shown(NamedTuple):
     metric: str = "train/reward"
     name: str = "reward"
     tokens: str = "train/tokens_generated"
-    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "greedy accuracy"})
+    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "held-out greedy accuracy"})
 
 
 class Stateful(Protocol):
@@ -160,18 +173,20 @@ class TrainingRun:
     """Steps, records, evaluates, saves and resumes.
 
     Args:
-        folder: the run's folder: ``metrics.csv``, ``reward.png`` (see ``shown``), ``checkpoints/``.
+        folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
+            ``reward.png`` (see ``shown``), ``checkpoints/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, but for where it ends and what it writes. It is saved with every checkpoint;
-            passwords in URLs as ``***``.
+            same, but for where it ends and what it writes. It is saved with every checkpoint, and
+            nested in ``config.yaml``; passwords in URLs as ``***``.
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
+        watch: looks at the rows that :meth:`record` is given.
         shown: which metrics are shown; the reward of those who learn from one by default.
 
     Attributes:
@@ -203,6 +218,7 @@ class TrainingRun:
         logging: LoggingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
+        watch: RewardWatch | None = None,
         shown: Shown | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -215,6 +231,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
+        self._watch = watch or RewardWatch()
         self._shown = shown or Shown()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
@@ -223,7 +240,6 @@ class TrainingRun:
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
-        self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
         self.how_to_resume: str | None = None
         self.stop = StopRequest(
@@ -239,26 +255,53 @@ class TrainingRun:
                 f"{self.folder} holds a run up to step {saved[-1]}; continue it with "
                 "checkpoint.resume=auto, or choose another hydra.run.dir"
             )
-        self._table = MetricsTable(
-            self.folder / "metrics.csv",
-            make_loggers(
-                self._logging.backend,
-                run_dir=self.folder,
-                experiment_name=self._logging.experiment_name,
-                project=self._logging.project,
-            ),
-            columns=(self._shown.metric, *self._shown.held_out),
-        )
-        repairs = self._resume() if saved else []
-        self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
-        for repair in repairs:
-            self.say(repair)
-        if saved:
-            self.say(f"resumed from {self._store.path(self.step)}")
+        self._seconds: dict[str, float] = {}
+        self._accuracy: float | None = None
+        self._log = RunLog.of(self.folder)
+        self._log.progress = self._logging.progress
+        with self._log:
+            self._table = MetricsTable(
+                self.folder / "metrics.csv",
+                make_loggers(
+                    self._logging.backend,
+                    run_dir=self.folder,
+                    experiment_name=self._logging.experiment_name,
+                    project=self._logging.project,
+                ),
+                columns=(self._shown.metric, *self._shown.held_out),
+            )
+            repairs = self._resume() if saved else []
+            if self._config:
+                text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
+                (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+                self._table.log_config(self._config)
+            for repair in repairs:
+                self.say(repair)
+            if saved:
+                self._accuracy = next(reversed(self._table.read("eval/accuracy")[1]), None)
+                self.say(f"resumed from {self._store.path(self.step)}")
+        self._bar = ProgressBar("step", max_steps, done=self.step)
 
     def say(self, text: str) -> None:
-        """Write a line for the person at the terminal."""
-        self._bar.say(text)
+        """Tell the person something: on standard error, above the bar, and in ``run.log``."""
+        with self._log:
+            say(text)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure a part of a step: ``with run.timed("sample"):`` gives ``perf/sample_s``.
+
+        Args:
+            name: of the part, which the bar shows where steps are long; several parts of one name
+                are added up.
+        """
+        self._bar.phase(name)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, from 1; ends early, and saved, at Ctrl-C, SIGTERM or SIGHUP.
@@ -267,52 +310,74 @@ class TrainingRun:
             The number of the step that the loop's body is to make.
 
         Raises:
-            RewardError: ten steps in a row had no valid reward; the last of them is saved.
+            RewardError: see :meth:`record`.
         """
-        with self.stop:
-            if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
-                result = self._evaluate()
-                self._before = list(result.conversations)
-                self._table.write(0, result.metrics())
-            while self.step < self.max_steps and not self.stop.requested:
-                self.step += 1
-                self._started = time.perf_counter()
-                yield self.step
-                if self._started is not None:
-                    raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
-            if self.step and self.step not in self._store.steps():
-                self.save()
-        self._bar.close()
-        if self.step < self.max_steps:
-            self._stopped_by = self.stop.signal
-        if self.step == 0:
-            self.say("stopped before the first step; there is nothing to save")
-        elif self.step < self.max_steps:
-            self.say(
-                f"saved {self._store.path(self.step)}; to go on:\n"
-                f"  {self.how_to_resume or self._command()}"
-            )
+        with self._log:
+            with self.stop, self._bar:
+                yield from self._steps()
+            if self.step < self.max_steps:
+                self._stopped_by = self.stop.signal
+            if self.step == 0:
+                self.say("stopped before the first step; there is nothing to save")
+            elif self.step < self.max_steps:
+                self.say(
+                    f"saved {self._store.path(self.step)}; to go on:\n"
+                    f"  {self.how_to_resume or self._command()}"
+                )
+
+    def _steps(self) -> Iterator[int]:
+        if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
+            numbers, self._before = self._measured()
+            self._table.write(0, numbers)
+        while self.step < self.max_steps and not self.stop.requested:
+            self.step += 1
+            self._started = time.perf_counter()
+            yield self.step
+            if self._started is not None:
+                raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
+        if self.step and self.step not in self._store.steps():
+            self.save()
 
     def _command(self) -> str:
         """What it takes to go on."""
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
         return " ".join((_typed(), where, "checkpoint.resume=auto"))
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
+    def record(self, metrics: Mapping[str, Any], rows: LazyStackedTensorDict | None = None) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
 
         Call it once, at the end of the loop's body.
 
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
+            rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
+                and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
 
         Raises:
-            RewardError: see :meth:`steps`.
+            RewardError: the watch ends the run, because no row has a valid reward; it is saved.
         """
         if self._started is None:
             raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
         seconds, self._started = time.perf_counter() - self._started, None
-        self._complete(dict(metrics), seconds)
+        parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
+        self._seconds.clear()
+        notice = None if rows is None else self._watch.see(rows)
+        if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
+            self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
+        self._complete({**metrics, **parts}, seconds)
+        if notice is not None:
+            self.say(notice)
+        if rows is not None and self._watch.ends_run:
+            self._end_without_rewards()
+
+    def _end_without_rewards(self) -> None:
+        if self.step not in self._store.steps():
+            self.save()
+        raise RewardError(
+            f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
+            f"{self._store.path(self.step)}:\n  {self.how_to_resume or self._command()}\n"
+            "reward.on_all_invalid=continue goes on whatever the rewards are"
+        )
 
     def evaluate(self) -> EvalResult:
         """Evaluate the model as it is now; nothing is recorded.
@@ -338,25 +403,23 @@ class TrainingRun:
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        metric, name, _, held_out = self._shown
+        metric, name, *_ = self._shown
         steps, values = self._table.read(metric)
-        self.say(terminal_curve(steps, values, title=f"{metric} over steps"))
-        picture = save_curves(self.folder / f"{name}.png", self.curves())
-        if self._before and self._after:
-            self.say(compare_conversations(self._before, self._after))
-        for measure, called in held_out.items():
-            if measured := self._table.read(measure)[1]:
-                self.say(f"held-out {called} {measured[0]:.3f} -> {measured[-1]:.3f}")
-        for name, number in self._table.failures.items():
-            self.say(f"{name} raised at {number} of the steps, which it may lack")
-        self.say(f"metrics {self._table.path}\ncurve {picture}")
-        if self._store.steps():
-            self.say(
-                f"model {self._store.path(self._store.steps()[-1])} "
-                "(AutoModelForCausalLM.from_pretrained opens it)"
-            )
+        with self._log:
+            show(terminal_curve(steps, values, title=f"{metric} over steps"))
+            picture = self.folder / f"{name}.png"
+            draw_curves(self.curves()).savefig(picture)
+            if self._before and self._after:
+                show(compare_conversations(self._before, self._after))
+            for logger, number in self._table.failures.items():
+                say(f"{logger} raised {number} times, and may lack what it was given then")
+            if failed := self._watch.failures.most_frequent():
+                say(f"{failed}, in the whole run")
+            show(text_table(self._results(picture)))
         if values and all(map(math.isnan, values)):
-            raise RewardError(f"none of the {len(values)} steps had a valid {name}{_SEE}")
+            raise RewardError(
+                f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
+            )
         if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
@@ -370,29 +433,50 @@ class TrainingRun:
         else:
             self.say(f"pushed to {url}")
 
+    def _results(self, picture: Path) -> Iterator[tuple[str, str]]:
+        """What came of the run, a name and a text each."""
+        metric, called, counted, held_out = self._shown
+        for name, label in (*held_out.items(), (metric, called)):
+            _, values = self._table.read(name)
+            if values:
+                first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
+                yield label, f"{first}{values[-1]:.3f}"
+        steps, seconds = self._table.read("perf/step_s")
+        yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
+        tokens = sum(self._table.read(counted)[1])
+        yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
+        yield "metrics", str(self._table.path)
+        yield "curve", str(picture)
+        yield "log", str(self._log.path)
+        if self._store.steps():
+            yield "model", str(self._store.path(self._store.steps()[-1]))
+            yield "", "AutoModelForCausalLM.from_pretrained opens it"
+
     def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
-        shown = metrics.get(self._shown.metric, math.nan)
         speed = metrics[self._shown.tokens] / seconds
-        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
+        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed, **memory_metrics()}
+        self._bar.update(self.step, self._note(metrics))
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
-            result = self._evaluate()
-            self._after = list(result.conversations)
-            metrics |= result.metrics()
+            numbers, self._after = self._measured()
+            metrics |= numbers
+            self._bar.note = self._note(metrics)
         self.metrics = metrics
         self._table.write(self.step, metrics)
-        self._bar.step(self._shown.name, shown, tokens_per_s=speed)
         if self._falls_on(self._checkpoint.interval):
             self.save()
-        without = math.isnan(metrics.get("train/reward", 0.0))
-        self._without_reward = self._without_reward + 1 if without else 0
-        if self._without_reward == _MOST_WITHOUT_REWARD:
-            if self.step not in self._store.steps():
-                self.save()
-            raise RewardError(
-                f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
-                f"{self._store.path(self.step)}"
-            )
+
+    def _note(self, metrics: Mapping[str, Any]) -> str:
+        speed = f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"
+        known = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
+        value = metrics.get(self._shown.metric, math.nan)
+        return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
+
+    def _measured(self) -> tuple[dict[str, float], list[str]]:
+        result = self._evaluate()
+        numbers = result.metrics()
+        self._accuracy = numbers.get("eval/accuracy")
+        return numbers, list(result.conversations)
 
     def _falls_on(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
@@ -406,6 +490,7 @@ class TrainingRun:
             "after": self._after,
             "model": {name: p.detach() for name, p in self._trainable()},
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "watch": self._watch.state_dict(),
             "rng": rng_state(),
         }
         return self._store.save(self.step, state, write_model=self._write_model)
@@ -429,6 +514,7 @@ class TrainingRun:
                 parameter.copy_(state["model"][name])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
+        self._watch.load_state_dict(state["watch"])
         self.step, self._before, self._after = step, state["before"], state["after"]
         copy = self._store.path(step) / "metrics.csv"
         wrong = self._table.resume(step, copy)

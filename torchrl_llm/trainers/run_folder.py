@@ -128,6 +128,34 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration by groups, in plain values, as ``config.yaml`` holds it.
+
+    Args:
+        flat: dotted key to value. Values that YAML has no word for become their ``str``.
+
+    Example:
+        >>> nested({"seed": 0, "optimizer.lr": 0.1, "optimizer.betas": (0.9, 0.95)})
+        {'seed': 0, 'optimizer': {'lr': 0.1, 'betas': [0.9, 0.95]}}
+    """
+    groups: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        group = groups
+        for part in path:
+            group = group.setdefault(part, {})
+        group[name] = _plain(value)
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, bool, int, float, type(None))) else str(value)
+
+
 def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of a ``metrics.csv``, as texts, without what is empty.
 
