@@ -98,16 +98,17 @@ def fine_tune(
     rows = batches(loader)
     for _ in run.steps():
         batch = next(rows)
-        updates = optimize(  # forward and backward in micro-batches, and a clipped step
-            loss,
-            prepare(batch),
-            optimizer,
-            scheduler,
-            max_norm=config.optimizer.clip_grad_norm,
-            budget=config.train.micro_token_budget,
-            layout=config.train.packing,
-            context=partial(autocast, config),
-        )
+        with run.timed("train"):
+            updates = optimize(  # forward and backward in micro-batches, and a clipped step
+                loss,
+                prepare(batch),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
         run.record(updates | batch_metrics(batch, loader))
         yield run
     run.finish()

@@ -143,6 +143,20 @@ class AnswerEvalConfig(EvalConfig):
 
 
 @dataclass(kw_only=True)
+class NumbersConfig(LoggingConfig):
+    """Where numbers go.
+
+    Attributes:
+        samples: always ``None``; no answers are sampled to learn from.
+    """
+
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        ensure(self.samples is None, "logging.samples has no effect: nothing learns from samples")
+
+
+@dataclass(kw_only=True)
 class SFTGroups:
     """What ``sft.py`` and ``imitate.py`` can both be told.
 
@@ -158,7 +172,7 @@ class SFTGroups:
         default_factory=partial(OptimizerConfig, lr=None, scheduler="linear", warmup_steps=0.05)
     )
     loss: SFTLossConfig = field(default_factory=partial(SFTLossConfig, reduction="token_mean"))
-    logging: LoggingConfig = field(default_factory=partial(LoggingConfig, samples=None))
+    logging: NumbersConfig = field(default_factory=NumbersConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: AnswerEvalConfig = field(default_factory=AnswerEvalConfig)
     seed: int = 0
@@ -168,10 +182,6 @@ class SFTGroups:
         return dotted(asdict(self))
 
     def __post_init__(self) -> None:
-        ensure(
-            self.logging.samples is None,
-            "logging.samples has no effect: nothing is sampled to learn from",
-        )
         self.optimizer.settle(self.model, self.train_model, SUPERVISED_RATES)
         self.loss.check_reference(self.train.kl_to_ref_coeff, self.ref_model)
         if self.train.max_steps is not None:
