@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,18 @@ def test_long_rows_are_refused_dropped_or_cut_as_asked(tmp_path, run):
     assert int(dropped["train/overlong"]) == int(cut["train/overlong"]) == 6
     assert int(cut["train/tokens"]) - int(dropped["train/tokens"]) == 6 * 32
     assert int(cut["train/tokens_trained"]) > int(dropped["train/tokens_trained"]) > 0
+
+
+def test_the_example_of_the_how_to_learns(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "source" / "howto" / "fine_tune_on_your_chats.rst"
+    block = page.read_text().split("five seconds on a CPU\n\n")[1].split("\nThe data\n")[0]
+    monkeypatch.chdir(tmp_path)
+    names = {"print": lambda *values: None}
+    exec(textwrap.dedent(block), names)
+    losses = names["run"].run.curves()["train/loss_sft"][1]
+    assert len(losses) == 18
+    assert losses[-1] < 0.1
+    assert names["run"].evaluate().accuracy > 0.8
 
 
 QA = {"question": "1+1?", "answer": "2"}
