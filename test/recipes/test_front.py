@@ -84,6 +84,7 @@ def test_fine_tuning_in_python_is_the_command_bit_for_bit(table, tmp_path, monke
     losses = [metrics["train/loss_sft"] for metrics in run.steps()]
     assert len(losses) == 3
     assert run.evaluate().accuracy == float(rows(tmp_path / "object")[-1]["eval/accuracy"])
+    assert run.chat("What is 20+30?").isdigit()
     run.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 5000
     words = shlex.split(repr(run.config))
