@@ -8,7 +8,7 @@ encoded again, nothing in it is trained, and its record says why
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
 
 It is not about a model's maximal length, which the policy's wrapper guards
-(:mod:`torchrl_llm.modules.policies.context_limit`).
+(``torchrl_llm.modules.policies.context_limit``).
 Next: ``docs/source/howto/keep_the_context_short.rst``.
 """
 
