@@ -195,8 +195,8 @@ RUNS = {
     "reference": Picture(
         {
             "coefficient 0.000001": f"{REFERENCE}=1e-6",
-            "0.04": f"{REFERENCE}=0.04",
-            "0.5": f"{REFERENCE}=0.5",
+            "coefficient 0.04": f"{REFERENCE}=0.04",
+            "coefficient 0.5": f"{REFERENCE}=0.5",
         },
         every_run("train/kl_to_ref"),
         "divergence, nats a token",

@@ -44,8 +44,15 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"torchrl_llm {release}"
-# Lines of 100 characters, as long as those of the code, fit without scrolling.
-html_theme_options = {"light_css_variables": {"code-font-size": "0.73em"}}
+html_css_files = ["pages.css"]
+html_theme_options = {"light_css_variables": {"code-font-size": "1em"}}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+# The doctest builder needs no notebook; a page shows what its notebook printed in this build.
+nb_execution_mode = "off" if "doctest" in sys.argv else "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_output_stderr = "remove"
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
 
