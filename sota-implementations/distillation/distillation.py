@@ -35,7 +35,6 @@ from distillation_utils import (
 )
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.recipes.builders import (
@@ -55,6 +54,8 @@ from torchrl_llm.trainers import (
     make_scheduler,
     optimize,
     rollout_metrics,
+    say,
+    show,
 )
 
 
@@ -64,8 +65,8 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
     seed_everything(config.seed)
 
     policy = make_policy(config)
-    teachers = make_teachers(config, Path(folder) / "teachers", tqdm.write)
-    tqdm.write(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
+    teachers = make_teachers(config, Path(folder) / "teachers", say)
+    say(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
     env, eval_env = make_problems(config, policy)
     collector = LLMCollector(
         env, policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
@@ -106,24 +107,26 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
-        with autocast(config):
+        with run.timed("sample"), autocast(config):
             rows = source.fill()
-        updates = optimize(
-            algorithm.loss,
-            minibatches(buffer, config.train.epochs),
-            optimizer,
-            scheduler,
-            max_norm=config.optimizer.clip_grad_norm,
-            budget=config.train.micro_token_budget,
-            layout=config.train.packing,
-            context=partial(autocast, config),
-        )
-        collector.update_policy_weights_()
+        with run.timed("train"):
+            updates = optimize(
+                algorithm.loss,
+                minibatches(buffer, config.train.epochs),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
+        with run.timed("sync"):
+            collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(policy))
+        run.record(metrics | overlong_metrics(policy), rows)
         yield run
     run.finish()
-    tqdm.write(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))
+    show(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="distillation")

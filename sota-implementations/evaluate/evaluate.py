@@ -25,9 +25,9 @@ import torch
 from evaluate_utils import answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from torchrl_llm.errors import RewardError
+from torchrl_llm.trainers import show
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="evaluate")
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
                 f"{task}: none of the {len(records)} answers has a valid reward, the first "
                 f"because of {records[0]['error']}"
             )
-    tqdm.write(f"{table(results)}\nanswers and metrics in {folder}")
+    show(f"{table(results)}\n\nanswers and metrics in {folder}")
     if errors:
         raise RewardError("; ".join(errors))
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
@@ -29,6 +27,7 @@ from torchrl_llm.recipes.data_config import ROWS, DataConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
+from torchrl_llm.trainers.results import text_table
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
@@ -238,18 +237,15 @@ def answer_task(
     env = make_env(config, task, policy.tokenizer)
     if config.model.is_told_of_tools and (schemas := env.tool_schemas):
         policy = policy.get_new_version(tools=schemas)
-    available = env.primer.num_rows
-    num_prompts = config.eval.num_prompts or available
+    num_prompts = config.eval.num_prompts or env.primer.num_rows
     records: list[dict] = []
-    total = min(num_prompts, available) * config.eval.repeats
-    with path.open("w", encoding="utf-8") as file, tqdm(total=total, desc=task) as bar:
+    with path.open("w", encoding="utf-8") as file:
 
         def write(row: Any, outcome: Any) -> None:
             sample = {"prompt": len(records) // config.eval.repeats}
             records.append(sample | answer_record(row, outcome))
             file.write(json.dumps(records[-1], ensure_ascii=False, default=str) + "\n")
             file.flush()
-            bar.update()
 
         try:
             evaluate(
@@ -258,6 +254,7 @@ def answer_task(
                 num_prompts=num_prompts * config.eval.repeats,
                 max_turns=task_class(task).max_turns(config.eval.max_steps) or _MOST_TURNS,
                 on_answer=write,
+                title=task,
             )
         finally:
             env.close()
@@ -303,10 +300,12 @@ def _mean(values: Iterable[float]) -> float:
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
     """The figures of all tasks, for people."""
-    lines = []
-    for task, result in results.items():
-        lines.append(f"{task} ({result['num_prompts']:.0f} prompts)")
-        lines += [
-            f"  {name:<26}{value:10.4f}" for name, value in result.items() if name != "num_prompts"
-        ]
-    return "\n".join(lines)
+    names = list(dict.fromkeys(name for result in results.values() for name in result))
+    rows = [[name, *(_figure(name, result) for result in results.values())] for name in names]
+    return text_table(rows, header=["", *results])
+
+
+def _figure(name: str, result: Mapping[str, float]) -> str:
+    if name not in result:
+        return ""
+    return f"{result[name]:.0f}" if name == "num_prompts" else f"{result[name]:.4f}"

@@ -95,21 +95,23 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
-        with autocast(config):
+        with run.timed("sample"), autocast(config):
             rows = source.fill()
-        updates = optimize(
-            loss,
-            minibatches(buffer, config.train.epochs),
-            optimizer,
-            scheduler,
-            max_norm=config.optimizer.clip_grad_norm,
-            budget=config.train.micro_token_budget,
-            layout=config.train.packing,
-            context=partial(autocast, config),
-        )
-        collector.update_policy_weights_()
+        with run.timed("train"):
+            updates = optimize(
+                loss,
+                minibatches(buffer, config.train.epochs),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
+        with run.timed("sync"):
+            collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy))
+        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy), rows)
         yield run
     run.finish()
 

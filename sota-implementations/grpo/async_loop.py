@@ -87,20 +87,22 @@ def train_async(
         # Half a million objects of the imports need not be searched for garbage at every step.
         gc.freeze()
         for step in run.steps():
-            with autocast(config):
+            with run.timed("sample"), autocast(config):
                 rows = source.fill()
-            updates = optimize(
-                algorithm.loss,
-                minibatches(buffer, config.train.epochs),
-                optimizer,
-                scheduler,
-                max_norm=config.optimizer.clip_grad_norm,
-                budget=config.train.micro_token_budget,
-                layout=config.train.packing,
-                context=partial(autocast, config),
-            )
+            with run.timed("train"):
+                updates = optimize(
+                    algorithm.loss,
+                    minibatches(buffer, config.train.epochs),
+                    optimizer,
+                    scheduler,
+                    max_norm=config.optimizer.clip_grad_norm,
+                    budget=config.train.micro_token_budget,
+                    layout=config.train.packing,
+                    context=partial(autocast, config),
+                )
             if step % config.train.weight_update_frequency == 0:
-                collector.update_policy_weights_(policy.model)
+                with run.timed("sync"):
+                    collector.update_policy_weights_(policy.model)
             metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-            run.record(metrics | source.policy_age | algorithm_metrics(algorithm))
+            run.record(metrics | source.policy_age | algorithm_metrics(algorithm), rows)
         run.finish()

@@ -113,22 +113,24 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     # Half a million objects of the imports need not be searched for garbage at every step.
     gc.freeze()
     for _ in run.steps():
-        with autocast(config):
+        with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
-        updates = optimize(  # forward, backward and a clipped step for each mini-batch
-            algorithm.loss,
-            minibatches(buffer, config.train.epochs),
-            optimizer,
-            scheduler,
-            max_norm=config.optimizer.clip_grad_norm,
-            budget=config.train.micro_token_budget,
-            layout=config.train.packing,
-            context=partial(autocast, config),
-        )
-        collector.update_policy_weights_()  # the sampler goes on with the new weights
+        with run.timed("train"):
+            updates = optimize(  # forward, backward and a clipped step for each mini-batch
+                algorithm.loss,
+                minibatches(buffer, config.train.epochs),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
+            )
+        with run.timed("sync"):
+            collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
-        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)))
+        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
         yield run
     run.finish()
 

@@ -32,5 +32,5 @@ def main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     # An actor leaves nothing behind.
-    sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=.", "hydra/job_logging=stdout"]
+    sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=."]
     main()

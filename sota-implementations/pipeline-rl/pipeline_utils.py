@@ -36,6 +36,7 @@ from torchrl_llm.recipes.ray_collection import (
     sent_dtype,
 )
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.trainers import say
 from torchrl_llm.weights import CanaryTarget, DoubleBufferWriter, engine_weights
 from torchrl_llm.weights.double_buffer import newest_update
 from torchrl_llm.weights.redis_weights import RedisWeightReader, RedisWeightWriter
@@ -248,7 +249,7 @@ def _write(
 # -- the actors' end ------------------------------------------------------------------------------
 
 
-def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = print) -> str:
+def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> str:
     """Collect rows for the learner until it closes the channel.
 
     Args:

@@ -23,11 +23,11 @@ from hydra.core.hydra_config import HydraConfig
 from imitate_utils import games, load_config, make_game_env
 from omegaconf import DictConfig
 from sft import save, train
-from tqdm import tqdm
 
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model
 from torchrl_llm.recipes.builders import make_tokenizer
+from torchrl_llm.trainers import show
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")
@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
             num_prompts=config.eval.num_prompts,
             max_turns=env.max_turns(),
         )
-        tqdm.write(f"held-out games won, greedy: {result.accuracy:.3f}")
+        show(f"held-out games won, greedy: {result.accuracy:.3f}")
     save(config, model, tokenizer, folder)
 
 

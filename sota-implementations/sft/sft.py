@@ -24,17 +24,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from sft_utils import demonstrations, load_config, make_model, make_tokenizer, measure
 from tensordict import TensorDict
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.trainers import (
     MetricsTable,
+    ProgressBar,
     make_optimizer,
     make_scheduler,
     optimize,
     save_pretrained,
+    show,
 )
 
 
@@ -48,13 +49,13 @@ def train(
         optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
     )
     table = MetricsTable(folder / "metrics.csv")
-    with tqdm(batches, total=config.train.max_steps, unit="step") as bar:
-        for step, rows in enumerate(bar, start=1):
+    with ProgressBar("step", config.train.max_steps) as bar:
+        for step, rows in enumerate(batches, start=1):
             metrics = optimize(
                 loss, [rows], optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm
             )
             table.write(step, metrics)
-            bar.set_postfix_str(f"loss {metrics['train/loss_sft']:.3f}", refresh=False)
+            bar.update(step, f"loss {metrics['train/loss_sft']:.3f}")
 
 
 def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -62,7 +63,7 @@ def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> N
     path = folder / "model" if config.output is None else Path(config.output)
     path.mkdir(parents=True, exist_ok=True)
     save_pretrained(path, model, tokenizer)
-    tqdm.write(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+    show(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sft")
@@ -81,7 +82,7 @@ def main(cfg: DictConfig) -> None:
 
     if config.eval.num_prompts:
         for name, result in measure(policy, config.eval).items():
-            tqdm.write(f"held-out accuracy, {name}: {result.accuracy:.3f}")
+            show(f"held-out accuracy, {name}: {result.accuracy:.3f}")
     save(config, model, tokenizer, folder)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrl_llm.trainers.metrics import draw_curves, terminal_curve
+from torchrl_llm.trainers.curves import draw_curves, terminal_curve
 
 
 def test_a_rising_curve_rises_on_the_screen():

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import sys
 
 import pytest
 import torch
 from objectives.rows_helper import actor, two_rows
+from torchrl.record.loggers import Logger
 
 from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss
@@ -86,10 +87,59 @@ def test_unknown_backends_and_settings_without_effect_are_refused(tmp_path):
         make_loggers(["csv"], run_dir=tmp_path, experiment_name="x", project="p")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="W&B is installed")
-def test_asking_for_wandb_without_the_package_names_the_extra(tmp_path):
+def test_asking_for_wandb_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"torchrl_llm\[wandb\]"):
         make_loggers(["wandb"], run_dir=tmp_path, experiment_name="x")
+
+
+CONFIG = {"optimizer.lr": 0.1, "env.tools": ["calculator"], "model.name": None, "seed": 3}
+
+
+def test_weights_and_biases_gets_configuration_and_metrics(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (logger,) = make_loggers(["wandb"], run_dir=tmp_path, experiment_name="x", project="p")
+    table = MetricsTable(tmp_path / "metrics.csv", [logger])
+    table.log_config(CONFIG)
+    table.write(1, {"train/reward": 0.5})
+    config, reward = dict(wandb.run.config), wandb.run.summary["train/reward"]
+    wandb.finish()
+    assert table.failures == {}
+    assert config | CONFIG | {"env.tools": "['calculator']"} == config
+    assert reward == 0.5
+
+
+def test_tensorboard_gets_the_configuration(tmp_path, warned):
+    loggers = make_loggers(["tensorboard"], run_dir=tmp_path, experiment_name="x")
+    MetricsTable(tmp_path / "metrics.csv", loggers).log_config(CONFIG)
+    loggers[0].experiment.flush()
+    assert not warned
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*tfevents*"))
+    assert b"optimizer.lr" in written
+    assert b"calculator" in written
+
+
+def test_a_logger_that_refuses_the_configuration_still_gets_the_metrics(tmp_path, warned):
+    class Refuses(Logger):
+        got = ()
+
+        def log_hparams(self, cfg):
+            raise TypeError("no such thing")
+
+        def log_scalar(self, name, value, step=None, **kwargs):
+            self.got += ((name, value),)
+
+        _create_experiment = log_video = log_histogram = __repr__ = lambda self, *args: ""
+
+    logger = Refuses("x", str(tmp_path))
+    table = MetricsTable(tmp_path / "metrics.csv", [logger])
+    table.log_config(CONFIG)
+    table.write(1, {"train/reward": 0.5})
+    (said,) = warned
+    assert "Refuses did not take the configuration: TypeError: no such thing" in said
+    assert logger.got == (("train/reward", 0.5),)
 
 
 @pytest.mark.parametrize("name", ["", "policy/"])
@@ -125,7 +175,7 @@ def test_batches_of_a_step_are_averaged():
     ("harm", "wrong"),
     [
         (lambda path: path.unlink(), "was missing"),
-        (lambda path: path.write_text("\n".join(path.read_text().split("\n")[:2])), "at step 1"),
+        (lambda path: path.write_text("".join(path.open().readlines()[:2])), "at step 1"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00junk"), "is broken"),
         (lambda path: path.write_text(path.read_text().replace("0.25", "0.75")), "was altered"),
     ],

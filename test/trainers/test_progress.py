@@ -1,39 +1,10 @@
 from __future__ import annotations
 
-import io
 import signal
 
 import pytest
 
-from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_the_bar_shows_step_reward_speed_and_time_left():
-    screen = Terminal()
-    bar = ProgressBar(10, done=4, file=screen)
-    bar.step(reward=0.375, tokens_per_s=1234.5)
-    bar.say("hello")
-    bar.close()
-    last = screen.getvalue()
-    assert "5/10" in last
-    assert "reward 0.375" in last
-    assert "1,234 tokens/s" in last
-    assert "<" in last  # elapsed<remaining
-    assert "hello" in last
-
-
-def test_a_bar_that_is_off_still_says_what_matters():
-    screen = io.StringIO()
-    bar = ProgressBar(10, enabled=False, file=screen)
-    bar.step(reward=0.5, tokens_per_s=1.0)
-    bar.say("saved")
-    bar.close()
-    assert screen.getvalue() == "saved\n"
+from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -68,6 +39,11 @@ def test_conversations_are_shown_in_pairs():
         "held-out conversation 2, after training",
         "  e",
     ]
+
+
+def test_conversations_cannot_control_the_terminal():
+    text = compare_conversations(["\x1b[2Ja"], ["b\x07"])
+    assert text.splitlines()[1::2] == ["  a", "  b"]
 
 
 def test_a_signal_that_the_process_ignores_stays_ignored():

@@ -4,14 +4,18 @@ import csv
 import multiprocessing
 import os
 import pty
+import re
 import signal
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
+from tensordict import TensorDict
 from torch import nn
 
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
 from torchrl_llm.trainers import run as run_module
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
@@ -163,7 +167,7 @@ def test_a_run_that_is_complete_is_shown_again_and_not_repeated(tmp_path, capsys
     toy = Toy(tmp_path, max_steps=3, evaluate=True, resume="auto").train()
     toy.run.finish()
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    assert "held-out conversation 1, after training" in capsys.readouterr().err
+    assert "held-out conversation 1, after training" in capsys.readouterr().out
 
 
 def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
@@ -194,10 +198,17 @@ def test_evaluations_happen_before_at_the_interval_and_at_the_end(tmp_path, caps
     evaluated = [row["train/step"] for row in rows(tmp_path) if row["eval/accuracy"]]
     assert evaluated == ["0", "2", "4", "5"]
     toy.run.finish()
-    text = capsys.readouterr().err
+    text, notices = capsys.readouterr()
     assert "train/reward over steps" in text
     assert "held-out conversation 1, before training" in text
     assert "held-out conversation 1, after training" in text
+    first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path) if row["eval/accuracy"])
+    found = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
+    assert found["held-out greedy accuracy"] == f"{float(first):.3f} -> {float(last):.3f}"
+    assert found["steps"].startswith("5 in 0:0")
+    assert found["tokens"].startswith("50, ")
+    assert found["model"] == str(tmp_path / "checkpoints" / "step_000005")
+    assert notices == ""
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -340,7 +351,7 @@ def test_a_logger_that_raises_does_not_end_the_run_which_counts_it(tmp_path, cap
     monkeypatch.setattr(run_module, "make_loggers", lambda *args, **kwargs: [Down()])
     toy = Toy(tmp_path, max_steps=3).train()
     toy.run.finish()
-    assert "Down raised at 3 of the steps" in capsys.readouterr().err
+    assert "Down raised 3 times" in capsys.readouterr().err
     assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
@@ -362,3 +373,124 @@ def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_ther
     assert toy.run.step == 21
     toy.train(rewards=rewards).run.finish()
     assert len(rows(tmp_path)) == 22
+
+
+def test_the_last_checkpoint_is_pushed_once_the_run_is_done(tmp_path, monkeypatch, capsys):
+    pushed = []
+
+    def push(folder, name, *, command):
+        pushed.append((folder.name, name))
+        raise CheckpointError("no such hub")
+
+    monkeypatch.setattr(run_module, "push_to_hub", push)
+    toy = Toy(tmp_path, push_to_hub="ann/toy").train(interrupt_at=3)
+    with pytest.raises(SystemExit):
+        toy.run.finish()
+    assert pushed == []  # what was stopped is to go on
+    Toy(tmp_path, push_to_hub="ann/toy", resume="auto").train().run.finish()
+    assert pushed == [("step_000006", "ann/toy")]
+    said = capsys.readouterr().err
+    assert "no such hub" in said
+    assert "Traceback" not in said
+
+
+def test_the_folder_holds_the_configuration_by_groups_without_passwords(tmp_path):
+    config = {
+        "seed": 0,
+        "data.source": [{"question": "1+1"}],
+        "redis.url": "redis://:secret@host",
+        "reward.function": len,
+    }
+    Toy(tmp_path, config=config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {
+        "seed": 0,
+        "data": {"source": [{"question": "1+1"}]},
+        "redis": {"url": "redis://:***@host"},
+        "reward": {"function": "<built-in function len>"},
+    }
+
+
+def test_a_resumed_run_writes_the_configuration_that_it_goes_on_with(tmp_path):
+    config = {"optimizer.lr": 0.1, "train.max_steps": 2}
+    Toy(tmp_path, max_steps=2, config=config).train()
+    Toy(tmp_path, max_steps=3, config=config | {"train.max_steps": 3}, resume="auto")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"] == {"max_steps": 3}
+
+
+def test_one_evaluation_is_compared_with_nothing(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=0, evaluate=True).train()
+    toy.run.finish()
+    (line,) = (t for t in capsys.readouterr().out.splitlines() if "held-out greedy" in t)
+    assert line.split("  ") == ["held-out greedy accuracy", "0.000"]
+
+
+def test_the_log_of_a_run_without_hydra_holds_what_it_said_and_grows_when_it_goes_on(
+    tmp_path, capsys
+):
+    toy = Toy(tmp_path, evaluate=True).train(interrupt_at=2)
+    with pytest.raises(SystemExit):
+        toy.run.finish()
+    toy = Toy(tmp_path, evaluate=True, resume="auto").train()
+    toy.run.finish()
+    log = (tmp_path / "run.log").read_text()
+    said = capsys.readouterr()
+    for line in (said.out + said.err).splitlines():
+        assert line in log
+    order = ["stopping after step 2", "to go on:", "resumed from", "held-out greedy accuracy"]
+    places = [log.index(text) for text in order[:3]] + [log.rindex(order[3])]
+    assert places == sorted(places)
+    assert log.count("---") == 2
+
+
+def test_parts_of_a_step_are_measured_and_added_up(tmp_path, monkeypatch):
+    now = iter([0.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 10.0])
+    toy = Toy(tmp_path, max_steps=2)
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(now))
+    for step in toy.run.steps():
+        for _ in range(3 - step):
+            with toy.run.timed("sample"):
+                pass
+        toy.run.record({"train/reward": 1.0, "train/tokens_generated": 12})
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    # Begun at 0, sampled from 1 to 1.5 and from 2 to 3, ended at 4; then 6, 8 to 9, 10.
+    assert [float(row["perf/sample_s"]) for row in table] == [1.5, 1.0]
+    assert [float(row["perf/step_s"]) for row in table] == [4.0, 4.0]
+    assert [float(row["perf/tokens_per_s"]) for row in table] == [3.0, 3.0]
+    assert all(10 < float(row["perf/rss_mb"]) < 100_000 for row in table)
+
+
+def answers(*rewards):
+    """A group of answers to one prompt."""
+    return lazy_rows(
+        [
+            TensorDict(
+                query="1+1?",
+                text={"response": f"worth {reward}"},
+                answer="2",
+                group_id=torch.tensor(0),
+                traj_id=torch.tensor(number),
+                next={
+                    "reward": torch.tensor([[float(reward)]]),
+                    "reward_valid": torch.tensor(True),
+                    "done": torch.tensor([True]),
+                },
+            )
+            for number, reward in enumerate(rewards)
+        ]
+    )
+
+
+def test_two_answers_are_shown_at_the_first_step_and_every_so_many_steps(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=5)
+    toy.run._logging.samples = 2
+    for step in toy.run.steps():
+        toy.run.record(
+            {"train/reward": 0.5, "train/tokens_generated": 10}, answers(step, 0.5, 0.25)
+        )
+    said = capsys.readouterr().err
+    shown = re.findall(r"step (\d), two answers.*?worth (\d).*?worth (0.25)", said, re.DOTALL)
+    assert shown == [(n, n, "0.25") for n in "124"]
+    assert said in (tmp_path / "run.log").read_text()
+    with pytest.raises(ConfigError, match=r"logging\.samples must be at least 1 or null"):
+        LoggingConfig(samples=0)

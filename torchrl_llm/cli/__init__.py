@@ -19,6 +19,7 @@ from pathlib import Path
 from torchrl_llm.recipes.launch import tells_errors
 
 _WRONG_USE = 2
+_INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name, *rest = given or ["--help"]
+    # No builtin `list` here: it is a file of this room, and once imported its name.
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = commands()
     if name in ("-h", "--help"):
         sys.stdout.write(_help(known))
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"torchrl_llm.cli.{name}")
         status = tells_errors(command.main)(rest)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        status = _INTERRUPTED
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

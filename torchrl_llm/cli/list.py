@@ -1,4 +1,4 @@
-"""Prints what a recipe can choose by name: ``torchrl-llm list [losses|tasks|rewards|...]``."""
+"""Prints what can be chosen by name: ``torchrl-llm list [losses|tasks|rewards|tools|...]``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchrl_llm._registry import KINDS, summaries
+from torchrl_llm._registry import summaries
+from torchrl_llm.cli.train import recipe_summaries
 
-# The argument of ``sota-implementations/grpo`` that takes a name of each kind.
-_KEYS = {
-    "losses": "loss=",
-    "advantages": "advantage=",
-    "tasks": "env.dataset=",
-    "rewards": "reward.components.<name>.type=",
-    "tools": "env.tools=[]",
-    "loggers": "logging.backend=[]",
-    "weights": "weight_sync.type=",
-    "backends": "inference_model.backend=",
+RECIPES = "recipes"
+HOW = {
+    "losses": "loss=NAME",
+    "estimators": "advantage=NAME",
+    "tasks": "env=NAME, or env.dataset=MODULE:CLASS of your own",
+    "rewards": "reward=NAME, or reward=FILE.py:FUNCTION of your own; several, with weights, by "
+    "reward.components.<any name>.type=NAME",
+    "tools": "env.tools=[NAME,...], or MODULE:FUNCTION of your own",
+    "loggers": "logging.backend=[NAME,...]",
+    "weights": "weight_sync.type=NAME, with inference_model.backend=vllm",
+    "backends": "inference_model.backend=NAME",
+    RECIPES: "torchrl-llm train NAME",
 }
-# Another word for a kind.
-_ALSO = {"estimators": "advantages"}
+"""Each kind, and how one of it is chosen."""
+# What a kind is called in the registry and in Python.
+_ALSO = {"advantages": "estimators"}
+_REGISTERED = {new: old for old, new in _ALSO.items()}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,25 +38,24 @@ def main(arguments: Sequence[str]) -> int:
         The exit status.
     """
     parser = argparse.ArgumentParser(
-        prog="torchrl-llm list", description="print the names that a recipe can choose"
+        prog="torchrl-llm list", description="print what can be chosen by name, and how"
     )
     parser.add_argument(
-        "kind", nargs="?", choices=[*KINDS, *_ALSO], help="one kind; all by default"
+        "kind",
+        nargs="?",
+        choices=[*HOW, *_ALSO],
+        metavar="KIND",
+        help=f"{', '.join(HOW)}; all by default",
     )
     given = parser.parse_args(arguments).kind
-    for kind in KINDS if given is None else [_ALSO.get(given, given)]:
-        print_kind(kind)
+    for kind in HOW if given is None else [_ALSO.get(given, given)]:
+        _print_kind(kind)
     return 0
 
 
-def print_kind(kind: str) -> None:
-    """Print the names of a kind, a line each.
-
-    Args:
-        kind: one of :data:`~torchrl_llm._registry.KINDS`.
-    """
-    found = summaries(kind)
+def _print_kind(kind: str) -> None:
+    found = recipe_summaries() if kind == RECIPES else summaries(_REGISTERED.get(kind, kind))
     width = max(map(len, found), default=0)
-    sys.stdout.write(f"{kind}: {_KEYS[kind]}\n")
+    sys.stdout.write(f"{kind}: {HOW[kind]}\n")
     for name, line in found.items():
         sys.stdout.write(f"  {name:{width}}  {line}\n")

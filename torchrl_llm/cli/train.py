@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import difflib
-import runpy
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
@@ -65,14 +65,28 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
         raise ConfigError(f"this installation has no recipe {path}: {launch.PAGES} lacks it")
     sys.argv = [command, *overrides]
     sys.path.insert(0, str(page.parent))
-    runpy.run_path(str(page), run_name="__main__")
+    # As runpy does it, which would put the path of the page in the place of what was typed.
+    module, before = ModuleType("__main__"), sys.modules["__main__"]
+    module.__file__, module.__spec__ = str(page), None
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(page.read_bytes(), page, "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = before
+
+
+def recipe_summaries() -> dict[str, str]:
+    """Each recipe, with the line that says what it does."""
+    found = {}
+    for name, path in RECIPES.items():
+        text = (launch.PAGES / path).read_text(encoding="utf-8")
+        about = ast.get_docstring(ast.parse(text)) or ""
+        found[name] = about.partition("\n")[0].replace("``", "")
+    return found
 
 
 def _help() -> str:
     lines = ["usage: torchrl-llm train RECIPE [KEY=VALUE ...]", ""]
     width = max(map(len, RECIPES))
-    for name, path in RECIPES.items():
-        text = (launch.PAGES / path).read_text(encoding="utf-8")
-        about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-        lines.append(f"  {name:{width}}  {about}")
+    lines += [f"  {name:{width}}  {about}" for name, about in recipe_summaries().items()]
     return "\n".join([*lines, "", "torchrl-llm train RECIPE --help shows its keys.", ""])

@@ -8,7 +8,7 @@ Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``T`` the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,36 @@ def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
             return _missing(key, default)
         node = _plain(value)
     return list(node.unbind(0))
+
+
+def row_values(
+    td: Any, key: NestedKey, reduce: Callable[[Tensor], Tensor], default: Any = ...
+) -> Tensor:
+    """One number of each row.
+
+    Args:
+        td: as of :func:`read_rows`.
+        key: name of the column.
+        reduce: makes a scalar of a row's tensor, as ``torch.sum``; it gives back that of a row with
+            one element, so that rows which all have one are not asked.
+        default: as of :func:`read_rows`.
+
+    Returns:
+        ``[B]``.
+
+    Example:
+        >>> import torch
+        >>> rows = ragged_rows({"r": [torch.tensor([[1.0]]), torch.tensor([2.0, 3.0])]})
+        >>> row_values(rows, "r", torch.sum)
+        tensor([1., 5.])
+    """
+    values = read_rows(td, key, default)
+    if values is default:
+        return default
+    try:  # reducing row by row takes ten times as long
+        return torch.cat([value.view(1) for value in values])
+    except RuntimeError:  # a row with more elements, or none
+        return torch.stack([reduce(value) for value in values])
 
 
 def _read_lazy(

@@ -1,7 +1,8 @@
-"""Evaluation of policies on held-out prompts."""
+"""Evaluation of policies: accuracy on held-out prompts, and conversations with a person."""
 
 from __future__ import annotations
 
+from torchrl_llm.evaluation.conversation import Conversation
 from torchrl_llm.evaluation.evaluate import Evaluation, Outcome, answer_record, evaluate, pass_at_k
 
-__all__ = ["Evaluation", "Outcome", "answer_record", "evaluate", "pass_at_k"]
+__all__ = ["Conversation", "Evaluation", "Outcome", "answer_record", "evaluate", "pass_at_k"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl._utils import logger
 from torchrl.envs import EnvBase
 
+from torchrl_llm._progress import ProgressBar
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
@@ -77,6 +78,7 @@ def evaluate(
     success_key: str = "success",
     num_shown: int = 2,
     on_answer: Callable[[TensorDictBase, Outcome], None] | None = None,
+    title: str = "evaluating",
 ) -> Evaluation:
     """Answer held-out prompts and count the right answers.
 
@@ -95,6 +97,7 @@ def evaluate(
         num_shown: how many conversations are returned as text.
         on_answer: called for each prompt, in their order, with the row of its last turn and what
             came of the conversation; see :func:`torchrl_llm.evaluation.answer_record`.
+        title: what the progress bar says, where there is one.
 
     Returns:
         The counts.
@@ -109,21 +112,27 @@ def evaluate(
     shown: list[str] = []
     answered, limit = 0, num_prompts
     primer = getattr(env, "primer", None)
-    while answered < limit:
-        td = env.reset()
-        if primer is not None and (epoch := primer.first_epoch) is not None:
-            limit = min(limit, epoch)
-            if answered == limit:
-                break
-        facts, rows = _play(env, policy, td, limit - answered, max_turns, success_key)
-        for name, values in facts.items():
-            columns.setdefault(name, []).append(values)
-        answered += len(facts["reward"])
-        shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
-        if on_answer is not None:
-            outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
-            for (batch, i), outcome in zip(rows, outcomes, strict=True):
-                on_answer(batch[i], Outcome(*outcome))
+    with ProgressBar(title, limit) as bar:
+        while answered < limit:
+            td = env.reset()
+            if primer is not None and (epoch := primer.first_epoch) is not None:
+                limit = bar.total = min(limit, epoch)
+                if answered == limit:
+                    break
+            facts, rows = _play(env, policy, td, limit - answered, max_turns, success_key)
+            for name, values in facts.items():
+                columns.setdefault(name, []).append(values)
+            answered += len(facts["reward"])
+            shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
+            if on_answer is not None:
+                outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
+                for (batch, i), outcome in zip(rows, outcomes, strict=True):
+                    on_answer(batch[i], Outcome(*outcome))
+            right = sum(
+                int((part & ok).sum())
+                for part, ok in zip(columns["success"], columns["valid"], strict=True)
+            )
+            bar.update(answered, f"accuracy {right / answered:.3f}")
     if answered < num_prompts:
         logger.warning(
             f"num_prompts={num_prompts} is more than the data has: its {answered} prompts were "

@@ -71,7 +71,8 @@ class KeyTable:
         table = cls(open=set(open_keys))
         for entry in (main := _load(folder / f"{name}.yaml")).pop("defaults", ()):
             if isinstance(entry, Mapping):
-                table.defaults |= entry
+                # Groups of Hydra's own have files elsewhere.
+                table.defaults |= {k: v for k, v in entry.items() if not k.startswith("override ")}
             elif entry != "_self_":
                 table._add(_load(folder / f"{entry}.yaml"))
         main.pop("hydra", None)

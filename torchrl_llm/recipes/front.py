@@ -19,7 +19,7 @@ from torchrl_llm.recipes import given, launch
 from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides
 from torchrl_llm.recipes.strict_config import dotted
 from torchrl_llm.trainers.checkpoint import save_pretrained
-from torchrl_llm.trainers.metrics import draw_curves
+from torchrl_llm.trainers.curves import draw_curves
 from torchrl_llm.trainers.run import EvalResult, TrainingRun
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchrl_llm._run_log import RunLog
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
 
@@ -28,6 +31,10 @@ TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
 """Environment variable that shows where an error of ours was raised, if it is ``1``."""
 
 _FAILED = 1
+
+# Where loggers write that print to standard output by themselves, unless they are told otherwise.
+_LOG_LINE = "%(asctime)s [%(name)s][%(levelname)s] %(message)s"
+_TO_STDERR = {"TORCHRL_CONSOLE_STREAM": "stderr", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
 def begin(
@@ -48,6 +55,7 @@ def begin(
             are known, and told apart.
         check: looks at the arguments first, and may refuse them.
     """
+    _loggers_to_stderr()
     arguments = sys.argv[1:]
     folder = Path(page).parent / "config"
     if {"--help", "-h"} & set(arguments):
@@ -61,6 +69,13 @@ def begin(
         return check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
 
     sys.argv[1:] = checked()
+
+
+def _loggers_to_stderr() -> None:
+    """Standard output is for results. Hydra is told to leave loggers as they are."""
+    for name, value in _TO_STDERR.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
 
 
 def check_arguments(
@@ -159,7 +174,8 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make an error that this package raises on purpose a paragraph on the terminal, without trace.
 
     The process ends with exit code 1. With ``TORCHRL_LLM_TRACEBACK=1`` the error is raised as it
-    is. What nobody foresaw keeps its traceback.
+    is. What nobody foresaw keeps its traceback. Where Hydra has made a folder for the run, its
+    ``run.log`` holds all of it, and what the terminal says until then.
 
     Args:
         function: of a command.
@@ -167,16 +183,26 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TorchRLLLMError as error:
-            if os.environ.get(TRACEBACK_VARIABLE) == "1":
-                raise
-            sys.stdout.flush()
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            raise SystemExit(_FAILED) from None
+        with _run_log():
+            try:
+                return function(*args, **kwargs)
+            except TorchRLLLMError as error:
+                if os.environ.get(TRACEBACK_VARIABLE) == "1":
+                    raise
+                sys.stdout.flush()
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                raise SystemExit(_FAILED) from None
 
     return call
+
+
+def _run_log() -> AbstractContextManager[Any]:
+    """The log of the folder that Hydra has made, unless it was told to leave nothing there."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return nullcontext()
+    config = hydra.HydraConfig.get()
+    return nullcontext() if config.output_subdir is None else RunLog.of(config.runtime.output_dir)
 
 
 def load_page(path: str) -> ModuleType:

@@ -25,6 +25,7 @@ from torchrl_llm._redis import masked
 from torchrl_llm._registry import constructor_arguments, names
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
+from torchrl_llm.trainers.run_folder import dotted  # noqa: F401 (recipes take it from here)
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -249,26 +250,6 @@ def check_device(name: str, key: str) -> None:
     except RuntimeError:
         known = False
     ensure(known, f"{key} must be auto, cpu, cuda, cuda:0 or another device of torch, got {name!r}")
-
-
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level, each key with the names of its groups before it.
-
-    Args:
-        values: mappings within mappings.
-        prefix: what every key begins with.
-
-    Example:
-        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
-        {'seed': 0, 'optimizer.lr': 0.1}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= dotted(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def from_mapping(

@@ -162,9 +162,21 @@ def add_tools(env: DatasetChatEnv, names: Sequence[str], *, max_turns: int) -> D
         ConfigError: as :func:`check_tools`.
     """
     if names:
-        tools = [_make(name) for name in names]
-        insert_tools(env, ToolTransform(tools, max_auxiliary_turns=max_turns))
+        insert_tools(env, tool_transform(names, max_turns=max_turns))
     return env
+
+
+def tool_transform(names: Sequence[str], *, max_turns: int) -> ToolTransform:
+    """Tools by name, as an environment takes them.
+
+    Args:
+        names: as of :func:`check_tools`.
+        max_turns: as of :func:`add_tools`.
+
+    Raises:
+        ConfigError: as :func:`check_tools`.
+    """
+    return ToolTransform([_make(name) for name in names], max_auxiliary_turns=max_turns)
 
 
 def _make(name: str) -> Tool:

@@ -9,17 +9,20 @@ from __future__ import annotations
 from torchrl_llm._imports import lazy
 
 _LAZY = {
+    "torchrl_llm._progress": "ProgressBar",
+    "torchrl_llm._run_log": "RunLog say show",
     "torchrl_llm.collectors.staleness": "Pacer StalenessRule",
     "torchrl_llm.recipes": "AsyncGRPOConfig GRPOConfig check_arguments load_config",
     "torchrl_llm.recipes.strict_config": "check_override_keys from_mapping",
     "torchrl_llm.trainers.batch_source": "BatchSource TokenLedger rollout_metrics trained_rows",
     "torchrl_llm.trainers.checkpoint": "CheckpointStore save_pretrained",
+    "torchrl_llm.trainers.hub": "push_to_hub",
     "torchrl_llm.trainers.metrics": "LossMeter MetricsTable make_loggers",
     "torchrl_llm.trainers.optim": (
         "clipped_step global_normalizer make_optimizer make_scheduler micro_batches optimize "
         "sum_over_ranks"
     ),
-    "torchrl_llm.trainers.progress": "ProgressBar StopRequest",
+    "torchrl_llm.trainers.progress": "StopRequest",
     "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig TrainingRun",
 }
 __getattr__ = lazy(__name__, _LAZY)

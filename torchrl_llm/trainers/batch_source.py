@@ -24,11 +24,12 @@ from torchrl.data import ReplayBuffer
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
-from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.trainers.episode_metrics import episode_metrics
 
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
@@ -331,18 +332,20 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
         ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
-        it. For each component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
+        it; those of :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each
+        component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
         which are counted alike, before its weight.
     """
-    rewards = torch.stack([r.sum() for r in read_rows(rows, ("next", "reward"))]).float()
-    done = torch.stack([d.any() for d in read_rows(rows, ("next", "done"))])
+    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
+    done = row_values(rows, ("next", "done"), torch.any)
     valid = rewards.isfinite()
-    flags = read_rows(rows, ("next", "reward_valid"), None)
+    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
     if flags is not None:
-        valid &= torch.stack([flag.all() for flag in flags])
-    returns = _returns(rows, rewards.where(valid, float("nan")))
+        valid &= flags
+    known = rewards.where(valid, float("nan"))
+    returns = _returns(rows, known)
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
-    finish = torch.stack([f.reshape(()) for f in read_rows(rows, ("tokens", "finish_reason"))])
+    finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
     episodes = int((done & valid).sum())
     metrics = {
         "train/reward": _mean_return(rewards, valid, done),
@@ -351,10 +354,10 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
     }
-    success = read_rows(rows, ("next", "success"), None)
+    success = row_values(rows, ("next", "success"), torch.any, None)
     if success is not None and episodes:
-        metrics["train/success"] = sum(bool(s.any()) for s in success) / episodes
-    return metrics | _component_metrics(rows, done)
+        metrics["train/success"] = success.sum().item() / episodes
+    return metrics | _component_metrics(rows, done) | episode_metrics(rows, known, done)
 
 
 def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
@@ -363,8 +366,8 @@ def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, f
     metrics: dict[str, float] = {}
     for name in () if node is None else node.keys():
         path = ("next", "rewards", name)
-        values = torch.stack([value.sum() for value in read_rows(rows, (*path, "value"))])
-        valid = torch.stack([flag.all() for flag in read_rows(rows, (*path, "valid"))])
+        values = row_values(rows, (*path, "value"), torch.sum)
+        valid = row_values(rows, (*path, "valid"), torch.all)
         metrics[f"train/reward_{name}"] = _mean_return(values, valid, done)
         metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
     return metrics
@@ -378,9 +381,9 @@ def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
 
 def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:
     """The summed reward of each trajectory whose rewards are all valid."""
-    ids = read_rows(rows, "traj_id", None)
+    ids = row_values(rows, "traj_id", torch.sum, None)
     if ids is not None:
-        _, places = torch.stack([i.reshape(()) for i in ids]).unique(return_inverse=True)
+        _, places = ids.unique(return_inverse=True)
         rewards = rewards.new_zeros(int(places.max()) + 1).index_add(0, places, rewards)
     return rewards[rewards.isfinite()]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-import re
 import shutil
 import socket
 import zipfile
@@ -25,9 +24,9 @@ from torch import nn
 
 from torchrl_llm.data.safe_wire import names_of_rows
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
+from torchrl_llm.trainers.run_folder import checkpoint_path, checkpoint_steps
 
 _STATE_FILE = "trainer_state.pt"
-_STEP = re.compile(r"step_(\d+)")
 
 
 class CheckpointStore:
@@ -54,14 +53,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
-        if not self.folder.is_dir():
-            return []
-        found = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return checkpoint_steps(self.folder)
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""
-        return self.folder / f"step_{step:06d}"
+        return checkpoint_path(self.folder, step)
 
     def sweep(self) -> None:
         """Delete what a killed process has half written or half deleted.

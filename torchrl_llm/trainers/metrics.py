@@ -1,21 +1,23 @@
-"""Metrics of a run: one wide ``metrics.csv``, further loggers, and the reward curve.
+"""Metrics of a run: one wide ``metrics.csv``, and further loggers.
 
 Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
 time and memory. The CSV is the record of the run: it is written row by row, survives a killed
 process, and is cut back to the checkpoint when a run resumes.
 
-Loggers are found by name: TorchRL's, and those that other packages register. The curve in the
-terminal is drawn here with braille dots: forty lines against a compiled dependency whose interface
-changes between versions.
+Loggers are found by name: TorchRL's, and those that other packages register.
+
+Next: :mod:`torchrl_llm.trainers.curves` draws them, :mod:`torchrl_llm.trainers.run_folder` reads
+them again.
 """
 
 from __future__ import annotations
 
 import csv
 import inspect
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._registry import find, names, register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.token_loss import LLMLossOutput
-
-STEP = "train/step"
+from torchrl_llm.trainers.run_folder import STEP, read_rows
 
 
 class MetricsTable:
@@ -42,7 +43,7 @@ class MetricsTable:
             later (an evaluation) does not force the file to be written again.
 
     Attributes:
-        failures: class name of a logger to the steps at which it raised.
+        failures: class name of a logger to how often it raised, once a step at most.
 
     Example:
         >>> import tempfile
@@ -95,17 +96,36 @@ class MetricsTable:
             self._pass_on(logger, numbers, step)
 
     def _pass_on(self, logger: Logger, numbers: Mapping[str, float | int], step: int) -> None:
-        name = type(logger).__name__
-        try:
+        with self._forgiving(logger, f"the metrics of step {step}"):
             for metric, value in numbers.items():
                 logger.log_scalar(metric, value, step=step)
+
+    @contextmanager
+    def _forgiving(self, logger: Logger, what: str) -> Iterator[None]:
+        name = type(logger).__name__
+        try:
+            yield
         except Exception as error:  # a server that is down, a full disk: not worth a run
-            if name not in self.failures:
-                log.warning(
-                    f"{name} did not take the metrics of step {step}: {type(error).__name__}: "
-                    f"{error}; the run goes on and {self.path} has them all (said once)"
-                )
             self.failures[name] = self.failures.get(name, 0) + 1
+            if self.failures[name] == 1:
+                log.warning(
+                    f"{name} did not take {what}: {type(error).__name__}: {error}; the run goes "
+                    f"on and {self.path} has all metrics (said once)"
+                )
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Tell the loggers the configuration of the run.
+
+        Args:
+            config: flat, dotted key to value. A list is given as its text, which every logger can
+                hold.
+        """
+        plain = (str, bool, int, float, type(None))
+        flat = {key: v if isinstance(v, plain) else str(v) for key, v in config.items()}
+        for logger in self.loggers:
+            if isinstance(logger, Logger):
+                with self._forgiving(logger, "the configuration"):
+                    logger.log_hparams(flat)
 
     def read(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has a value.
@@ -160,17 +180,10 @@ class MetricsTable:
     def _read_rows(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]] | None:
         """Columns and rows up to a step; ``None`` where the file is absent or no such table."""
         try:
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                # A killed process may leave half a line at the end; it is behind the checkpoint.
-                rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
-                columns = list(reader.fieldnames or ())
-        except (OSError, ValueError, csv.Error):
+            columns, rows = read_rows(path)
+        except (OSError, ValueError):
             return None
-        if STEP not in columns:
-            return None
-        kept = [row for row in rows if int(row[STEP]) <= step]
-        return columns, [{k: v for k, v in row.items() if k and v} for row in kept]
+        return columns, [row for row in rows if int(row[STEP]) <= step]
 
     def _rewrite(self) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
@@ -244,6 +257,28 @@ def _number(value: Any) -> float | int:
     return value if isinstance(value, int) else float(value)
 
 
+def memory_metrics() -> dict[str, float]:
+    """Memory of this process, in MiB (2**20 bytes).
+
+    Returns:
+        ``perf/rss_mb``, what it holds now, and where it uses GPUs ``perf/gpu_mem_alloc_mb``, the
+        most that tensors on all of them have taken so far.
+    """
+    metrics = {"perf/rss_mb": _resident_bytes() / 2**20}
+    if torch.cuda.is_initialized():
+        most = map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        metrics["perf/gpu_mem_alloc_mb"] = sum(most) / 2**20
+    return metrics
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:  # no Linux: the most it has held, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(pages) * resource.getpagesize()
+
+
 @register("loggers", "csv")
 def no_logger(*, run_dir: str, experiment_name: str) -> None:
     """Nothing besides ``metrics.csv``, which every run writes."""
@@ -310,98 +345,3 @@ def make_loggers(
 
 def _knows_projects(maker: Callable[..., Logger | None]) -> bool:
     return "project" in inspect.signature(maker).parameters
-
-
-Series = tuple[Sequence[int], Sequence[float]]
-
-# Bits of a braille cell, two dots wide and four high, by column and row from the top.
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-
-
-def terminal_curve(
-    steps: Sequence[int], values: Sequence[float], *, title: str, width: int = 64, height: int = 12
-) -> str:
-    """Draw one series with braille dots, averaged over the steps that share a column.
-
-    Args:
-        steps: ascending steps.
-        values: one value per step; steps whose value is not finite are left out.
-        title: first line of the plot.
-        width: characters of the drawing area.
-        height: lines of the drawing area.
-
-    Returns:
-        A text of ``height + 2`` lines; only the title where there are no values.
-
-    Example:
-        >>> values = [0.0, 0.25, 0.75, 1.0]
-        >>> print(terminal_curve([1, 2, 3, 4], values, title="r", width=2, height=2))
-        r
-          1.00 |⠀⡎
-          0.00 |⡜⠀
-                1 .. 4
-    """
-    known = [pair for pair in zip(steps, values, strict=True) if math.isfinite(pair[1])]
-    if not known:
-        return title
-    steps, values = zip(*known, strict=True)
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    columns, rows = 2 * width, 4 * height
-    first, last = steps[0], steps[-1]
-    buckets: list[list[float]] = [[] for _ in range(columns)]
-    for step, value in zip(steps, values, strict=True):
-        buckets[round((step - first) / max(1, last - first) * (columns - 1))].append(value)
-    levels = [
-        round((high - sum(bucket) / len(bucket)) / span * (rows - 1)) if bucket else None
-        for bucket in buckets
-    ]
-    cells = [[0] * width for _ in range(height)]
-    previous: tuple[int, int] | None = None
-    for column, level in enumerate(levels):
-        if level is None:
-            continue
-        for x, y in _segment(previous or (column, level), (column, level)):
-            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
-        previous = (column, level)
-    labels = [""] * height
-    labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
-    lines = [
-        f"{label:>6} |" + "".join(chr(0x2800 + cell) for cell in row)
-        for label, row in zip(labels, cells, strict=True)
-    ]
-    return "\n".join([title, *lines, f"{'':8}{first} .. {last}"])
-
-
-def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Dots of a straight line from ``start`` to ``end``."""
-    (x0, y0), (x1, y1) = start, end
-    count = max(abs(x1 - x0), abs(y1 - y0), 1)
-    return [
-        (x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count))
-        for i in range(count + 1)
-    ]
-
-
-def draw_curves(series: Mapping[str, Series]) -> Any:
-    """Draw named series over the steps.
-
-    Args:
-        series: name to (steps, values).
-
-    Returns:
-        A matplotlib figure.
-    """
-    # Without pyplot: no backend is chosen for the process and half the import time is saved.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for name, (steps, values) in series.items():
-        # A measure taken a few times is shown with its points, a dense one as a thin line.
-        axes.plot(steps, values, "o-" if len(steps) <= 20 else "-", linewidth=1.2, label=name)
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    if series:
-        axes.legend()
-    return figure

@@ -1,81 +1,15 @@
-"""Progress bar, stop requests without loss, and conversations next to each other."""
+"""Stop requests without loss, and conversations next to each other."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
-from tqdm import tqdm
-
-
-class ProgressBar:
-    """A bar with step, reward, tokens per second and the time left.
-
-    Args:
-        total: steps of the run.
-        done: steps that an earlier process already took.
-        enabled: ``False`` shows no bar; :meth:`say` still writes.
-        file: where to write, standard error by default.
-    """
-
-    def __init__(
-        self, total: int, *, done: int = 0, enabled: bool = True, file: TextIO | None = None
-    ) -> None:
-        file = _Screen(sys.stderr if file is None else file)
-        self._file = file
-        # A log file gets a line every ten seconds, not ten a second.
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            disable=not enabled,
-            file=file,
-            desc="step",
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.1 if file.isatty() else 10.0,
-        )
-
-    def step(self, *, reward: float, tokens_per_s: float) -> None:
-        """Advance by one training step.
-
-        Args:
-            reward: mean reward of the step.
-            tokens_per_s: tokens sampled per second of the step.
-        """
-        self._bar.set_postfix_str(f"reward {reward:.3f}, {tokens_per_s:,.0f} tokens/s", False)
-        self._bar.update(1)
-
-    def say(self, text: str) -> None:
-        """Write a text above the bar."""
-        tqdm.write(text, file=self._file)
-
-    def close(self) -> None:
-        """Leave the bar as it is and go to the next line."""
-        self._bar.close()
-
-
-class _Screen:
-    """A stream whose reader may be gone: what cannot be written there is not worth the run."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.flush()
+from torchrl_llm._run_log import printable
 
 
 class StopRequest:
@@ -86,7 +20,7 @@ class StopRequest:
     thread, where signals cannot be caught, it does nothing.
 
     Args:
-        notice: called once, when the first signal arrives (:meth:`ProgressBar.say` with a text).
+        notice: called once, when the first signal arrives (:meth:`TrainingRun.say` with a text).
 
     Attributes:
         signal: the first one that arrived, ``None`` before.
@@ -159,5 +93,5 @@ def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
     for number, pair in enumerate(zip(before, after, strict=True), start=1):
         for when, text in zip(("before", "after"), pair, strict=True):
             parts.append(f"held-out conversation {number}, {when} training")
-            parts.extend(f"  {line}" for line in text.splitlines())
+            parts.extend(f"  {printable(line)}" for line in text.splitlines())
     return "\n".join(parts)

@@ -13,15 +13,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import yaml
+from tensordict import LazyStackedTensorDict
 from torch import nn
 
+from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
-from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
+from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
@@ -29,14 +34,13 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.metrics import (
-    MetricsTable,
-    Series,
-    draw_curves,
-    make_loggers,
-    terminal_curve,
-)
-from torchrl_llm.trainers.progress import ProgressBar, StopRequest, compare_conversations
+from torchrl_llm.trainers.curves import Series, draw_curves, terminal_curve
+from torchrl_llm.trainers.hub import check_repository, push_to_hub
+from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
+from torchrl_llm.trainers.progress import StopRequest, compare_conversations
+from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.run_folder import nested
+from torchrl_llm.trainers.samples import sample_text
 
 # Steps in a row without a reward after which a run ends: nothing is learned from them.
 _MOST_WITHOUT_REWARD = 10
@@ -57,12 +61,20 @@ class LoggingConfig:
         experiment_name: name of the run for those.
         project: W&B's project.
         progress: show a progress bar.
+        samples: steps between two answers of the batch that are shown, the best and the worst to
+            one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
+            its start, its middle and its end.
     """
 
     backend: list[str] = field(default_factory=lambda: ["csv"])
     experiment_name: str = "run"
     project: str | None = None
     progress: bool = True
+    samples: int | None = 50
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(f"logging.samples must be at least 1 or null, got {self.samples}")
 
 
 @dataclass(kw_only=True)
@@ -74,17 +86,25 @@ class CheckpointConfig:
         keep_last: how many are kept.
         resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
             where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
+        push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
+            it is made private where there is none. A push that fails is told, and changes nothing.
     """
 
     interval: int | None = 100
     keep_last: int | None = 2
     resume: Literal["never", "auto"] = "never"
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("interval", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"checkpoint.{name} must be at least 1, got {value}")
+        if self.push_to_hub is not None:
+            try:
+                check_repository(self.push_to_hub)
+            except ConfigError as error:
+                raise ConfigError(f"checkpoint.push_to_hub: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -138,15 +158,16 @@ class TrainingRun:
     """Steps, records, evaluates, saves and resumes.
 
     Args:
-        folder: the run's folder: ``metrics.csv``, ``reward.png``, ``checkpoints/``.
+        folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
+            ``reward.png``, ``checkpoints/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, but for where it ends and what it writes. It is saved with every checkpoint;
-            passwords in URLs as ``***``.
+            same, but for where it ends and what it writes. It is saved with every checkpoint, and
+            nested in ``config.yaml``; passwords in URLs as ``***``.
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
@@ -214,26 +235,53 @@ class TrainingRun:
                 f"{self.folder} holds a run up to step {saved[-1]}; continue it with "
                 "checkpoint.resume=auto, or choose another hydra.run.dir"
             )
-        self._table = MetricsTable(
-            self.folder / "metrics.csv",
-            make_loggers(
-                self._logging.backend,
-                run_dir=self.folder,
-                experiment_name=self._logging.experiment_name,
-                project=self._logging.project,
-            ),
-            columns=("train/reward", "eval/accuracy"),
-        )
-        repairs = self._resume() if saved else []
-        self._bar = ProgressBar(max_steps, done=self.step, enabled=self._logging.progress)
-        for repair in repairs:
-            self.say(repair)
-        if saved:
-            self.say(f"resumed from {self._store.path(self.step)}")
+        self._seconds: dict[str, float] = {}
+        self._accuracy: float | None = None
+        self._log = RunLog.of(self.folder)
+        self._log.progress = self._logging.progress
+        with self._log:
+            self._table = MetricsTable(
+                self.folder / "metrics.csv",
+                make_loggers(
+                    self._logging.backend,
+                    run_dir=self.folder,
+                    experiment_name=self._logging.experiment_name,
+                    project=self._logging.project,
+                ),
+                columns=("train/reward", "eval/accuracy"),
+            )
+            repairs = self._resume() if saved else []
+            if self._config:
+                text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
+                (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+                self._table.log_config(self._config)
+            for repair in repairs:
+                self.say(repair)
+            if saved:
+                self._accuracy = next(reversed(self._table.read("eval/accuracy")[1]), None)
+                self.say(f"resumed from {self._store.path(self.step)}")
+        self._bar = ProgressBar("step", max_steps, done=self.step)
 
     def say(self, text: str) -> None:
-        """Write a line for the person at the terminal."""
-        self._bar.say(text)
+        """Tell the person something: on standard error, above the bar, and in ``run.log``."""
+        with self._log:
+            say(text)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure a part of a step: ``with run.timed("sample"):`` gives ``perf/sample_s``.
+
+        Args:
+            name: of the part, which the bar shows where steps are long; several parts of one name
+                are added up.
+        """
+        self._bar.phase(name)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, from 1; ends early, and saved, at Ctrl-C, SIGTERM or SIGHUP.
@@ -244,40 +292,38 @@ class TrainingRun:
         Raises:
             RewardError: ten steps in a row had no valid reward; the last of them is saved.
         """
-        with self.stop:
-            if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
-                result = self._evaluate()
-                self._before = list(result.conversations)
-                self._table.write(0, result.metrics())
-            while self.step < self.max_steps and not self.stop.requested:
-                self.step += 1
-                self._started = time.perf_counter()
-                yield self.step
-                if self._started is not None:
-                    raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
-            if self.step and self.step not in self._store.steps():
-                self.save()
-        self._bar.close()
-        if self.step < self.max_steps:
-            self._stopped_by = self.stop.signal
-        if self.step == 0:
-            self.say("stopped before the first step; there is nothing to save")
-        elif self.step < self.max_steps:
-            self.say(
-                f"saved {self._store.path(self.step)}; to go on:\n"
-                f"  {self.how_to_resume or self._command()}"
-            )
+        with self._log:
+            with self.stop, self._bar:
+                yield from self._steps()
+            if self.step < self.max_steps:
+                self._stopped_by = self.stop.signal
+            if self.step == 0:
+                self.say("stopped before the first step; there is nothing to save")
+            elif self.step < self.max_steps:
+                self.say(
+                    f"saved {self._store.path(self.step)}; to go on:\n"
+                    f"  {self.how_to_resume or self._command()}"
+                )
+
+    def _steps(self) -> Iterator[int]:
+        if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
+            numbers, self._before = self._measured()
+            self._table.write(0, numbers)
+        while self.step < self.max_steps and not self.stop.requested:
+            self.step += 1
+            self._started = time.perf_counter()
+            yield self.step
+            if self._started is not None:
+                raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
+        if self.step and self.step not in self._store.steps():
+            self.save()
 
     def _command(self) -> str:
-        """What was typed to begin, and what it takes to go on."""
-        begun, *arguments = map(masked, sys.argv)
-        kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
-        # A console command is called by its name, and a page by Python.
-        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+        """What it takes to go on."""
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
-        return " ".join(filter(None, (begun, shlex.join(kept), where, "checkpoint.resume=auto")))
+        return " ".join((_typed(), where, "checkpoint.resume=auto"))
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
+    def record(self, metrics: Mapping[str, Any], rows: LazyStackedTensorDict | None = None) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
 
         Call it once, at the end of the loop's body.
@@ -285,6 +331,7 @@ class TrainingRun:
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
                 ``train/tokens_generated`` gives the speed.
+            rows: that were collected, of which ``logging.samples`` shows two.
 
         Raises:
             RewardError: see :meth:`steps`.
@@ -292,7 +339,11 @@ class TrainingRun:
         if self._started is None:
             raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
         seconds, self._started = time.perf_counter() - self._started, None
-        self._complete(dict(metrics), seconds)
+        parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
+        self._seconds.clear()
+        if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
+            self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
+        self._complete({**metrics, **parts}, seconds)
 
     def evaluate(self) -> EvalResult:
         """Evaluate the model as it is now; nothing is recorded.
@@ -317,38 +368,63 @@ class TrainingRun:
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        rewards, (_, accuracy) = map(self._table.read, ("train/reward", "eval/accuracy"))
-        self.say(terminal_curve(*rewards, title="train/reward over steps"))
-        picture = self.folder / "reward.png"
-        draw_curves(self.curves()).savefig(picture)
-        if self._before and self._after:
-            self.say(compare_conversations(self._before, self._after))
-        if accuracy:
-            self.say(f"held-out greedy accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
-        for name, number in self._table.failures.items():
-            self.say(f"{name} raised at {number} of the steps, which it may lack")
-        self.say(f"metrics {self._table.path}\ncurve {picture}")
-        if self._store.steps():
-            self.say(
-                f"model {self._store.path(self._store.steps()[-1])} "
-                "(AutoModelForCausalLM.from_pretrained opens it)"
-            )
+        rewards = self._table.read("train/reward")
+        with self._log:
+            show(terminal_curve(*rewards, title="train/reward over steps"))
+            picture = self.folder / "reward.png"
+            draw_curves(self.curves()).savefig(picture)
+            if self._before and self._after:
+                show(compare_conversations(self._before, self._after))
+            for name, number in self._table.failures.items():
+                say(f"{name} raised {number} times, and may lack what it was given then")
+            show(text_table(self._results(picture)))
         if rewards[1] and all(map(math.isnan, rewards[1])):
             raise RewardError(f"none of the {len(rewards[1])} steps had a valid reward{_SEE}")
+        if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
+            self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
 
+    def _push(self, name: str) -> None:
+        try:
+            url = push_to_hub(self._store.path(self.step), name, command=_typed())
+        except TorchRLLLMError as error:  # the run is done and saved, whatever the hub says
+            self.say(str(error))
+        else:
+            self.say(f"pushed to {url}")
+
+    def _results(self, picture: Path) -> Iterator[tuple[str, str]]:
+        """What came of the run, a name and a text each."""
+        for label, name in (
+            ("held-out greedy accuracy", "eval/accuracy"),
+            ("reward", "train/reward"),
+        ):
+            _, values = self._table.read(name)
+            if values:
+                first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
+                yield label, f"{first}{values[-1]:.3f}"
+        steps, seconds = self._table.read("perf/step_s")
+        yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
+        tokens = sum(self._table.read("train/tokens_generated")[1])
+        yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
+        yield "metrics", str(self._table.path)
+        yield "curve", str(picture)
+        yield "log", str(self._log.path)
+        if self._store.steps():
+            yield "model", str(self._store.path(self._store.steps()[-1]))
+            yield "", "AutoModelForCausalLM.from_pretrained opens it"
+
     def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
         speed = metrics["train/tokens_generated"] / seconds
-        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed}
+        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed, **memory_metrics()}
+        self._bar.update(self.step, self._note(metrics))
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
-            result = self._evaluate()
-            self._after = list(result.conversations)
-            metrics |= result.metrics()
+            numbers, self._after = self._measured()
+            metrics |= numbers
+            self._bar.note = self._note(metrics)
         self.metrics = metrics
         self._table.write(self.step, metrics)
-        self._bar.step(reward=metrics["train/reward"], tokens_per_s=speed)
         if self._falls_on(self._checkpoint.interval):
             self.save()
         without = math.isnan(metrics["train/reward"])
@@ -360,6 +436,17 @@ class TrainingRun:
                 f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
                 f"{self._store.path(self.step)}"
             )
+
+    def _note(self, metrics: Mapping[str, Any]) -> str:
+        speed = f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"
+        known = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
+        return ", ".join([f"reward {metrics['train/reward']:.3f}", speed, *known])
+
+    def _measured(self) -> tuple[dict[str, float], list[str]]:
+        result = self._evaluate()
+        numbers = result.metrics()
+        self._accuracy = numbers.get("eval/accuracy")
+        return numbers, list(result.conversations)
 
     def _falls_on(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
@@ -419,3 +506,12 @@ class TrainingRun:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+
+def _typed() -> str:
+    """What was typed to begin, without what says where and how to go on."""
+    begun, *arguments = map(masked, sys.argv)
+    kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
+    # A console command is called by its name, and a page by Python.
+    begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+    return f"{begun} {shlex.join(kept)}".strip()

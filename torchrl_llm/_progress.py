@@ -1,0 +1,178 @@
+"""Progress bar: a live line on a terminal or in a notebook, a plain one now and then in a pipe.
+
+Bars are shown while a run's log is open (:class:`torchrl_llm._run_log.RunLog`) and are silent
+otherwise, so that whatever takes long may have one.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from torchrl_llm._run_log import in_notebook, say, terminal
+
+_NARROWEST, _WIDEST = 8, 24
+# Drawing takes half a millisecond, a step of a small model a hundred.
+_BETWEEN_DRAWINGS_S = 0.2
+_LONG_S = 2.0
+_BETWEEN_LINES_S = (10.0, 60.0)
+
+_bars: list[ProgressBar] = []
+
+
+class ProgressBar:
+    """How far something is that takes a while, with the time that is left.
+
+    A context manager. A bar that begins inside another is shown in its place, until it ends.
+
+    Args:
+        what: is counted, as ``"step"``.
+        total: how many there are.
+        done: how many were done before.
+
+    Attributes:
+        done: how many are done.
+        note: is shown behind the bar.
+
+    Example:
+        >>> with ProgressBar("step", 10) as bar:
+        ...     bar.update(1, "reward 0.250")
+        >>> bar.done
+        1
+    """
+
+    def __init__(self, what: str, total: int, *, done: int = 0) -> None:
+        self.what, self.total, self.done, self.note = what, total, done, ""
+        self._first, self._phase = done, ""
+        self._begun = self._changed = time.monotonic()
+        self._drawn = self._told = 0.0
+        self._pace_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._begun = self._changed = self._told = time.monotonic()
+        _bars.append(self)
+        self._show(always=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _bars.remove(self)
+        if not terminal.listens:
+            return
+        self._phase = ""
+        outer = _bars[-1] if _bars else None
+        if outer is not None:
+            outer._show(always=True)
+        else:
+            self._draw()
+            terminal.leave_line()
+            if in_notebook():
+                terminal.change_cell(None)
+
+    def update(self, done: int, note: str = "") -> None:
+        """Say how many are done.
+
+        Args:
+            done: in all.
+            note: a few words or numbers about them.
+        """
+        now = time.monotonic()
+        self._pace_s, self._changed = now - self._changed, now
+        self.done, self.note, self._phase = done, note, ""
+        self._show()
+        if not terminal.listens:
+            return
+        elapsed, (least, most) = now - self._begun, _BETWEEN_LINES_S
+        if done == self.total or now - self._told >= min(max(least, elapsed / 10), most):
+            self._told = now
+            tell = terminal.log_only if terminal.live or in_notebook() else say
+            tell(", ".join(filter(None, (self._count(), note, self._times()))))
+
+    def phase(self, name: str) -> None:
+        """Say what is done at the moment, where a count takes so long that somebody may wonder."""
+        self._phase = name
+        if self._pace_s >= _LONG_S or not self.done:
+            self._show(always=True)
+
+    def _show(self, *, always: bool = False) -> None:
+        now = time.monotonic()
+        if always or self._pace_s >= _LONG_S or now - self._drawn >= _BETWEEN_DRAWINGS_S:
+            self._drawn = now
+            self._draw()
+
+    def _draw(self) -> None:
+        if not terminal.listens:
+            return
+        if terminal.live is not None:
+            terminal.draw(_styled(terminal.live, self._parts))
+        elif in_notebook():
+            terminal.change_cell("".join(text for text, _ in self._parts()).rstrip())
+
+    def _count(self) -> str:
+        chain = [*_bars[: _bars.index(self) + 1]] if self in _bars else [self]
+        return ", ".join(f"{bar.what} {bar.done:,}/{bar.total:,}" for bar in chain)
+
+    def _times(self) -> str:
+        elapsed = time.monotonic() - self._begun
+        if self.done == self.total:
+            return clock(elapsed)
+        fresh = self.done - self._first
+        left = clock(elapsed / fresh * (self.total - self.done)) if fresh else "?"
+        return f"{clock(elapsed)} < {left}"
+
+    def _parts(self, width: int = 120) -> list[tuple[str, str]]:
+        """Texts and their styles; where a line is short the bar gives way, then the note."""
+        count = f"{self._count()} "
+        notes = "  ".join(filter(None, (f" {self._times()}", self._phase, self.note)))
+        length = min(max(width - len(count) - len(notes), _NARROWEST), _WIDEST)
+        full = round(length * self.done / self.total) if self.total else length
+        return [
+            (count, "bold"),
+            ("━" * full, "green" if self.done == self.total else "cyan"),
+            ("─" * (length - full), "bright_black"),
+            (notes, ""),
+        ]
+
+
+def clock(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds.
+
+    Args:
+        seconds: not negative.
+
+    Example:
+        >>> clock(75.2), clock(3725)
+        ('1:15', '1:02:05')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+@functools.lru_cache(maxsize=1)
+def _console(stream: Any) -> Any:
+    from rich.console import Console
+
+    return Console(file=stream, force_terminal=True, legacy_windows=False)
+
+
+def _styled(stream: Any, parts: Callable[[int], list[tuple[str, str]]]) -> str:
+    """The parts on one line that fits into the terminal."""
+    from rich.text import Text
+
+    console = _console(stream)
+    width = console.width - 1
+    texts = parts(width)
+    if not console.encoding.startswith("utf"):
+        texts = [(text.replace("━", "=").replace("─", "-"), style) for text, style in texts]
+    with console.capture() as drawn:
+        line = Text.assemble(*texts, end="")
+        console.print(line, end="", no_wrap=True, overflow="crop", width=width)
+    return drawn.get()

@@ -1,0 +1,171 @@
+"""Talks to a model: ``torchrl-llm chat FOLDER``; a run, a checkpoint, a hub name, or nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.errors import OverlongError
+
+_FAILED = 1
+_MAX_TOKENS = 256
+_HELP = "/reset begins anew, /system TEXT does so with another system prompt, /quit ends"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Talk to a model in a terminal, or answer the lines of a file.
+
+    Args:
+        arguments: the model, and options.
+
+    Returns:
+        The exit status.
+    """
+    given = _parser().parse_args(arguments)
+    with _conversation(given) as conversation:
+        return _talk(conversation, is_terminal=sys.stdin.isatty())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm chat",
+        description="talk to a model; where the input is no terminal, each of its lines is a turn, "
+        "and only answers are printed",
+        epilog=f"In the conversation: {_HELP} (as Ctrl-D and Ctrl-C do).",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="FOLDER",
+        help="folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name; "
+        "default: the model that ships with the package",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system prompt; default: that of the run")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of sampling; default: 0, greedy",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of an answer; default: the run's, or {_MAX_TOKENS}",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: 0")
+    parser.add_argument(
+        "--tool",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a tool besides the run's, by name or as module:function; may be repeated",
+    )
+    return parser
+
+
+def _conversation(given: argparse.Namespace) -> Any:
+    import torch
+    import transformers
+
+    from torchrl_llm import modules
+    from torchrl_llm.evaluation import Conversation
+    from torchrl_llm.recipes.builders import present_device
+    from torchrl_llm.recipes.chat_settings import chat_settings
+    from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
+
+    transformers.utils.logging.disable_progress_bar()
+    name, config = given.model, {}
+    if name is not None and Path(name).is_dir():
+        name = model_folder(Path(name))
+        run = run_of(name)
+        config = {} if run is None else read_config(run)
+    elif name is not None:
+        config = {"model": {"name": name}}
+    env = config.get("env") or {}
+    config = {**config, "env": {**env, "tools": [*(env.get("tools") or ()), *given.tool]}}
+    settings = chat_settings(config)
+    wanted = (given.max_tokens, settings.max_tokens, _MAX_TOKENS)
+    device = present_device("auto", "device")
+    policy = modules.TransformersWrapper(
+        modules.load_model(
+            name, dtype="bfloat16" if device.type == "cuda" else "float32", device=device
+        ),
+        tokenizer=modules.load_tokenizer(name),
+        chat_template_name=settings.chat_template_name,
+        tools=settings.schemas,
+        generate_kwargs={
+            "max_new_tokens": next(n for n in wanted if n is not None),
+            "temperature": given.temperature,
+        },
+    )
+    torch.manual_seed(given.seed)
+    system = settings.system_prompt if given.system is None else given.system
+    if sys.stdin.isatty():
+        _tell(f"{name or 'the model that ships with the package'}; {_HELP}")
+    return Conversation(policy, system_prompt=system, tools=settings.tools)
+
+
+def _talk(conversation: Any, *, is_terminal: bool) -> int:
+    for line in _lines(is_terminal):
+        command, _, rest = line.strip().partition(" ")
+        if not command:
+            continue
+        if command == "/quit":
+            break
+        if command in ("/reset", "/system"):
+            conversation.system_prompt = rest or conversation.system_prompt
+            conversation.reset()
+        elif command.startswith("/"):
+            _tell(f"there is no command {command}: {_HELP}")
+        else:
+            before = len(conversation.messages)
+            try:
+                answer = conversation.say(line.strip())
+            except OverlongError as error:
+                _tell(f"The conversation is full: {error.args[0].partition(';')[0]}. {_HELP}.")
+                if not is_terminal:
+                    return _FAILED
+                continue
+            _tell_calls(conversation.messages[before:-1])
+            sys.stdout.write(f"{answer}\n")
+            sys.stdout.flush()
+            if conversation.was_cut:
+                _tell("(cut: --max-tokens, or the end of the context)")
+    return 0
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    if not is_terminal:
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() edits lines with it)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            _tell("")
+            return
+
+
+def _tell_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Say which tools were called, and what they answered."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            _tell(f"[{function.get('name')} {arguments}]")
+        if message["role"] == "tool":
+            _tell(f"[{message.get('name', 'tool')} -> {message['content']}]")
+
+
+def _tell(text: str) -> None:
+    """Say something that is no answer."""
+    sys.stderr.write(f"{text}\n")

@@ -1,0 +1,98 @@
+"""Draws and compares runs: ``torchrl-llm plot RUN [RUN ...] --by loss.type``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_llm.errors import ConfigError
+
+_METRICS = ("train/reward", "eval/accuracy")
+# More curves than this are looked at in the picture.
+_MOST_DRAWN = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table of runs and their curves, and write a picture of them.
+
+    Args:
+        arguments: folders of runs, and options.
+
+    Returns:
+        The exit status.
+    """
+    given = _parser().parse_args(arguments)
+
+    from torchrl_llm.trainers import run_comparison as comparison
+    from torchrl_llm.trainers.curves import draw_panels, terminal_curve
+
+    runs, left_out = comparison.find_runs(given.runs)
+    sys.stderr.writelines(f"left out: {line}\n" for line in left_out)
+    known = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    metrics = given.metric or [name for name in _METRICS if name in known]
+    metrics = metrics or [name for name in known if name.startswith("train/loss")] or _METRICS
+    comparison.check_metrics(runs, metrics)
+    heads = _keys(given.by)
+    if heads:
+        groups = comparison.group_runs(runs, heads)
+        names = [", ".join(f"{k}={v}" for k, v in zip(heads, at, strict=True)) for at in groups]
+    else:
+        names = comparison.run_labels(runs)
+        groups = {(name,): [run] for name, run in zip(names, runs, strict=True)}
+    panels = {
+        metric: {
+            name: comparison.mean_curve(curves)
+            for name, group in zip(names, groups.values(), strict=True)
+            if (curves := [run.metrics[metric] for run in group if metric in run.metrics])
+        }
+        for metric in metrics
+    }
+    picture = given.output or (runs[0].folder if len(runs) == 1 else Path()) / "curves.png"
+    try:
+        draw_panels(panels).savefig(picture)
+    except (OSError, ValueError) as error:  # no such folder; no such format
+        raise ConfigError(f"the picture {picture} cannot be written: {error}") from error
+    shown = [comparison.comparison_table(groups, heads or ["run"], metrics)]
+    for metric, curves in panels.items():
+        for name, curve in curves.items() if len(curves) <= _MOST_DRAWN else ():
+            title = f"\n{metric}, {name}"
+            shown.append(terminal_curve(curve.steps, curve.values, title=title, height=6))
+    sys.stdout.write("\n".join([*shown, f"\npicture {picture}", ""]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm plot",
+        description="one picture and one table of several runs, from their metrics.csv",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run or of a sweep; or a pattern"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the picture; default: curves.png in the run's folder, or here for several",
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help=f"column of metrics.csv; may be repeated; default: {' and '.join(_METRICS)}",
+    )
+    parser.add_argument(
+        "--by",
+        metavar="KEY,KEY",
+        help="one line for each combination of these keys, and the mean over its runs",
+    )
+    return parser
+
+
+def _keys(by: str | None) -> list[str]:
+    keys = [key.strip() for key in (by or "").split(",") if key.strip()]
+    if by is not None and not keys:
+        raise ConfigError("--by needs a key, as in --by loss.type,seed")
+    return keys

@@ -1,0 +1,86 @@
+"""What a configuration says about talking to its model: system prompt, tools, template, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torchrl._utils import logger as log
+
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.recipes.tasks import task_class, tool_transform
+from torchrl_llm.tools import ToolTransform
+from torchrl_llm.tools.call_parsers import MessageCallParser
+
+
+class ChatSettings(NamedTuple):
+    """Settings of a :class:`~torchrl_llm.evaluation.Conversation` and of the policy that answers.
+
+    Attributes:
+        system_prompt: first message, ``None`` for none.
+        tools: the task's, and those of ``env.tools``.
+        schemas: of the tools that the prompt describes, for a policy's ``tools``; ``None`` for none
+            (the model that ships with the package knows its tool without).
+        chat_template_name: a family of templates; ``None`` for the tokenizer's own.
+        max_tokens: tokens that a response may have; ``None`` where nothing is said.
+    """
+
+    system_prompt: str | None = None
+    tools: tuple[ToolTransform, ...] = ()
+    schemas: list[dict[str, Any]] | None = None
+    chat_template_name: str | None = None
+    max_tokens: int | None = None
+
+
+def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
+    """How the model of a run was prompted in training.
+
+    A task that cannot be loaded here (a file that is gone) has no tools, which is warned of.
+
+    Args:
+        config: nested configuration of a run of any recipe; empty for none.
+
+    Raises:
+        ConfigError: tools that there are not.
+
+    Example:
+        >>> chat_settings({"env": {"dataset": "calculator"}}).system_prompt
+        'Use the calculator.'
+    """
+    env, model = config.get("env") or {}, config.get("model") or {}
+    system, tools = _of_task(env)
+    if env.get("tools"):
+        tools += (tool_transform(env["tools"], max_turns=env.get("max_tool_turns", 4)),)
+    told = model.get("show_tools")
+    told = model.get("name") is not None if told is None else told
+    named = [each for each in tools if isinstance(each.parser, MessageCallParser)]
+    schemas = [schema for each in named for schema in each.schemas] if told else None
+    return ChatSettings(
+        system if env.get("system_prompt") is None else env["system_prompt"],
+        tools,
+        schemas or None,
+        model.get("chat_template_name"),
+        (config.get("inference_model") or {}).get("max_tokens"),
+    )
+
+
+def _of_task(env: Mapping[str, Any]) -> tuple[str | None, tuple[ToolTransform, ...]]:
+    """System prompt and tools of a task."""
+    name, task = env.get("dataset"), None
+    if name is None:
+        return None, ()
+    try:
+        task = task_class(name)
+        data: dict[str, Any] = {"data_files": env.get("data_files")}
+        if env.get("data_files") is None and task.DATASET is not None:
+            # Nothing is fetched for a prompt: a row stands for the data.
+            data = {"dataset": [dict.fromkeys(task.COLUMNS, "")]}
+        made = task(**data, **(env.get("options") or {}), compute_reward=False)
+        try:
+            return made.base_env.system_prompt, tuple(made.make_tools())
+        finally:
+            made.close()
+    except Exception as error:  # a file that is gone; a task that cannot make anything of that row
+        if task is None or task.make_tools is not TaskEnv.make_tools:
+            log.warning(f"the task {name!r} cannot be loaded here, nor can its tools: {error}")
+        return getattr(task, "SYSTEM_PROMPT", None), ()

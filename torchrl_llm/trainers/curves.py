@@ -1,0 +1,153 @@
+"""Curves of metrics: in a terminal, and as a picture.
+
+The one in the terminal is drawn with braille dots: forty lines against a compiled dependency whose
+interface changes between versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Series = tuple[Sequence[int], Sequence[float]]
+
+# Bits of a braille cell, two dots wide and four high, by column and row from the top.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def terminal_curve(
+    steps: Sequence[int], values: Sequence[float], *, title: str, width: int = 64, height: int = 12
+) -> str:
+    """Draw one series with braille dots, averaged over the steps that share a column.
+
+    Args:
+        steps: ascending steps.
+        values: one value per step; steps whose value is not finite are left out.
+        title: first line of the plot.
+        width: characters of the drawing area.
+        height: lines of the drawing area.
+
+    Returns:
+        A text of ``height + 2`` lines; only the title where there are no values.
+
+    Example:
+        >>> values = [0.0, 0.25, 0.75, 1.0]
+        >>> print(terminal_curve([1, 2, 3, 4], values, title="r", width=2, height=2))
+        r
+          1.00 |⠀⡎
+          0.00 |⡜⠀
+                1 .. 4
+    """
+    known = [pair for pair in zip(steps, values, strict=True) if math.isfinite(pair[1])]
+    if not known:
+        return title
+    steps, values = zip(*known, strict=True)
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    columns, rows = 2 * width, 4 * height
+    first, last = steps[0], steps[-1]
+    buckets: list[list[float]] = [[] for _ in range(columns)]
+    for step, value in zip(steps, values, strict=True):
+        buckets[round((step - first) / max(1, last - first) * (columns - 1))].append(value)
+    levels = [
+        round((high - sum(bucket) / len(bucket)) / span * (rows - 1)) if bucket else None
+        for bucket in buckets
+    ]
+    cells = [[0] * width for _ in range(height)]
+    previous: tuple[int, int] | None = None
+    for column, level in enumerate(levels):
+        if level is None:
+            continue
+        for x, y in _segment(previous or (column, level), (column, level)):
+            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        previous = (column, level)
+    labels = [""] * height
+    labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
+    lines = [
+        f"{label:>6} |" + "".join(chr(0x2800 + cell) for cell in row)
+        for label, row in zip(labels, cells, strict=True)
+    ]
+    return "\n".join([title, *lines, f"{'':8}{first} .. {last}"])
+
+
+def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Dots of a straight line from ``start`` to ``end``."""
+    (x0, y0), (x1, y1) = start, end
+    count = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [
+        (x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count))
+        for i in range(count + 1)
+    ]
+
+
+def draw_curves(series: Mapping[str, Series]) -> Any:
+    """Draw named series over the steps.
+
+    Args:
+        series: name to (steps, values).
+
+    Returns:
+        A matplotlib figure.
+    """
+    return draw_panels({"": {name: Curve(*pair) for name, pair in series.items()}})
+
+
+class Curve(NamedTuple):
+    """A series, with how much the runs that it is the mean of differ.
+
+    Attributes:
+        steps: ascending.
+        values: one a step.
+        spread: half the height of a band around each value; empty for none.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    spread: Sequence[float] = ()
+
+
+def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
+    """Draw curves in several panels; a label has one colour in all of them.
+
+    Args:
+        panels: title of a panel to its curves by label.
+
+    Returns:
+        A matplotlib figure.
+    """
+    # Without pyplot: no backend is chosen for the process and half the import time is saved.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)  # "generated new ..."
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    names = "tab10" if len(labels) <= 10 else "turbo"
+    colours = matplotlib.colormaps[names].resampled(max(10, len(labels)))
+    size = (7, 4) if len(panels) == 1 else (5.2 * len(panels), 4)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    drawn = {}
+    for axes, (title, curves) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, curve in curves.items():
+            # A measure taken a few times is shown with its points, a dense one as a thin line.
+            style = "o-" if len(curve.steps) <= 20 else "-"
+            colour = colours(labels.index(label))
+            (drawn[label],) = axes.plot(
+                curve.steps, curve.values, style, linewidth=1.2, markersize=4, color=colour
+            )
+            if curve.spread:
+                pairs = list(zip(curve.values, curve.spread, strict=True))
+                low, high = [v - s for v, s in pairs], [v + s for v, s in pairs]
+                axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    if drawn and len(panels) == 1:
+        axes.legend(drawn.values(), drawn)
+    elif drawn:
+        columns = max(1, min(len(drawn), 140 // max(map(len, drawn))))
+        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns)
+    return figure

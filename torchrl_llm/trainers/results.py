@@ -1,0 +1,45 @@
+"""Tables of results for people: names with values, or figures side by side."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+
+
+def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> str:
+    """A table without lines at its sides, which no width of a window can break.
+
+    Args:
+        rows: the texts of each row. The first of a row names it.
+        header: titles of the columns, whose values are then numbers; none for names with values.
+
+    Returns:
+        Text of several lines, in colours where standard output is a terminal.
+
+    Example:
+        >>> print(text_table([["steps", "100 in 0:14"], ["curve", "outputs/reward.png"]]))
+        steps  100 in 0:14
+        curve  outputs/reward.png
+        >>> print(text_table([["accuracy", "0.863"], ["reward", "0.9"]], header=["", "sums"]))
+                   sums
+        accuracy  0.863
+        reward      0.9
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
+    for number, title in enumerate(header or rows[0]):
+        right = "right" if header and number else "left"
+        table.add_column(Text(title if header else ""), justify=right, no_wrap=True)
+    for name, *values in rows:
+        table.add_row(Text(name, "bold"), *map(Text, values))
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    # As wide as it likes: a path that is folded cannot be copied.
+    console = Console(file=io.StringIO(), width=10_000, force_terminal=terminal)
+    with console.capture() as drawn:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in drawn.get().splitlines())

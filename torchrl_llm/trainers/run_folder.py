@@ -1,0 +1,216 @@
+"""Folder of a run as others read it: its configuration, its metrics, its newest checkpoint.
+
+Nothing heavy is imported here, so that commands which only read answer at once. What is written
+there, and when, is said by :mod:`torchrl_llm.trainers.run`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_llm.errors import ConfigError, DataError
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.csv"
+CHECKPOINTS = "checkpoints"
+STEP = "train/step"
+
+_CHECKPOINT = re.compile(r"step_(\d+)")
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending.
+
+    Args:
+        folder: what the checkpoints lie in.
+    """
+    if not folder.is_dir():
+        return []
+    found = (_CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step.
+
+    Args:
+        folder: what the checkpoints lie in.
+        step: the step.
+    """
+    return folder / f"step_{step:06d}"
+
+
+def model_folder(path: Path) -> Path:
+    """Where the model is that a folder stands for.
+
+    Args:
+        path: of a model or a checkpoint, or of a run: that is its newest checkpoint, or its
+            finished model.
+
+    Raises:
+        ConfigError: it holds neither.
+
+    Example:
+        >>> from torchrl_llm.assets import embedded_model_path
+        >>> model_folder(embedded_model_path()).name
+        'embedded'
+    """
+    if (path / "config.json").is_file():
+        return path
+    if steps := checkpoint_steps(path / CHECKPOINTS):
+        return checkpoint_path(path / CHECKPOINTS, steps[-1])
+    if steps := checkpoint_steps(path):
+        return checkpoint_path(path, steps[-1])
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    raise ConfigError(
+        f"{path} holds no model (config.json), no checkpoint ({CHECKPOINTS}/step_N) and no "
+        f"finished model (model); it has {_listing(path)}"
+    )
+
+
+def run_of(model: Path) -> Path | None:
+    """Folder of the run that a model comes from; ``None`` where it comes from none.
+
+    Args:
+        model: what :func:`model_folder` returned.
+    """
+    for folder in (model, *model.resolve().parents[:2]):
+        if (folder / METRICS_FILE).is_file() and not _CHECKPOINT.fullmatch(folder.name):
+            return folder
+    return None
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Nested configuration of a run; empty where it was not written.
+
+    Args:
+        run: its folder. Of a run that Hydra started and that wrote none, what Hydra noted is taken.
+
+    Raises:
+        DataError: the file is no YAML mapping.
+    """
+    for file in (run / CONFIG_FILE, run / ".hydra" / CONFIG_FILE):
+        if file.is_file():
+            try:
+                found = yaml.safe_load(file.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
+            if not isinstance(found, dict):
+                raise DataError(f"{file} is no mapping of keys to values")
+            return found
+    return {}
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level, each key with the names of its groups before it.
+
+    Args:
+        values: mappings within mappings.
+        prefix: what every key begins with.
+
+    Example:
+        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
+        {'seed': 0, 'optimizer.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration by groups, in plain values, as ``config.yaml`` holds it.
+
+    Args:
+        flat: dotted key to value. Values that YAML has no word for become their ``str``.
+
+    Example:
+        >>> nested({"seed": 0, "optimizer.lr": 0.1, "optimizer.betas": (0.9, 0.95)})
+        {'seed': 0, 'optimizer': {'lr': 0.1, 'betas': [0.9, 0.95]}}
+    """
+    groups: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        group = groups
+        for part in path:
+            group = group.setdefault(part, {})
+        group[name] = _plain(value)
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, bool, int, float, type(None))) else str(value)
+
+
+def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a ``metrics.csv``, as texts, without what is empty.
+
+    Half a line at the end, of a run that is writing or was killed, is left out.
+
+    Args:
+        file: the file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such table.
+    """
+    text = file.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    try:
+        reader = csv.DictReader(lines)
+        rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    columns = list(reader.fieldnames or ())
+    if STEP not in columns:
+        raise ValueError(f"there is no column {STEP}")
+    return columns, [{k: v for k, v in row.items() if k and v} for row in rows]
+
+
+def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Metrics of a run: name to the steps that have a value, and the values.
+
+    Args:
+        run: its folder.
+
+    Raises:
+        DataError: there is no ``metrics.csv``, it is no such table, or holds no step.
+    """
+    file = run / METRICS_FILE
+    if not file.is_file():
+        raise DataError(f"{run} has no {METRICS_FILE}; it has {_listing(run)}")
+    try:
+        columns, rows = read_rows(file)
+        series = {
+            name: (
+                [int(row[STEP]) for row in rows if name in row],
+                [float(row[name]) for row in rows if name in row],
+            )
+            for name in columns
+            if name != STEP
+        }
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not rows:
+        raise DataError(f"{file} holds no step yet")
+    return {name: pair for name, pair in series.items() if pair[0]}
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return shown or "nothing in it"
