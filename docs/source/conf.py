@@ -51,7 +51,8 @@ copybutton_prompt_is_regexp = True
 # The doctest builder needs no notebook; a page shows what its notebook printed in this build.
 nb_execution_mode = "off" if "doctest" in sys.argv else "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
+nb_execution_in_temp = True  # a run writes its folder there
 nb_output_stderr = "remove"
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
