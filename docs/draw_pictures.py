@@ -25,7 +25,9 @@ def svg(width: int, height: int, parts: list[str], title: str) -> str:
     name = html.escape(title)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{name}" class="drawing"><title>{name}</title>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'aria-label="{name}" class="drawing"><title>{name}</title>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
@@ -38,7 +40,9 @@ def box(x, y, width, height, stroke=BORDER, fill=FILL, radius=7) -> str:
 
 def text(x, y, words, size=13, colour=TEXT, anchor="start", bold=False, family=BODY) -> str:
     style = f"font:{'600 ' if bold else ''}{size}px {family};fill:{colour}"
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" style="{style}">{html.escape(words)}</text>'
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" style="{style}">{html.escape(words)}</text>'
+    )
 
 
 def arrow(path: str, tip: tuple[float, float], turn: int, colour=GREY) -> str:

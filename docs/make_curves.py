@@ -316,7 +316,7 @@ def draw(name: str, picture: Picture) -> None:
     from matplotlib import pyplot
 
     style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
-    style |= {key: GREY for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
     style |= {"axes.edgecolor": GREY, "font.size": 10, "lines.linewidth": 1.8}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(5.4, 2.9), layout="constrained")

@@ -54,6 +54,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_in_temp = True  # a run writes its folder there
 nb_output_stderr = "remove"
+nb_merge_streams = True
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
 
