@@ -41,6 +41,7 @@ from torchrl_llm.recipes.builders import (
     autocast,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -102,6 +103,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config, reads_reward=config.loss.outcome_coeff > 0),
     )
     yield run
     # Half a million objects of the imports need not be searched for garbage at every step.

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
@@ -237,6 +238,7 @@ def answer_task(
     env = make_env(config, task, policy.tokenizer)
     if config.model.is_told_of_tools and (schemas := env.tool_schemas):
         policy = policy.get_new_version(tools=schemas)
+    env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     num_prompts = config.eval.num_prompts or env.primer.num_rows
     records: list[dict] = []
     with path.open("w", encoding="utf-8") as file:

@@ -32,6 +32,7 @@ from torchrl_llm.recipes.builders import (
     make_envs,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -90,6 +91,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config),
     )
     yield run
     # Half a million objects of the imports need not be searched for garbage at every step.

@@ -16,6 +16,7 @@ from torchrl_llm.recipes.builders import (
     make_eval_env,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
 )
@@ -80,6 +81,7 @@ def train_async(
             logging=config.logging,
             checkpoint=config.checkpoint,
             evaluation=config.eval,
+            watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
         )
         if config.weight_sync.verify and config.inference_model.backend == "vllm":
             collector.canary = make_canary(config, policy, "load")

@@ -40,6 +40,7 @@ from torchrl_llm.recipes.builders import (
     make_envs,
     make_evaluation,
     make_policy,
+    make_watch,
     max_turns,
     minibatches,
     overlong_metrics,
@@ -106,6 +107,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,
+        watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
     )
     yield run
     if sampler is not policy:

@@ -24,6 +24,7 @@ from imitate_utils import games, load_config, make_game_env
 from omegaconf import DictConfig
 from sft import save, train
 
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model
 from torchrl_llm.recipes.builders import make_tokenizer
@@ -49,6 +50,7 @@ def main(cfg: DictConfig) -> None:
 
     if config.eval.num_prompts:
         env = make_game_env(config, tokenizer, held_out=True)
+        env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
         arguments = {"max_new_tokens": config.eval.max_tokens, "temperature": 0.0}
         result = evaluate(
             env,

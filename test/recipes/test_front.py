@@ -38,12 +38,12 @@ def table(tmp_path):
 @pytest.fixture
 def rewards(tmp_path, monkeypatch):
     """A module of the user's."""
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "front_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import my_rewards
+    import front_rewards
 
-    yield my_rewards
-    sys.modules.pop("my_rewards")
+    yield front_rewards
+    sys.modules.pop("front_rewards")
 
 
 def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monke
     words = shlex.split(repr(run.config))
     assert words[:3] == ["torchrl-llm", "train", "grpo"]
     assert f"data={table}" in words
-    assert f"reward={tmp_path}/my_rewards.py:exactly" in words
+    assert f"reward={tmp_path}/front_rewards.py:exactly" in words
     assert "env=rows" not in words  # data says it
     run_alone(monkeypatch, SCRIPT, tmp_path / "command", *words[3:])
     assert rows(tmp_path / "object") == rows(tmp_path / "command")

@@ -141,11 +141,26 @@ def test_a_reward_that_fails_in_every_collector_is_shown_here(tmp_path, run, mon
     monkeypatch.setattr("torchrl_llm.data.failures._said", set())
     file = tmp_path / "failing_reward_of_a_user.py"
     file.write_text("def fails(sample):\n    return sample.nothing\n")
-    with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
+    with pytest.raises(RewardError, match="none of the 16 rows of this step has a valid reward"):
         run(tmp_path / "run", "train.max_steps=2", f"reward.components.mine._target_={file}:fails")
     [shown] = [line for line in warned if "AttributeError" in line]
-    assert "rows failed: AttributeError: component 'mine': " in shown
-    assert f" at {file}:2, in fails. " in shown
+    assert "component 'mine' failed 16 times in a batch of 16 rows" in shown
+    assert f'  File "{file}", line 2, in fails\n    return sample.nothing' in shown
+    assert "\n  query:    What is " in shown
+
+
+def test_collectors_end_the_episodes_of_conversations_that_fill_the_context(tmp_path, run):
+    table = run(
+        tmp_path / "run",
+        "env=key_door",
+        "train.max_steps=2",
+        "eval.num_prompts=0",
+        "env.max_prompt_length=400",
+        "inference_model.max_tokens=60",
+    )
+    assert column(table, "train/out_of_context") == [1.0, 1.0]
+    assert column(table, "train/reward_errors") == [0, 0]
+    check_accounts(table)
 
 
 def test_too_few_cpus_are_said_before_anything_starts():

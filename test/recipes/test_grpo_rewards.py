@@ -102,10 +102,11 @@ def test_a_component_that_fails_makes_rows_invalid_and_an_optional_one_does_not(
 ):
     failing = f"reward.components.mine._target_={mine}:fails"
     with pytest.raises(RewardError, match="none of the 2 steps had a valid reward"):
-        run(tmp_path / "a", *TWO_STEPS, failing)
+        run(tmp_path / "a", *TWO_STEPS, failing, "reward.on_all_invalid=continue")
     table = rows(tmp_path / "a")
     check_ledger(table)
     assert column(table, "train/invalid") == [1.0, 1.0]
+    assert column(table, "train/reward_errors") == [16, 16]
     assert column(table, "train/tokens_trained") == [0.0, 0.0]
     table = run(tmp_path / "b", *TWO_STEPS, failing, "reward.components.mine.optional=true")
     check_ledger(table)

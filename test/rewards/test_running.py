@@ -104,13 +104,20 @@ def test_an_exception_without_a_text_and_one_of_another_process_are_named():
     for num_threads in (0, 1):
         (outcome,) = run_rows(leave, [()], num_threads=num_threads)
         assert (outcome.error, outcome.message) == ("Leaves", "")
-    remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero", "reward.py:1, in f"))
-    assert remote[1:] == ("ZeroDivisionError", "by zero", 0.0, "reward.py:1, in f")
+    frames = [("reward.py", 1, "f")]
+    remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero", frames))
+    assert remote[1:5] == ("ZeroDivisionError", "by zero", 0.0, "reward.py:1, in f")
+    assert remote.traceback == (
+        'Traceback (most recent call last):\n  File "reward.py", line 1, in f\n'
+        "ZeroDivisionError: by zero"
+    )
 
 
 def test_what_an_exception_says_is_kept_short_and_can_be_stored():
     assert Outcome.failed(ValueError("x" * 10_000_000)).message == "x" * 1997 + "..."
     assert Outcome.failed(OSError("no file \udcff")).message == "no file ?"
+    assert Outcome.failed(OSError("no file \udcff")).traceback == "OSError: no file ?"
+    assert len(Outcome.failed(ValueError("x" * 10_000_000)).traceback) == 4000
 
 
 @pytest.mark.parametrize(

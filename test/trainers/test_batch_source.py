@@ -221,4 +221,5 @@ def test_failures_of_rewards_elsewhere_are_shown_here(warned, monkeypatch):
     rows.fill()
     shown = [line for line in warned if "KeyError" in line]
     assert len(shown) == 1
-    assert shown[0].startswith(f"2 of 4 rows failed: KeyError: 'x' at {told['place']}. ")
+    assert shown[0].startswith("reward failed 2 times in a batch of 4 rows. ")
+    assert f"\nKeyError: 'x' at {told['place']}\n" in shown[0]

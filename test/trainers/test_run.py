@@ -17,6 +17,7 @@ from torch import nn
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
+from torchrl_llm.trainers import RewardWatch
 from torchrl_llm.trainers import run as run_module
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
 
@@ -54,7 +55,9 @@ class Killed(BaseException):
 class Toy:
     """A loop whose every step depends on weights, optimizer moments and the random generator."""
 
-    def __init__(self, folder, *, max_steps=6, config=None, evaluate=False, **checkpoint):
+    def __init__(
+        self, folder, *, max_steps=6, config=None, evaluate=False, watch=None, **checkpoint
+    ):
         self.model = Model()
         self.optimizer = torch.optim.Adam([self.model.weight], lr=0.1)
         self.run = TrainingRun(
@@ -70,9 +73,12 @@ class Toy:
             logging=LoggingConfig(progress=False),
             checkpoint=CheckpointConfig(**checkpoint),
             evaluation=EvalConfig(interval=2),
+            watch=watch,
         )
 
-    def train(self, interrupt_at=None, kill_at=None, number=signal.SIGINT, rewards=None):
+    def train(
+        self, interrupt_at=None, kill_at=None, number=signal.SIGINT, rewards=None, collected=None
+    ):
         for step in self.run.steps():
             if step == kill_at:
                 raise Killed
@@ -81,7 +87,8 @@ class Toy:
             self.optimizer.step()
             self.optimizer.zero_grad()
             reward = -loss.item() if rewards is None else rewards[step - 1]
-            self.run.record({"train/reward": reward, "train/tokens_generated": 10})
+            metrics = {"train/reward": reward, "train/tokens_generated": 10}
+            self.run.record(metrics, None if collected is None else collected[step - 1])
             if step == interrupt_at:
                 signal.raise_signal(number)
         return self
@@ -365,16 +372,6 @@ def test_a_run_without_any_valid_reward_does_not_end_like_one_that_learned(tmp_p
     Toy(tmp_path / "one", max_steps=3).train(rewards=[NAN, 0.0, NAN]).run.finish()
 
 
-def test_ten_steps_in_a_row_without_a_reward_end_the_run_which_goes_on_from_there(tmp_path):
-    rewards = [1.0, *[NAN] * 9, 1.0, *[NAN] * 10, 1.0]
-    with pytest.raises(RewardError, match=r"the last 10 steps had no valid reward.*step_000021"):
-        Toy(tmp_path, max_steps=22).train(rewards=rewards)
-    toy = Toy(tmp_path, max_steps=22, resume="auto")
-    assert toy.run.step == 21
-    toy.train(rewards=rewards).run.finish()
-    assert len(rows(tmp_path)) == 22
-
-
 def test_the_last_checkpoint_is_pushed_once_the_run_is_done(tmp_path, monkeypatch, capsys):
     pushed = []
 
@@ -494,3 +491,64 @@ def test_two_answers_are_shown_at_the_first_step_and_every_so_many_steps(tmp_pat
     assert said in (tmp_path / "run.log").read_text()
     with pytest.raises(ConfigError, match=r"logging\.samples must be at least 1 or null"):
         LoggingConfig(samples=0)
+
+
+def collected(*rewards):
+    """The rows of a step."""
+    error = {"message": "'x'", "place": "reward.py:3, in f", "source": "reward", "traceback": ""}
+    return lazy_rows(
+        [
+            TensorDict(
+                query="1+1?",
+                next={
+                    "reward": torch.tensor([[reward]]),
+                    "reward_valid": torch.tensor(reward == reward),
+                    "done": torch.tensor([True]),
+                    "error": TensorDict({"type": "" if reward == reward else "KeyError", **error}),
+                },
+            )
+            for reward in rewards
+        ]
+    )
+
+
+def test_a_step_without_any_valid_reward_is_saved_and_ends_the_run_which_goes_on_when_it_is_mended(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", "optimizer.lr=0.1"])
+    broken = [collected(0.0, 1.0), collected(NAN, 0.0), collected(NAN, NAN)]
+    with pytest.raises(RewardError, match="none of the 2 rows of this step") as error:
+        Toy(tmp_path, max_steps=5).train(collected=broken)
+    assert "step 3: " in str(error.value)
+    assert "2 times, 2 of them by KeyError: 'x' at reward.py:3, in f." in str(error.value)
+    command = f"python train.py optimizer.lr=0.1 hydra.run.dir={tmp_path} checkpoint.resume=auto"
+    assert command in str(error.value)
+    toy = Toy(tmp_path, max_steps=5, resume="auto")
+    assert toy.run.step == 3
+    toy.train(collected=[collected(0.0, 1.0)] * 5).run.finish()
+    assert [row["train/step"] for row in rows(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+def test_where_it_is_to_go_on_it_does_and_what_failed_most_is_told_at_the_end(tmp_path, capsys):
+    watch = RewardWatch(on_all_invalid="continue")
+    broken = [collected(NAN, NAN), collected(NAN, 0.0), collected(0.0, 1.0)]
+    toy = Toy(tmp_path, max_steps=3, watch=watch).train(collected=broken)
+    toy.run.finish()
+    told = capsys.readouterr().err
+    assert "3 times, 3 of them by KeyError: 'x' at reward.py:3, in f, in the whole run" in told
+
+
+def test_steps_without_a_signal_are_counted_over_a_resume_and_told_once(tmp_path, capsys):
+    flat = [collected(0.0, 0.0)] * 6
+    Toy(tmp_path, max_steps=4, interval=4).train(collected=flat)
+    assert "no signal" not in capsys.readouterr().err
+    Toy(tmp_path, max_steps=6, resume="auto").train(collected=flat)
+    told = capsys.readouterr().err
+    assert told.count("no signal: in each of the last 5 steps") == 1
+
+
+def test_how_a_run_deals_with_rewards_may_change_when_it_goes_on(tmp_path):
+    keys = {"reward.on_all_invalid": "error", "train.no_signal_steps": 5}
+    Toy(tmp_path, max_steps=1, config=keys).train()
+    changed = {"reward.on_all_invalid": "continue", "train.no_signal_steps": None}
+    assert Toy(tmp_path, max_steps=1, config=changed, resume="auto").run.step == 1

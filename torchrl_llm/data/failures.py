@@ -1,7 +1,9 @@
-"""Shows what failed in a reward or a world of the user: once a kind, with its place.
+"""Shows what failed in a reward, a tool or a world: the first of each kind, with its traceback.
 
-A failure is data, a row with a NaN reward and its error, so that no run ends by one. Nobody reads
-that data while a run goes on, hence the line in the log.
+A failure is data, a row with its error, so that no run ends by one. Nobody reads that data while a
+run goes on, hence the text in the log: what Python would have printed, and the row.
+
+Next: :mod:`torchrl_llm.trainers.reward_watch` counts failures over a run.
 """
 
 from __future__ import annotations
@@ -11,26 +13,112 @@ import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from tensordict import TensorDictBase
 from torchrl._utils import logger
 
+from torchrl_llm.data.row_text import row_text
+from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import TorchRLLLMError
 
 Frame = tuple[str, int, str]
-ERROR_KEYS = ("type", "message", "place")
-"""What rows hold under ``"error"``."""
+ERROR_KEYS = ("type", "message", "place", "source", "traceback")
+"""What rows hold under ``"error"``: the fields of a :class:`Failure`, in their order."""
+
+WORLD = "environment"
+"""``Failure.source`` of what failed in the world that a model acts in."""
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {site.getusersitepackages()}
 )
+_LONGEST_MESSAGE = 2000
+_LONGEST_TRACEBACK = 4000
+_MOST_FRAMES = 30
 # A reward that gives each of its errors a new name must not fill the log.
 _MOST_KINDS = 100
-_said: set[tuple[str, str]] = set()
+_said: set[tuple[str, str, str]] = set()
 _lock = threading.Lock()
+_FATES = {
+    "component": "rows that need it are not trained on, and train/invalid_{name} counts them",
+    "tool": "the model reads what went wrong, and train/tool_errors counts such rows",
+    WORLD: "such episodes end and are not trained on, and train/env_errors counts them",
+}
+_NO_REWARD = "rows without a reward are not trained on, and train/reward_errors counts them"
+
+
+class Failure(NamedTuple):
+    """What went wrong in one row.
+
+    Attributes:
+        kind: name of the exception's type; empty where all went well.
+        message: what it said, at most 2,000 characters of it.
+        place: where it was raised, see :func:`place_of`.
+        source: what failed: ``"reward"``, ``"component 'NAME'"`` of a reward, ``"tool 'NAME'"`` or
+            ``"environment"``.
+        traceback: what Python prints of it, without the frames of this package.
+    """
+
+    kind: str = ""
+    message: str = ""
+    place: str = ""
+    source: str = "reward"
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, source: str = "reward") -> Failure:
+        """The failure of an exception.
+
+        Args:
+            error: with its traceback.
+            source: what raised it.
+
+        Example:
+            >>> Failure.of(ZeroDivisionError("by zero")).traceback
+            'ZeroDivisionError: by zero'
+        """
+        try:
+            message = str(error)
+        except BaseException:  # an exception may not even have a text
+            message = ""
+        kind = type(error).__name__
+        return cls(kind, _short(message), place_of(error), source, _printed(error))
+
+    @classmethod
+    def told(
+        cls, kind: str, message: str, frames: Sequence[Frame] = (), source: str = "reward"
+    ) -> Failure:
+        """The failure of an exception of another process, or of no exception at all.
+
+        Args:
+            kind: name of its type.
+            message: what it said.
+            frames: file, line and function of each frame, the innermost last.
+            source: what raised it.
+
+        Example:
+            >>> Failure.told("ToolTimeout", "No answer.", source="tool 'sql'").traceback
+            'ToolTimeout: No answer.'
+        """
+        shown = traceback.StackSummary.from_list([(*frame, None) for frame in frames])
+        shown = _of_user(shown)
+        begin = ["Traceback (most recent call last):\n", *shown.format()] if shown else []
+        text = _last("".join([*begin, f"{kind}: {message}"]))
+        return cls(kind, _short(message), place_among(frames), source, text)
+
+    def __str__(self) -> str:
+        """Its traceback, or what stands for it."""
+        where = f" at {self.place}" if self.place else ""
+        return self.traceback or f"{self.kind}: {self.message}{where}"
+
+    @property
+    def sort(self) -> tuple[str, str, str]:
+        """What makes two failures the same: source, type and place."""
+        return self.source, self.kind, self.place
 
 
 def place_of(error: BaseException) -> str:
@@ -75,28 +163,123 @@ def place_among(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def tell_failures(failures: Iterable[tuple[str, str, str]], num_rows: int) -> None:
+def _printed(error: BaseException) -> str:
+    told = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
+    ours = isinstance(error, TorchRLLLMError) and not _of_user(told.stack)
+    _leave_out_ours(told)
+    return _last("".join(told.format(chain=not ours)).rstrip("\n"))
+
+
+def _leave_out_ours(told: traceback.TracebackException) -> None:
+    told.stack = _of_user(told.stack)
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        if other is not None:
+            _leave_out_ours(other)
+
+
+def _of_user(stack: traceback.StackSummary | None) -> traceback.StackSummary | None:
+    """The frames that are not of this package; ``None`` without any."""
+    own = [frame for frame in stack or () if not frame.filename.startswith(_OURS)]
+    return traceback.StackSummary.from_list(own) if own else None
+
+
+def _short(text: str) -> str:
+    if len(text) > _LONGEST_MESSAGE:
+        text = text[: _LONGEST_MESSAGE - 3] + "..."
+    return _storable(text)
+
+
+def _last(text: str) -> str:
+    """The end of a traceback, where the innermost frames and the exception are."""
+    if len(text) > _LONGEST_TRACEBACK:
+        text = "..." + text[3 - _LONGEST_TRACEBACK :]
+    return _storable(text)
+
+
+def _storable(text: str) -> str:
+    """A text without lone surrogates, which nothing could store."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def failures_of(row: TensorDictBase) -> list[Failure]:
+    """What failed in a collected row: its reward or its world, parts of the reward, tools.
+
+    Args:
+        row: without batch dimension.
+
+    Returns:
+        One failure of each sort.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> failures_of(TensorDict())
+        []
+    """
+    found: list[Failure] = []
+    valid = leaf(row, ("next", "reward_valid"))
+    if valid is not None and not valid.all():
+        found.append(_stored(row.get(("next", "error"), None)))
+    parts = row.get(("next", "rewards"), None)
+    for name in () if parts is None else parts.keys():
+        if not parts.get((name, "valid")).all():
+            found.append(_stored(parts.get((name, "failure"), None)))
+    calls = row.get(("next", "tools", "calls"), None)
+    for call in () if calls is None else calls.data:
+        if told := call.get("failure"):
+            found.append(Failure(**told))
+    return list({failure.sort: failure for failure in found if failure.kind}.values())
+
+
+def _stored(node: TensorDictBase | None) -> Failure:
+    if node is None:
+        return Failure()
+    told = set(node.keys())
+    fields = zip(Failure._fields, ERROR_KEYS, strict=True)
+    return Failure(**{field: node[name] for field, name in fields if name in told})
+
+
+def tell_failures(
+    failures: Sequence[Failure], row_of: Callable[[int], TensorDictBase], num_rows: int
+) -> None:
     """Log failures of rows, those of a kind once in a process.
 
     Args:
-        failures: type, message and place of each; a kind is a type and a place. Those without a
-            type are none.
+        failures: those without a type are none.
+        row_of: index of a failure to the row that it happened in, without batch dimension.
         num_rows: rows of the batch.
     """
-    counts: Counter[tuple[str, str]] = Counter()
-    messages: dict[tuple[str, str], str] = {}
-    for kind, message, place in failures:
-        if kind:
-            counts[kind, place] += 1
-            messages.setdefault((kind, place), message)
-    for (kind, place), count in counts.items():
+    counts = Counter(failure.sort for failure in failures if failure.kind)
+    first = {failure.sort: i for i, failure in reversed(list(enumerate(failures))) if failure.kind}
+    for sort, count in counts.items():
         with _lock:
-            if (kind, place) in _said or len(_said) >= _MOST_KINDS:
+            if sort in _said or len(_said) >= _MOST_KINDS:
                 continue
-            _said.add((kind, place))
-        where = f" at {place}" if place else ""
-        logger.warning(
-            f"{count} of {num_rows} rows failed: {kind}: {messages[kind, place]}{where}. Rows "
-            "without a reward are not trained on; train/invalid counts them, and ('next', 'error') "
-            "of each says why (said once for each kind of error)"
+            _said.add(sort)
+            full = len(_said) == _MOST_KINDS
+        index = first[sort]
+        source, _, name = sort[0].partition(" ")
+        fate = _FATES.get(source, _NO_REWARD).format(name=name.strip("'"))
+        text = (
+            f"{sort[0]} failed {count} time{'s' * (count > 1)} in a batch of {num_rows} rows. Only "
+            f"the first of each kind is shown; {fate}.\n{failures[index]}\n{_shown(row_of, index)}"
         )
+        if full:
+            text += f"\n{_MOST_KINDS} kinds of errors were shown; others are counted only."
+        logger.warning(text)
+
+
+def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
+    """Log what failed in collected rows, whose collectors may have logs of their own elsewhere.
+
+    Args:
+        rows: each without batch dimension.
+    """
+    failed = [(row, failure) for row in rows for failure in failures_of(row)]
+    tell_failures([failure for _, failure in failed], lambda at: failed[at][0], len(rows))
+
+
+def _shown(row_of: Callable[[int], TensorDictBase], index: int) -> str:
+    try:
+        return row_text(row_of(index))
+    except Exception as error:  # what helps to understand a failure must not be one itself
+        return f"  (the row cannot be shown: {type(error).__name__}: {error})"

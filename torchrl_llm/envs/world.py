@@ -25,7 +25,7 @@ from torchrl.data import Composite
 from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.enums import FinishReason, TruncationReason
-from torchrl_llm.data.failures import place_of, tell_failures
+from torchrl_llm.data.failures import WORLD, Failure, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
 from torchrl_llm.envs.actions import ActionError, ActionParser, ActionTool, CallAction
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
@@ -90,13 +90,12 @@ class WorldTransform(Transform):
     a user's message, or as a tool's where it answers a call. It writes
 
     - ``"reward"``, float32 ``[B, 1, 1]``; ``"success"``, bool ``[B, 1, 1]``; ``"reward_valid"``,
-      bool ``[B]``; ``("error", "type")``, ``("error", "message")`` and ``("error", "place")``,
-      strings;
+      bool ``[B]``; and ``"error"``, the strings of a :class:`~torchrl_llm.rewards.RewardParser`;
     - ``"done"``, ``"terminated"``, ``"truncated"`` and ``"truncation_reason"`` (``ENV``) where an
       episode ends.
 
-    A reaction with an error is a row with a NaN reward that is invalid, and ends; the log shows it,
-    once for each kind of error.
+    A reaction with an error is a row with a NaN reward that is invalid, and ends; the log shows the
+    first of each kind.
 
     Args:
         parser: reads actions.
@@ -199,9 +198,9 @@ class WorldTransform(Transform):
         self.parent.mode.append(tensordict, next_tensordict, replies)
         _write_ends(next_tensordict, by_row)
         if self.with_reward:
-            _write_reward(next_tensordict, by_row)
+            _write_reward(tensordict, next_tensordict, by_row)
         else:
-            tell_failures((_told(reaction.error) for reaction in reactions), size)
+            tell_failures([_told(each) for each in by_row], tensordict.__getitem__, size)
         self.write(tensordict, next_tensordict, turns, reactions)
         return next_tensordict
 
@@ -217,7 +216,9 @@ class WorldTransform(Transform):
         return reward_parser.add_reward_specs(reward_spec, ["reward"], "success")
 
 
-def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
+def _write_reward(
+    before: TensorDictBase, td: TensorDictBase, reactions: Sequence[Reaction | None]
+) -> None:
     # Rows that do not act keep a neutral reward, as EnvBase gives a row that is not stepped.
     cell = (len(reactions), 1, 1)
     errors = [None if reaction is None else reaction.error for reaction in reactions]
@@ -229,12 +230,12 @@ def _write_reward(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> N
     td.set("reward", torch.tensor(rewards, dtype=torch.float32, device=td.device).view(cell))
     td.set("success", torch.tensor(success, device=td.device).view(cell))
     td.set("reward_valid", torch.tensor([e is None for e in errors], device=td.device))
-    reward_parser.write_errors(td, [_told(error) for error in errors])
+    reward_parser.write_errors(td, [_told(reaction) for reaction in reactions], before)
 
 
-def _told(error: Exception | None) -> tuple[str, str, str]:
-    """Type, message and place."""
-    return ("",) * 3 if error is None else (type(error).__name__, str(error), place_of(error))
+def _told(reaction: Reaction | None) -> Failure:
+    error = None if reaction is None else reaction.error
+    return Failure() if error is None else Failure.of(error, WORLD)
 
 
 def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:

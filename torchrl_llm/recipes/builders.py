@@ -18,16 +18,20 @@ import numpy
 import torch
 import transformers
 from tensordict import LazyStackedTensorDict
+from torchrl._utils import logger
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm import modules
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.envs import TaskEnv
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.datasets.task_env import tool_schemas
+from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask, Part
 from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
@@ -36,6 +40,7 @@ from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.trainers.batch_source import trained_rows
+from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run import EvalConfig
 
 
@@ -187,7 +192,7 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
         return None
     env = _with_tools(config, task(**_data(config, task)[0], **_settings(config)))
     try:
-        return tool_schemas(env) or None
+        return (env.tool_schemas if isinstance(env, TaskEnv) else tool_schemas(env)) or None
     finally:
         env.close()
 
@@ -240,6 +245,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         config: the recipe's.
         with_values: give it a value head.
     """
+    _tell_small_model(config)
     # Bars for the reading and writing of weight files would break up the one of the run.
     transformers.utils.logging.disable_progress_bar()
     device = device_of(config)
@@ -271,6 +277,21 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         ),
         tokenizer=tokenizer,
         **wrapper_options(config),
+    )
+
+
+def _tell_small_model(config: RecipeConfig) -> None:
+    """Say where a task is too hard for the model that is taken because none was named."""
+    task = task_class(config.env.dataset)
+    if config.model.name is not None or not task.NEEDS_LARGER_MODEL:
+        return
+    how = "model.name=Qwen/Qwen2.5-0.5B-Instruct for example, or a folder"
+    if issubclass(task, GameEnv):
+        how += "; or teach it the game first, by sota-implementations/sft/imitate.py"
+    logger.warning(
+        f"env={config.env.dataset} is a task for a larger model. Without model.name this run "
+        "trains the model of the package, whose 0.33 million parameters only know sums of two "
+        f"numbers and a calculator: its rewards will hardly rise. Name another: {how}"
     )
 
 
@@ -368,7 +389,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         seed=seed,
         tokenizer=tokenizer,
     )
-    return _with_components(config, _with_tools(config, env))
+    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
 
 
 def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
@@ -395,7 +416,25 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
         shuffle=False,
         tokenizer=tokenizer,
     )
-    return _with_components(config, _with_tools(config, env))
+    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
+
+
+def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
+    """The environment, which ends conversations that have filled the policy's context."""
+    if max_turns(config) > 1:
+        context = modules.context_length(config.model.name)
+        engine = getattr(config.inference_model, "max_model_len", None)
+        longest = longest_prompt(
+            min((n for n in (context, engine) if n is not None), default=None),
+            config.env.max_prompt_length,
+        )
+        formatter = ChatFormatter(
+            env.tokenizer,
+            chat_template_name=config.model.chat_template_name,
+            tools=env.tool_schemas if config.model.is_told_of_tools else None,
+        )
+        env.append_transform(ContextLimit(longest, formatter))
+    return env
 
 
 def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
@@ -484,6 +523,19 @@ def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensor
             rows = trained_rows(batch)
             if rows is not None:
                 yield rows
+
+
+def make_watch(config: RecipeConfig, *, reads_reward: bool = True) -> RewardWatch:
+    """What looks at the rewards of each step.
+
+    Args:
+        config: its ``reward.on_all_invalid`` and ``train.no_signal_steps``.
+        reads_reward: whether the reward is learned from; otherwise equal ones are nothing to say.
+    """
+    return RewardWatch(
+        on_all_invalid=config.reward.on_all_invalid,
+        no_signal_steps=config.train.no_signal_steps if reads_reward else None,
+    )
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:

@@ -41,8 +41,9 @@ class EnvConfig:
             and no step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
             leaves next to ``inference_model.max_tokens``.
-        on_overlong: what becomes of a longer prompt: an error, a row that is not answered nor
-            trained, or a prompt cut from the left. Counted in ``train/overlong``.
+        on_overlong: what becomes of a longer first prompt of an episode: an error, a row that is
+            not answered nor trained, or a prompt cut from the left. Counted in ``train/overlong``.
+            A conversation that grows longer ends its episode (``train/out_of_context``).
     """
 
     dataset: str = "arithmetic"
@@ -109,6 +110,8 @@ class TrainConfig:
             padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
             those that the model can have. Memory and speed depend on it, the result does not.
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
+        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
+            with two answers; ``None`` for never.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA when there is one.
@@ -124,13 +127,15 @@ class TrainConfig:
     micro_token_budget: int | None = 16384
     packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
     kl_to_ref_coeff: float = 0.0
+    no_signal_steps: int | None = 5
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
-        check_least(self, "train", 1, *counts, "micro_token_budget", "num_threads")
+        counts += ("micro_token_budget", "num_threads", "no_signal_steps")
+        check_least(self, "train", 1, *counts)
         check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
 

@@ -174,10 +174,13 @@ class RewardComponentsConfig:
         function: the reward instead of the task's own: a registered one by name, or
             ``file.py:name`` or ``module:name`` of a function of ``(response, answer)`` or
             ``(response, row)``. ``reward=NAME`` says the same; ``None`` keeps the task's own.
+        on_all_invalid: what a step means in which no answer has a valid reward: ``error`` saves and
+            ends the run, ``continue`` goes on.
     """
 
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
     function: str | None = None
+    on_all_invalid: Literal["error", "continue"] = "error"
 
     def __post_init__(self) -> None:
         self.components = check_components(self.components)

@@ -22,7 +22,7 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
+from torchrl_llm.data.failures import tell_failures
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
@@ -35,7 +35,13 @@ from torchrl_llm.rewards.reward_components import (
     WeightedTotal,
     weighted_total,
 )
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import (
+    RewardParser,
+    RewardScore,
+    error_spec,
+    set_errors,
+    written_failures,
+)
 from torchrl_llm.rewards.reward_runner import Outcome
 
 _TOKEN_NODE = "token_reward"
@@ -51,7 +57,9 @@ class CompositeReward(RewardParser):
     - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where it failed;
     - ``("rewards", name, "valid")``: bool ``[B]``;
     - ``("rewards", name, "seconds")``: float32 ``[B]``, wall-clock time;
-    - ``("rewards", name, "error")``: what went wrong, empty where nothing did.
+    - ``("rewards", name, "error")``: what went wrong, empty where nothing did;
+    - ``("rewards", name, "failure")``: the same in the keys of ``"error"``, for a component that is
+      optional or of no weight, whose failures leave no error in their row.
 
     A component that fails makes the row's reward invalid, unless it is optional; then the weights
     of the others grow in proportion
@@ -175,12 +183,14 @@ class CompositeReward(RewardParser):
         written = {name: part.outcomes(next_td, rows) for name, part in self._written.items()}
         there = [at for at, sample in enumerate(samples) if isinstance(sample, Sample)]
         results = {
-            name: [o if isinstance(o, Outcome) else Outcome.failed(o) for o in column]
+            name: [_named(name, o) for o in column]
             for name, column in self._results(samples, there).items()
         } | written
-        for name, column in results.items():
+        for column in results.values():
             # Here, for those that are optional or of no weight leave no error in their row.
-            tell_failures(((o.error, _part(name, o), o.place) for o in column), len(rows))
+            tell_failures(
+                [outcome.failure for outcome in column], lambda at: td[rows[at]], len(responses)
+            )
         total = self._weighted(results, len(rows))
         self._write_components(results, rows, next_td)
         if self.per_token:
@@ -300,8 +310,14 @@ class CompositeReward(RewardParser):
             part.set("valid", torch.tensor([not o.error for o in outcomes], device=device))
             part.set("seconds", seconds.contiguous())
             part.set("error", Column.of(_said(outcome) for outcome in outcomes))
+            if self._is_harmless(name):
+                set_errors(part, [outcome.failure for outcome in outcomes], "failure")
             node.set(name, part)
         next_td.set("rewards", node)
+
+    def _is_harmless(self, name: str) -> bool:
+        """Whether a failure of the component leaves the row its reward."""
+        return self.components[name].optional or not self.components[name].weight
 
     def _write_tokens(
         self,
@@ -334,6 +350,7 @@ class CompositeReward(RewardParser):
                 valid=Unbounded(shape=size, dtype=torch.bool, device=device),
                 seconds=Unbounded(shape=size, device=device),
                 error=ColumnSpec((*size, -1), example_data=""),
+                **({"failure": error_spec(size, device)} if self._is_harmless(name) else {}),
                 shape=size,
                 device=device,
             )
@@ -349,6 +366,12 @@ def _value(outcome: Outcome) -> float:
     if outcome.value is None:
         return float("nan")
     return float(outcome.value.sum() if isinstance(outcome.value, Tensor) else outcome.value.reward)
+
+
+def _named(name: str, outcome: Outcome | Exception) -> Outcome:
+    """An outcome that says which component it is of."""
+    outcome = outcome if isinstance(outcome, Outcome) else Outcome.failed(outcome)
+    return outcome._replace(source=f"component {name!r}")
 
 
 def _part(name: str, outcome: Outcome) -> str:
@@ -432,18 +455,18 @@ class WrittenReward(Scorer):
             for name in ("success", "reward_answer", "reward_think")
         ]
         seconds = _flat(next_td.get("reward_seconds", None), size).tolist()
-        kinds, messages, places = (next_td.get(("error", n)).tolist() for n in ERROR_KEYS)
+        failures = written_failures(next_td)
         valid = _flat(valid, size).bool().tolist()
-        return [
-            Outcome(
-                RewardScore(reward[row], *(flag[row] for flag in flags)) if valid[row] else None,
-                "" if valid[row] else kinds[row] or RewardError.__name__,
-                "" if valid[row] else messages[row],
-                seconds[row],
-                places[row],
-            )
-            for row in rows
-        ]
+        outcomes = []
+        for row in rows:
+            if valid[row]:
+                score = RewardScore(reward[row], *(flag[row] for flag in flags))
+                outcomes.append(Outcome(score, seconds=seconds[row]))
+                continue
+            kind, message, *rest = failures[row]
+            kind = kind or RewardError.__name__
+            outcomes.append(Outcome(None, kind, message, seconds[row], *rest))
+        return outcomes
 
 
 def _flat(values: Tensor | None, size: int) -> Tensor:

@@ -23,7 +23,7 @@ from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
+from torchrl_llm.data.failures import ERROR_KEYS, Failure, tell_failures
 from torchrl_llm.data.input_modes import InputMode, response_reader
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
@@ -34,6 +34,8 @@ _INPUT_MODES = ("history", "text", "tokens")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
 _ROW_KEYS = ("reward_valid", "reward_seconds", "error")
+# Of rows in which nothing failed, nothing is said of a source either.
+_NOTHING = Failure(source="")
 
 
 class RewardScore(NamedTuple):
@@ -103,8 +105,9 @@ class RewardParser(Transform):
       :class:`~torchrl_llm.rewards.AnswerBlockParser` gives for the answer);
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
       ``[B]``, wall-clock time of the score;
-    - ``("error", "type")``, ``("error", "message")`` and ``("error", "place")`` (file, line and
-      function): strings, empty where all went well.
+    - ``("error", "type")``, ``("error", "message")``, ``("error", "place")`` (file, line and
+      function), ``("error", "source")`` (what failed) and ``("error", "traceback")``: strings,
+      empty where all went well.
 
     Rows that are not stepped, and turns that only called tools to think (``("tools",
     "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
@@ -116,7 +119,7 @@ class RewardParser(Transform):
 
     A score that raises, or returns something else than one finite number, gives that row a NaN in
     every float key, ``reward_valid=False`` and the error; the other rows are untouched. The log
-    shows it, once for each kind of error.
+    shows the first of each kind with its traceback and its row.
 
     Args:
         tokenizer: decodes responses in tokens mode where no environment does.
@@ -305,6 +308,7 @@ class RewardParser(Transform):
         outcomes = [Outcome(RewardScore(0.0))] * size
         for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
             outcomes[row] = outcome
+        tell_failures([outcome.failure for outcome in outcomes], td.__getitem__, size)
         self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
@@ -317,12 +321,11 @@ class RewardParser(Transform):
             (nan, nan, nan, nan, 0.0, 0.0, seconds)
             if score is None
             else (*score[:1], *score[2:], self._right(score), score.success, True, seconds)
-            for score, _, _, seconds, _ in outcomes
+            for score, _, _, seconds, *_ in outcomes
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
         cells = columns.view(len(columns), len(outcomes), 1, 1)
-        failures = [(o.error, o.message, o.place) for o in outcomes]
-        tell_failures(failures, len(failures))
+        failures = [outcome.failure for outcome in outcomes]
         before = next_td if self._adds else next_td.empty()
         valid_before = before.get("reward_valid", None)
         for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
@@ -335,7 +338,7 @@ class RewardParser(Transform):
             failures = _first_failures(before, valid_before.tolist(), failures)
         next_td.set("reward_valid", valid)
         next_td.set("reward_seconds", _added(before, "reward_seconds", columns[6]))
-        _set_errors(next_td, failures)
+        set_errors(next_td, failures)
 
     def _right(self, score: RewardScore) -> float:
         """What ``reward_right`` says of a score."""
@@ -416,39 +419,66 @@ def add_reward_specs(spec: Composite, floats: Sequence[NestedKey], success: Nest
         spec[name] = Unbounded(shape=cell, device=device)
     spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
     spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
-    text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
-    spec["error"] = Composite(text, shape=size, device=device)
+    spec["error"] = error_spec(size, device)
     return spec
 
 
-def write_errors(td: TensorDictBase, failures: Sequence[tuple[str, str, str]]) -> None:
-    """Write ``"error"`` and show failures in the log, once for each kind.
+def error_spec(size: torch.Size, device: torch.device | None) -> Composite:
+    """The spec of what :func:`set_errors` writes.
+
+    Args:
+        size: of the batch.
+        device: of the rows.
+    """
+    text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
+    return Composite(text, shape=size, device=device)
+
+
+def write_errors(td: TensorDictBase, failures: Sequence[Failure], before: TensorDictBase) -> None:
+    """Write ``"error"`` and show failures in the log, the first of each kind.
 
     Args:
         td: ``B`` rows.
-        failures: type, message and place of each row, empty where all went well.
+        failures: what failed in each row.
+        before: the same rows as the policy left them.
     """
-    _set_errors(td, failures)
-    tell_failures(failures, len(failures))
+    set_errors(td, failures)
+    tell_failures(failures, before.__getitem__, len(failures))
 
 
-def _set_errors(td: TensorDictBase, failures: Sequence[tuple[str, str, str]]) -> None:
+def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "error") -> None:
+    """Write what failed as a node of strings.
+
+    Args:
+        td: ``B`` rows.
+        failures: what failed in each row.
+        name: of the node.
+    """
     node = TensorDict(batch_size=td.batch_size, device=td.device)
-    for name, texts in zip(ERROR_KEYS, zip(*failures, strict=True), strict=True):
-        node.set(name, Column.of(texts))
-    td.set("error", node)
+    rows = (failure if failure.kind else _NOTHING for failure in failures)
+    for key, texts in zip(ERROR_KEYS, zip(*rows, strict=True), strict=True):
+        node.set(key, Column.of(texts))
+    td.set(name, node)
 
 
 def _first_failures(
-    td: TensorDictBase, valid: Sequence[bool], failures: Sequence[tuple[str, str, str]]
-) -> list[tuple[str, str, str]]:
+    td: TensorDictBase, valid: Sequence[bool], failures: Sequence[Failure]
+) -> list[Failure]:
     """Those of an earlier reward where that failed, else the given ones."""
-    columns = [td.get(("error", name), None) for name in ERROR_KEYS]
-    if all(valid) or None in columns:
+    if all(valid) or td.get("error", None) is None:
         return list(failures)
-    earlier = zip(*(column.tolist() for column in columns), strict=True)
-    rows = zip(earlier, failures, valid, strict=True)
+    rows = zip(written_failures(td), failures, valid, strict=True)
     return [new if fine else before for before, new, fine in rows]
+
+
+def written_failures(td: TensorDictBase) -> list[Failure]:
+    """What :func:`write_errors` wrote, a failure a row.
+
+    Args:
+        td: ``B`` rows.
+    """
+    columns = (td.get(("error", name)).tolist() for name in ERROR_KEYS)
+    return [Failure(*row) for row in zip(*columns, strict=True)]
 
 
 def _added(td: TensorDictBase, name: NestedKey, values: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torchrl._utils import logger
-
-from torchrl_llm.data.failures import place_among, place_of
+from torchrl_llm.data.failures import Failure, Frame
 from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
 from torchrl_llm.sandbox.workers import (
     DaemonThreads,
@@ -28,8 +26,6 @@ from torchrl_llm.sandbox.workers import (
     WorkerPool,
 )
 
-_LONGEST_MESSAGE = 2000
-
 
 class RemoteRewardError(RewardError):
     """What a reward raised in another process.
@@ -37,12 +33,12 @@ class RemoteRewardError(RewardError):
     Args:
         kind: name of its type there.
         message: what it said.
-        place: where it was raised.
+        frames: file, line and function of each frame there, the innermost last.
     """
 
-    def __init__(self, kind: str, message: str, place: str) -> None:
+    def __init__(self, kind: str, message: str, frames: Sequence[Frame] = ()) -> None:
         super().__init__(message)
-        self.kind, self.place = kind, place
+        self.kind, self.frames = kind, frames
 
 
 def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None) -> Any:
@@ -71,7 +67,7 @@ def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None)
     try:
         return pool.call(*arguments, timeout=timeout)
     except RemoteRaisedError as error:
-        raise RemoteRewardError(error.kind, str(error), place_among(error.frames)) from None
+        raise RemoteRewardError(error.kind, str(error), error.frames) from None
     except RemoteTimeoutError:
         raise RewardTimeoutError(f"no reward within {timeout:g} s") from None
     except RemoteCallError as error:
@@ -87,6 +83,8 @@ class Outcome(NamedTuple):
         message: what it said, at most 2,000 characters of it.
         seconds: wall-clock time of the row.
         place: where it went wrong, see ``place_of``.
+        source: what failed, see ``Failure``.
+        traceback: what Python prints of it.
     """
 
     value: Any = None
@@ -94,6 +92,8 @@ class Outcome(NamedTuple):
     message: str = ""
     seconds: float = 0.0
     place: str = ""
+    source: str = "reward"
+    traceback: str = ""
 
     @classmethod
     def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
@@ -104,18 +104,16 @@ class Outcome(NamedTuple):
             (None, 'ZeroDivisionError', 'by zero')
         """
         if isinstance(error, RemoteRewardError):
-            kind, place = error.kind, error.place
+            failure = Failure.told(error.kind, str(error), error.frames)
         else:
-            kind, place = type(error).__name__, place_of(error)
-        try:
-            message = str(error)
-        except BaseException:  # an exception may not even have a text
-            message = ""
-        if len(message) > _LONGEST_MESSAGE:
-            message = message[: _LONGEST_MESSAGE - 3] + "..."
-        # What cannot be encoded could not be stored.
-        message = message.encode("utf-8", "replace").decode()
-        return cls(None, kind, message, seconds, place)
+            failure = Failure.of(error)
+        kind, message, *rest = failure
+        return cls(None, kind, message, seconds, *rest)
+
+    @property
+    def failure(self) -> Failure:
+        """What went wrong, as rows hold it."""
+        return Failure(self.error, self.message, self.place, self.source, self.traceback)
 
 
 def run_rows(
@@ -273,12 +271,9 @@ class _Run:
         now = time.monotonic()
         for index, begun in list(self.running.items()):
             if now - begun >= self.timeout:
-                error = RewardTimeoutError(f"no reward within {self.timeout:g} s")
-                self._put(index, Outcome.failed(error, now - begun))
+                told = f"no reward within {self.timeout:g} s; the call goes on in its thread"
+                self._put(index, Outcome.failed(RewardTimeoutError(told), now - begun))
                 threads.replace()
-                logger.warning(
-                    f"a reward was given up after {self.timeout:g} s and goes on in its thread"
-                )
         return self.timeout + min(self.running.values(), default=now) - now
 
     def _put(self, index: int, outcome: Outcome) -> None:

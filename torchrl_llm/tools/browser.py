@@ -16,7 +16,7 @@ from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.browser_driver import BrowserDriver, BrowserError
 from torchrl_llm.tools.browser_rules import AddressRules
 from torchrl_llm.tools.call_parsers import MessageOrTagParser, ToolParser
-from torchrl_llm.tools.tool import Restarted, Tool
+from torchrl_llm.tools.tool import Restarted, Tool, no_answer
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -164,9 +164,9 @@ class BrowserTool(Restarted, Tool):
         except BrowserError as error:
             return ToolOutput(str(error), "BrowserError")
         except TimeoutError as error:
-            return ToolOutput(str(error), "TimeoutError")
+            return no_answer("TimeoutError", str(error))
         except WorkerError as error:
-            return ToolOutput(str(error), "WorkerError")
+            return no_answer("WorkerError", str(error))
 
     def end_session(self, session: int) -> None:
         """Close the page of a conversation, with its cookies and everything else."""

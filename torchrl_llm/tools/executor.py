@@ -21,6 +21,7 @@ from typing import Any
 
 from torchrl._utils import logger
 
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import DaemonThreads
 from torchrl_llm.tools.call_arguments import ArgumentError, argument_checker, describe_parameters
@@ -181,6 +182,7 @@ class ToolExecutor(Restarted):
         except BaseException as error:  # a tool may raise anything, SystemExit included
             output = failure(error)
         content, cut = shorten(output.content, self.max_result_chars)
+        failed = output.failure and output.failure._replace(source=f"tool {call.tool!r}")
         return ToolResult(
             call,
             content,
@@ -188,6 +190,7 @@ class ToolExecutor(Restarted):
             seconds=time.perf_counter() - begun,
             exit_code=output.exit_code,
             truncated=cut or output.truncated,
+            failure=failed,
         )
 
     def _output(self, call: ToolCall) -> ToolOutput:
@@ -232,7 +235,8 @@ class ToolExecutor(Restarted):
         if self._hanging[call.tool] < self.max_concurrency:
             return None
         text = f"{call.tool} does not answer: {self._hanging[call.tool]} of its calls still hang."
-        return ToolResult(call, text, error="ToolTimeout")
+        failed = Failure.told("ToolTimeout", text, source=f"tool {call.tool!r}")
+        return ToolResult(call, text, error="ToolTimeout", failure=failed)
 
     def _given_up(self, call: ToolCall) -> None:
         with self._lock:
@@ -240,11 +244,6 @@ class ToolExecutor(Restarted):
             threads = self._threads
         if threads is not None:
             threads.replace()
-        logger.warning(
-            "a call of the tool %r was given up after %g s and goes on in its thread",
-            call.tool,
-            self.limit_of(call),
-        )
 
     def _came_back(self, call: ToolCall) -> None:
         with self._lock:
@@ -298,7 +297,8 @@ class _Chain:
         seconds = self.run.executor.limit_of(call)
         if self.deadline is not None:
             self.run.executor._given_up(call)
-        self.put(ToolResult(call, text, error=error, seconds=seconds))
+        failed = Failure.told(error, text, source=f"tool {call.tool!r}")
+        self.put(ToolResult(call, text, error=error, seconds=seconds, failure=failed))
         self.skip("Not run, because a call before it did not end.")
 
     def skip(self, text: str) -> None:

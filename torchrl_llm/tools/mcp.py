@@ -13,14 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchrl._utils import logger
-
 from torchrl_llm._imports import require
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
 from torchrl_llm.tools.call_parsers import MessageOrTagParser, PatternParser, ToolParser
 from torchrl_llm.tools.mcp_client import MCPConnection, MCPServerConfig
-from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
+from torchrl_llm.tools.tool import Restarted, Tool, ToolKind, no_answer
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -188,12 +187,11 @@ class MCPTool(Tool):
         try:
             result = self.servers.call(self.server, self.remote_name, call.args)
         except WorkerError as error:
-            logger.warning(str(error))
             text = f"The server of {self.name} ended before it answered or could not be started."
-            return ToolOutput(text, "WorkerError")
+            return ToolOutput(text, "WorkerError", failure=Failure.of(error, "tool"))
         except TimeoutError:
             text = f"{self.name} did not answer within {self.servers.timeout:g} s."
-            return ToolOutput(text, "TimeoutError")
+            return no_answer("TimeoutError", text)
         except mcp.MCPError as error:
             return ToolOutput(error.message, "MCPError")
         return ToolOutput(_text_of(result), "ToolError" if result.is_error else "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import (
     RemoteDiedError,
@@ -19,7 +20,7 @@ from torchrl_llm.sandbox.workers import (
     RemoteTimeoutError,
     WorkerPool,
 )
-from torchrl_llm.tools.tool import FunctionTool, Tool, as_output, failure
+from torchrl_llm.tools.tool import FunctionTool, Tool, as_output, failure, no_answer
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
 
@@ -96,13 +97,15 @@ class ProcessTool(Tool):
             output = self._pool.call(replace(call, state=None), timeout=self.limit_s)
         except RemoteTimeoutError:
             text = f"No answer within {self.limit_s:g} s; the call was ended."
-            return ToolOutput(text, "ToolTimeout")
+            return no_answer("ToolTimeout", text)
         except RemoteDiedError as error:
             code = error.exit_code
-            return ToolOutput(f"The tool's process died (exit code {code}).", "ToolDied", code)
+            return no_answer("ToolDied", f"The tool's process died (exit code {code}).", code)
         except RemoteRaisedError as error:  # of the way there and back, not of the tool
-            return ToolOutput(f"{error.kind}: {error}", error.kind)
-        return ToolOutput(**output)
+            told = Failure.told(error.kind, str(error), error.frames, "tool")
+            return ToolOutput(f"{error.kind}: {error}", error.kind, failure=told)
+        failed = output.pop("failure")
+        return ToolOutput(**output, failure=failed and Failure(**failed))
 
     def close(self) -> None:
         """End the processes."""

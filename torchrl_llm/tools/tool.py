@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 
@@ -226,7 +227,7 @@ def as_output(value: Any) -> ToolOutput:
 
 
 def failure(error: BaseException) -> ToolOutput:
-    """What a model reads of an exception, with its name as the error.
+    """What a model reads of an exception that a tool raised, with its name as the error.
 
     Example:
         >>> failure(ValueError("no such file"))[:2]
@@ -237,4 +238,19 @@ def failure(error: BaseException) -> ToolOutput:
         text = str(error)
     except Exception:  # whatever a tool raises may not even have a text
         text = ""
-    return ToolOutput(f"{name}: {text}" if text else name, name)
+    return ToolOutput(f"{name}: {text}" if text else name, name, failure=Failure.of(error, "tool"))
+
+
+def no_answer(error: str, text: str, exit_code: int | None = None) -> ToolOutput:
+    """What a model reads where a tool gave no answer.
+
+    Args:
+        error: name of what went wrong.
+        text: what the model is told.
+        exit_code: see :class:`~torchrl_llm.tools.tool_call.ToolOutput`.
+
+    Example:
+        >>> no_answer("ToolTimeout", "No answer within 1 s.").failure.kind
+        'ToolTimeout'
+    """
+    return ToolOutput(text, error, exit_code, failure=Failure.told(error, text, source="tool"))

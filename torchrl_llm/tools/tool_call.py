@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.data.text.call_syntax import BrokenCall as BrokenCall
 
 
@@ -49,12 +50,15 @@ class ToolOutput(NamedTuple):
         error: name of what went wrong (``"TimeoutError"``), empty where all went well.
         exit_code: exit status where a process ran, negative for the signal that killed it.
         truncated: whether content was cut.
+        failure: what the tool raised, or that it gave no answer; ``None`` where it answered, be it
+            with an error that is the model's to mend.
     """
 
     content: str
     error: str = ""
     exit_code: int | None = None
     truncated: bool = False
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class ToolResult:
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.
+        failure: see :class:`ToolOutput`.
     """
 
     call: ToolCall
@@ -79,6 +84,7 @@ class ToolResult:
     seconds: float = 0.0
     exit_code: int | None = None
     truncated: bool = False
+    failure: Failure | None = None
 
     @property
     def ok(self) -> bool:
@@ -86,8 +92,11 @@ class ToolResult:
         return not self.error
 
     def record(self) -> dict[str, Any]:
-        """The facts of the call as plain data, without what the model reads anyway."""
-        return {
+        """The facts of the call as plain data, without what the model reads anyway.
+
+        ``"failure"`` is there where the tool itself failed.
+        """
+        facts = {
             "tool": self.call.tool,
             "id": self.call.id,
             "tag": self.call.tag,
@@ -97,3 +106,4 @@ class ToolResult:
             "truncated": self.truncated,
             "num_characters": len(self.content),
         }
+        return facts if self.failure is None else {**facts, "failure": self.failure._asdict()}

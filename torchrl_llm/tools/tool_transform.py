@@ -24,6 +24,7 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.failures import tell_failures
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.text.codec import whole_characters
@@ -61,7 +62,8 @@ class ToolTransform(Transform):
     - ``"auxiliary_turns"``: int64 ``[B]``, how many such turns there were since the last step.
 
     A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
-    names, arguments that do not fit, calls that cannot be read. Nothing of it raises. Calls in a
+    names, arguments that do not fit, calls that cannot be read. Nothing of it raises; the log shows
+    the first failure of each kind of a tool itself, with its traceback and its row. Calls in a
     response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
     carried out, because the rest of the turn is missing; the answer says so.
 
@@ -198,6 +200,7 @@ class ToolTransform(Transform):
             for message, active in zip(turns.messages, turns.active, strict=True)
         ]
         results = self._answer(calls, turns)
+        _tell(results, turns)
         if any(results):
             added = [self.result_messages(row) if row else [] for row in results]
             self._mode().append(tensordict, next_tensordict, added)
@@ -423,6 +426,18 @@ class Turns(NamedTuple):
             [False] * size if reasons is None else [int(reason) in _CUT for reason in reasons],
             lambda row: td[row].lock_(),
         )
+
+
+def _tell(results: Sequence[Sequence[ToolResult]], turns: Turns) -> None:
+    """Show the first failure of each kind in the log."""
+    failed = [
+        (row, result.failure)
+        for row, found in enumerate(results)
+        for result in found
+        if result.failure is not None
+    ]
+    failures = [failure for _, failure in failed]
+    tell_failures(failures, lambda at: turns.rows(failed[at][0]), len(results))
 
 
 def _sign(call: ToolCall | BrokenCall) -> str:

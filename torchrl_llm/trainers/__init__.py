@@ -23,6 +23,7 @@ _LAZY = {
         "sum_over_ranks"
     ),
     "torchrl_llm.trainers.progress": "StopRequest",
+    "torchrl_llm.trainers.reward_watch": "FailureTally RewardWatch",
     "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig TrainingRun",
 }
 __getattr__ = lazy(__name__, _LAZY)

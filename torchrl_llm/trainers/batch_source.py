@@ -11,7 +11,7 @@ ledger that does not close means that tokens vanished or were counted twice, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
-from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.data.failures import ERROR_KEYS, tell_failures
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
@@ -145,7 +145,7 @@ class BatchSource:
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
         rows = row_list(batch)
-        _show_failures(rows)
+        tell_failures_of(rows)
         return rows
 
     def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
@@ -271,18 +271,6 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
     return dropped
 
 
-def _show_failures(rows: Sequence[TensorDict]) -> None:
-    """Log what failed in remote collectors, whose own logs are rarely read."""
-    failed = []
-    for row in rows:
-        valid = leaf(row, ("next", "reward_valid"))
-        if valid is not None and not valid.all():
-            error = row.get(("next", "error"), {})
-            told = set(error.keys())
-            failed.append(tuple(error[name] if name in told else "" for name in ERROR_KEYS))
-    tell_failures(failed, len(rows))
-
-
 def _was_cut(row: TensorDict) -> bool:
     return int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
 
@@ -334,16 +322,16 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
         it; those of :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each
         component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
-        which are counted alike, before its weight.
+        which are counted alike, before its weight. ``train/reward_errors``: rows whose reward
+        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
+        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
+        ``train/out_of_context``, where episodes have several turns: the fraction of them that
+        ended because the conversation had filled the model's context.
     """
-    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
-    done = row_values(rows, ("next", "done"), torch.any)
+    rewards = _rewards(rows)
     valid = rewards.isfinite()
-    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
-    if flags is not None:
-        valid &= flags
-    known = rewards.where(valid, float("nan"))
-    returns = _returns(rows, known)
+    done = row_values(rows, ("next", "done"), torch.any)
+    returns = trajectory_returns(rows)
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
     finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
     episodes = int((done & valid).sum())
@@ -357,7 +345,33 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     success = row_values(rows, ("next", "success"), torch.any, None)
     if success is not None and episodes:
         metrics["train/success"] = success.sum().item() / episodes
-    return metrics | _component_metrics(rows, done) | episode_metrics(rows, known, done)
+    metrics |= _component_metrics(rows, done) | _error_metrics(rows, ~valid)
+    return metrics | _context_metrics(rows, done) | episode_metrics(rows, rewards, done)
+
+
+def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
+    """Rows by what failed in them."""
+    failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
+    worlds = sum(WORLD in sources for sources in failed)
+    metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
+    if worlds:
+        metrics["train/env_errors"] = worlds
+    if leaf(rows[0], ("next", "tools")) is not None:
+        tools = [any(name.startswith("tool ") for name in sources) for sources in failed]
+        metrics["train/tool_errors"] = sum(tools)
+    return metrics
+
+
+def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+    """How many episodes ended with the context, where they have several turns."""
+    turns = row_values(rows, "turn", torch.any, None)
+    reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
+    if turns is None or reasons is None:
+        return {}
+    full = int((reasons == TruncationReason.MAX_SEQ_LEN).sum())
+    if not full and not turns.any():
+        return {}
+    return {"train/out_of_context": full / max(int(done.sum()), 1)}
 
 
 def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
@@ -379,8 +393,23 @@ def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
     return rewards[valid].sum().item() / episodes if episodes else float("nan")
 
 
-def _returns(rows: LazyStackedTensorDict, rewards: Tensor) -> Tensor:
-    """The summed reward of each trajectory whose rewards are all valid."""
+def _rewards(rows: LazyStackedTensorDict) -> Tensor:
+    """The reward of each row, NaN where it is not valid."""
+    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
+    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
+    return rewards if flags is None else rewards.where(flags, float("nan"))
+
+
+def trajectory_returns(rows: LazyStackedTensorDict) -> Tensor:
+    """The summed reward of each trajectory whose rewards are all valid.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one row per turn.
+
+    Returns:
+        float32 ``[N]``, ordered by trajectory; empty where none is valid.
+    """
+    rewards = _rewards(rows)
     ids = row_values(rows, "traj_id", torch.sum, None)
     if ids is not None:
         _, places = ids.unique(return_inverse=True)

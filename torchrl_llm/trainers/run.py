@@ -39,17 +39,14 @@ from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run_folder import nested
 from torchrl_llm.trainers.samples import sample_text
 
-# Steps in a row without a reward after which a run ends: nothing is learned from them.
-_MOST_WITHOUT_REWARD = 10
-_SEE = ": the weights are as they were. The log says what failed, as ('next', 'error') of the rows"
-
-
 # What may differ between a run and its continuation: none of it changes what was computed so far.
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.", "train.max_steps")
-_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing")
+_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
+_FREE_ON_RESUME += ("reward.on_all_invalid",)
 
 
 @dataclass(kw_only=True)
@@ -171,6 +168,7 @@ class TrainingRun:
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
+        watch: looks at the rows that :meth:`record` is given.
 
     Attributes:
         step: the last step that was begun.
@@ -201,6 +199,7 @@ class TrainingRun:
         logging: LoggingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
+        watch: RewardWatch | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +211,7 @@ class TrainingRun:
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
+        self._watch = watch or RewardWatch()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -219,7 +219,6 @@ class TrainingRun:
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
-        self._without_reward = 0
         self._stopped_by: signal.Signals | None = None
         self.how_to_resume: str | None = None
         self.stop = StopRequest(
@@ -290,7 +289,7 @@ class TrainingRun:
             The number of the step that the loop's body is to make.
 
         Raises:
-            RewardError: ten steps in a row had no valid reward; the last of them is saved.
+            RewardError: see :meth:`record`.
         """
         with self._log:
             with self.stop, self._bar:
@@ -331,19 +330,34 @@ class TrainingRun:
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
                 ``train/tokens_generated`` gives the speed.
-            rows: that were collected, of which ``logging.samples`` shows two.
+            rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
+                and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
 
         Raises:
-            RewardError: see :meth:`steps`.
+            RewardError: the watch ends the run, because no row has a valid reward; it is saved.
         """
         if self._started is None:
             raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
         seconds, self._started = time.perf_counter() - self._started, None
         parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
+        notice = None if rows is None else self._watch.see(rows)
         if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
             self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
         self._complete({**metrics, **parts}, seconds)
+        if notice is not None:
+            self.say(notice)
+        if rows is not None and self._watch.ends_run:
+            self._end_without_rewards()
+
+    def _end_without_rewards(self) -> None:
+        if self.step not in self._store.steps():
+            self.save()
+        raise RewardError(
+            f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
+            f"{self._store.path(self.step)}:\n  {self.how_to_resume or self._command()}\n"
+            "reward.on_all_invalid=continue goes on whatever the rewards are"
+        )
 
     def evaluate(self) -> EvalResult:
         """Evaluate the model as it is now; nothing is recorded.
@@ -377,9 +391,14 @@ class TrainingRun:
                 show(compare_conversations(self._before, self._after))
             for name, number in self._table.failures.items():
                 say(f"{name} raised {number} times, and may lack what it was given then")
+            if failed := self._watch.failures.most_frequent():
+                say(f"{failed}, in the whole run")
             show(text_table(self._results(picture)))
         if rewards[1] and all(map(math.isnan, rewards[1])):
-            raise RewardError(f"none of the {len(rewards[1])} steps had a valid reward{_SEE}")
+            raise RewardError(
+                f"none of the {len(rewards[1])} steps had a valid reward: the weights are as they "
+                "were"
+            )
         if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
@@ -427,15 +446,6 @@ class TrainingRun:
         self._table.write(self.step, metrics)
         if self._falls_on(self._checkpoint.interval):
             self.save()
-        without = math.isnan(metrics["train/reward"])
-        self._without_reward = self._without_reward + 1 if without else 0
-        if self._without_reward == _MOST_WITHOUT_REWARD:
-            if self.step not in self._store.steps():
-                self.save()
-            raise RewardError(
-                f"the last {_MOST_WITHOUT_REWARD} steps had no valid reward{_SEE}; saved "
-                f"{self._store.path(self.step)}"
-            )
 
     def _note(self, metrics: Mapping[str, Any]) -> str:
         speed = f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"
@@ -460,6 +470,7 @@ class TrainingRun:
             "after": self._after,
             "model": {name: p.detach() for name, p in self._trainable()},
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "watch": self._watch.state_dict(),
             "rng": rng_state(),
         }
         return self._store.save(self.step, state, write_model=self._write_model)
@@ -483,6 +494,7 @@ class TrainingRun:
                 parameter.copy_(state["model"][name])
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
+        self._watch.load_state_dict(state["watch"])
         self.step, self._before, self._after = step, state["before"], state["after"]
         copy = self._store.path(step) / "metrics.csv"
         wrong = self._table.resume(step, copy)

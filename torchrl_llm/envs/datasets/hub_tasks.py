@@ -48,6 +48,7 @@ class GSM8KEnv(TaskEnv):
     """
 
     DATASET = "openai/gsm8k"
+    NEEDS_LARGER_MODEL = True
     NAME = "main"
     COLUMNS = ("question", "answer")
     SYSTEM_PROMPT = (
@@ -105,6 +106,7 @@ class MATHEnv(TaskEnv):
     """
 
     DATASET = "DigitalLearningGmbH/MATH-lighteval"
+    NEEDS_LARGER_MODEL = True
     NAME = "default"
     COLUMNS = ("problem",)
     REWARD = MATHRewardParser
@@ -162,6 +164,7 @@ class HumanEvalEnv(TaskEnv):
     """
 
     DATASET = "openai/openai_humaneval"
+    NEEDS_LARGER_MODEL = True
     COLUMNS = ("prompt", "entry_point", "test")
     REWARD = HumanEvalRewardParser
     SYSTEM_PROMPT = (
@@ -224,6 +227,7 @@ class IFEvalEnv(TaskEnv):
     """
 
     DATASET = "google/IFEval"
+    NEEDS_LARGER_MODEL = True
     COLUMNS = ("key", "prompt", "instruction_id_list", "kwargs")
     SYSTEM_PROMPT = (
         "Follow every instruction of the user exactly. Think first, between <think> and </think>. "

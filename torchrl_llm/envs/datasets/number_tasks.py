@@ -282,6 +282,7 @@ class CountdownEnv(TaskEnv):
 
     COLUMNS = ("target",)
     REWARD = number_rewards.CountdownRewardParser
+    NEEDS_LARGER_MODEL = True
     SYSTEM_PROMPT = (
         "Write an arithmetic expression that is equal to the target. Use only the given numbers, "
         "each at most once, the signs + - * / and parentheses. Think step by step between <think> "

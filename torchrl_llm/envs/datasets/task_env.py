@@ -96,6 +96,8 @@ class TaskEnv(DatasetChatEnv):
     REWARD: ClassVar[type[RewardParser] | None] = None
     MAX_STEPS: ClassVar[int | None] = 1
     MAX_AUXILIARY_TURNS: ClassVar[int] = 0
+    NEEDS_LARGER_MODEL: ClassVar[bool] = False
+    """Whether the model that ships with the package, which is tiny, cannot learn it."""
 
     def __init__(
         self,

@@ -169,6 +169,7 @@ class LetterCountingEnv(TaskEnv):
 
     COLUMNS = ("query", "answer")
     REWARD = LetterCountingRewardParser
+    NEEDS_LARGER_MODEL = True
 
     def __init__(
         self,
@@ -238,6 +239,7 @@ class TextReversalEnv(TaskEnv):
 
     COLUMNS = ("query", "answer")
     REWARD = TextReversalRewardParser
+    NEEDS_LARGER_MODEL = True
 
     def __init__(
         self,

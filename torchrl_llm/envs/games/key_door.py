@@ -204,6 +204,7 @@ class KeyDoorEnv(GameEnv):
     """
 
     MAX_STEPS = 48
+    NEEDS_LARGER_MODEL = True
 
     def __init__(self, *, size: int = 4, slack: float = 3.0, **kwargs: Any) -> None:
         super().__init__(KeyDoor(size=size, slack=slack), **kwargs)

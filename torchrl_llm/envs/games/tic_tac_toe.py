@@ -190,6 +190,7 @@ class TicTacToeEnv(GameEnv):
     """
 
     MAX_STEPS = 8
+    NEEDS_LARGER_MODEL = True
 
     def __init__(
         self, *, opponent: Opponent = "random", player: str | None = None, **kwargs: Any

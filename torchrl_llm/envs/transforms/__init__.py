@@ -13,7 +13,7 @@ _LAZY = {
     "torchrl_llm.envs.transforms.dataloading": (
         "as_nested_tensor as_padded_tensor DataLoadingPrimer"
     ),
-    "torchrl_llm.envs.transforms.episode_limits": "OverlongPenalty StepCounter",
+    "torchrl_llm.envs.transforms.episode_limits": "ContextLimit OverlongPenalty StepCounter",
     "torchrl_llm.envs.transforms.kl": (
         "KLComputation KLRewardTransform RayKLRewardTransform RayRetrieveKL RetrieveKL"
     ),

@@ -7,8 +7,8 @@ encoded again, nothing in it is trained, and its record says why
 (:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
 
-It is not about a model's maximal length, which the policy's wrapper guards
-(``torchrl_llm.modules.policies.context_limit``).
+It is not about a model's maximal length: a
+:class:`~torchrl_llm.envs.transforms.episode_limits.ContextLimit` ends an episode there.
 Next: ``docs/source/howto/keep_the_context_short.rst``.
 """
 
@@ -133,15 +133,9 @@ class ContextStrategy(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         chats = self._chats(next_tensordict)
-        going = [True] * len(chats)
-        for td, key, wanted in ((tensordict, "_step", True), (next_tensordict, "done", False)):
-            mask = td.get(key, None)
-            if mask is not None:
-                flags = (mask.reshape(len(chats), -1).any(-1) == wanted).tolist()
-                going = [a and b for a, b in zip(going, flags, strict=True)]
         after = [
             self._rewritten(chat, starts=False) if goes else chat
-            for chat, goes in zip(chats, going, strict=True)
+            for chat, goes in zip(chats, rows_going_on(tensordict, next_tensordict), strict=True)
         ]
         self._write(next_tensordict, chats, after)
         return next_tensordict
@@ -313,6 +307,22 @@ def _asks(messages: Sequence[Message], index: int) -> bool:
     """Whether the user's words begin here, after the model's."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
+
+
+def rows_going_on(td: TensorDictBase, next_td: TensorDictBase) -> list[bool]:
+    """Rows that a step was made in, and that are not done by it.
+
+    Args:
+        td: all rows, as the policy left them.
+        next_td: what follows.
+    """
+    going = [True] * next_td.batch_size.numel()
+    for rows, key, wanted in ((td, "_step", True), (next_td, "done", False)):
+        mask = rows.get(key, None)
+        if mask is not None:
+            flags = (mask.reshape(len(going), -1).any(-1) == wanted).tolist()
+            going = [a and b for a, b in zip(going, flags, strict=True)]
+    return going
 
 
 if TYPE_CHECKING:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter as _StepCounter
+from torchrl.envs import Transform
 
+from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import TruncationReason
+from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.envs.transforms.context_strategy import chat_env_of, rows_going_on
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import overlong_penalty
 
@@ -65,17 +74,8 @@ class StepCounter(_StepCounter):
             next_tensordict.set(truncated_key, truncated)
             if self.update_done:
                 next_tensordict.set(done_key, _either(before[done_key], truncated))
-            self._write_reason(next_tensordict, cut)
+            _write_reason(next_tensordict, cut, TruncationReason.MAX_STEPS)
         return next_tensordict
-
-    @staticmethod
-    def _write_reason(next_td: TensorDictBase, cut: torch.Tensor) -> None:
-        reason = next_td.get("truncation_reason", None)
-        if reason is None:
-            reason = torch.full_like(cut, int(TruncationReason.NONE), dtype=torch.int8)
-        fresh = cut & (reason == TruncationReason.NONE)
-        reason = reason.masked_fill(fresh, int(TruncationReason.MAX_STEPS))
-        next_td.set("truncation_reason", reason)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -83,7 +83,8 @@ class StepCounter(_StepCounter):
         tensordict_reset = super()._reset(tensordict, tensordict_reset)
         if self.max_steps is not None and tensordict_reset.get("truncation_reason", None) is None:
             for key in self.truncated_keys:
-                self._write_reason(tensordict_reset, tensordict_reset.get(key) & False)
+                none = tensordict_reset.get(key) & False
+                _write_reason(tensordict_reset, none, TruncationReason.MAX_STEPS)
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
@@ -106,8 +107,128 @@ def _counted(td: TensorDictBase, next_td: TensorDictBase) -> torch.Tensor | None
     return ~thinking if stepped is None else stepped.reshape(thinking.shape) & ~thinking
 
 
+def _write_reason(td: TensorDictBase, cut: Tensor, why: TruncationReason) -> None:
+    reason = td.get("truncation_reason", None)
+    if reason is None:
+        reason = torch.full_like(cut, int(TruncationReason.NONE), dtype=torch.int8)
+    fresh = cut & (reason == TruncationReason.NONE)
+    td.set("truncation_reason", reason.masked_fill(fresh, int(why)))
+
+
 def _either(before: torch.Tensor | None, flag: torch.Tensor) -> torch.Tensor:
     return flag if before is None else before | flag
+
+
+# What a template writes around a message, and what it may write anew when it renders a conversation
+# again: more than any that we know.
+_MOST_OF_TEMPLATE, _MOST_OF_A_MESSAGE = 256, 64
+
+
+class ContextLimit(Transform):
+    """Ends the episode of a conversation that has grown too long for the model.
+
+    When the next prompt would have more than ``max_prompt_length`` tokens, the row is ``truncated``
+    and ``done`` with the reason ``MAX_SEQ_LEN``, in the step that made it so long: the model is not
+    asked again, and the reward of that step stays. The first prompt of an episode is the policy's
+    to judge (``on_overlong``).
+
+    Append it last. In history mode, tokens are counted with the formatter of the policy, and only
+    where a bound from the characters that are new says that there may be too many::
+
+        env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
+
+    Args:
+        max_prompt_length: tokens that a prompt may have
+            (:attr:`~torchrl_llm.modules.policies.LLMWrapperBase.longest_prompt`); ``None`` ends
+            nothing.
+        formatter: what the policy encodes conversations with; history mode only, for in the others
+            the environment has the ids.
+
+    Raises:
+        ConfigError: where it is appended, for a formatter that is missing or has no effect; at the
+            first step, in an environment that is no
+            :class:`~torchrl_llm.envs.ChatEnv`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.envs import ChatEnv
+        >>> from torchrl_llm.modules import load_tokenizer
+        >>> formatter = ChatFormatter(load_tokenizer())
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(ContextLimit(8, formatter))
+        >>> td = env.reset(TensorDict({"query": ["Hi"]}, batch_size=(1,)))
+        >>> turn = {"role": "assistant", "content": "A few more words than that."}
+        >>> prompt = td["history"].prompt
+        >>> td["history"].full = type(prompt).of([prompt.chats[0] + [turn]])
+        >>> td = env.step(td)["next"]
+        >>> td["done"].item(), TruncationReason(td["truncation_reason"].item()).name
+        (True, 'MAX_SEQ_LEN')
+    """
+
+    use_step = True
+
+    def __init__(
+        self, max_prompt_length: int | None, formatter: ChatFormatter | None = None
+    ) -> None:
+        super().__init__()
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
+        self.max_prompt_length, self.formatter = max_prompt_length, formatter
+
+    def set_container(self, container: Any) -> None:
+        """Check that the environment goes with the formatter."""
+        super().set_container(container)
+        env = chat_env_of(self)
+        if env is not None and (env.mode.name == "history") != (self.formatter is not None):
+            needs = "needs formatter=policy.formatter" if self.formatter is None else "needs none"
+            raise ConfigError(f"ContextLimit: an environment in {env.mode.name} mode {needs}")
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        going = rows_going_on(tensordict, next_tensordict)
+        if self.max_prompt_length is None or not any(going):
+            return next_tensordict
+        done = next_tensordict.get("done")
+        lengths = self._lengths(next_tensordict, going)
+        flags = [length > self.max_prompt_length for length in lengths]
+        cut = torch.tensor(flags, device=done.device).reshape(done.shape)
+        for name in ("truncated", "done"):
+            next_tensordict.set(name, _either(next_tensordict.get(name, None), cut))
+        _write_reason(next_tensordict, cut, TruncationReason.MAX_SEQ_LEN)
+        return next_tensordict
+
+    def _lengths(self, td: TensorDictBase, going: list[bool]) -> list[int]:
+        """Tokens of the next prompts, or a bound that is not above the limit; 0 for the others."""
+        env = chat_env_of(self)
+        if env is None:
+            raise ConfigError("ContextLimit counts the tokens of conversations: append it to one")
+        if self.formatter is not None:
+            chats = td.get(("history", "prompt")).chats
+            return [self._length(c) if go else 0 for c, go in zip(chats, going, strict=True)]
+        ids = [row.shape[0] for row in read_rows(td, ("tokens", "prompt"))]
+        lengths = [length if go else 0 for length, go in zip(ids, going, strict=True)]
+        if env.mode.name == "text":
+            # A policy that writes text only leaves no ids.
+            tokenizer, texts = env.mode.formatter.tokenizer, td.get(("text", "prompt"))
+            for row, text in enumerate(texts):
+                if going[row] and not lengths[row]:
+                    lengths[row] = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return lengths
+
+    def _length(self, chat: Chat) -> int:
+        record, messages = chat.record, chat.messages
+        known = 0 if record is None else record.num_messages
+        if known > len(messages):
+            known = 0  # rewritten: all of it is encoded again
+        # No token has less than one byte.
+        most = _MOST_OF_TEMPLATE + sum(map(_bytes_of, messages[known:]))
+        most += record.token_ids.shape[0] if known else 0
+        if most <= self.max_prompt_length:
+            return most
+        return self.formatter.continue_record(record, chat).token_ids.shape[0]
+
+
+def _bytes_of(message: Mapping[str, Any]) -> int:
+    text = json.dumps(message, ensure_ascii=False, default=str)
+    return len(text.encode("utf-8", "replace")) + _MOST_OF_A_MESSAGE
 
 
 class OverlongPenalty(RowTransform):

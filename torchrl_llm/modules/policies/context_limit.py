@@ -10,6 +10,11 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import ConfigError, OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
+_GREW = (
+    ". It grew over the turns of a conversation: append torchrl_llm.envs.transforms.ContextLimit("
+    "policy.longest_prompt, policy.formatter) to the environment, which ends such an episode in "
+    "time"
+)
 
 
 class Fitted(NamedTuple):
@@ -48,8 +53,7 @@ def fit_context(
     Raises:
         OverlongError: for the first such prompt under ``"error"``.
     """
-    room = None if max_length is None else max_length - 1
-    limit = min((n for n in (room, max_prompt_length) if n is not None), default=None)
+    limit = longest_prompt(max_length, max_prompt_length)
     asked = [True] * len(records) if asked is None else list(asked)
     longest = math.inf if limit is None else limit
     overlong = [
@@ -66,6 +70,8 @@ def fit_context(
         raise OverlongError(
             f"the prompt of row {row} has {records[row].token_ids.shape[0]} tokens and {reason}; "
             'shorten it, or set on_overlong="drop" or "truncate"'
+            + _GREW
+            * bool(records[row].num_turns)
         )
     if on_overlong == "drop":
         fits = [yes and not flag for yes, flag in zip(asked, overlong, strict=True)]
@@ -76,6 +82,21 @@ def fit_context(
         for record, flag in zip(records, overlong, strict=True)
     ]
     return Fitted(fitted, overlong, asked)
+
+
+def longest_prompt(max_length: int | None, max_prompt_length: int | None) -> int | None:
+    """Tokens that a prompt may have; ``None`` without a limit.
+
+    Args:
+        max_length: tokens of the context, of which a response needs at least one.
+        max_prompt_length: what is wanted.
+
+    Example:
+        >>> longest_prompt(2048, None), longest_prompt(2048, 512), longest_prompt(None, None)
+        (2047, 512, None)
+    """
+    room = None if max_length is None else max_length - 1
+    return min((n for n in (room, max_prompt_length) if n is not None), default=None)
 
 
 def check_on_overlong(value: str, max_prompt_length: int | None = None) -> OnOverlong:

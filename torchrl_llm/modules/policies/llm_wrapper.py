@@ -32,7 +32,7 @@ from torchrl_llm.functional import restrict_logits
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.policies import outputs, row_blocks, row_readers, scored_rows
 from torchrl_llm.modules.policies.batching import make_batcher
-from torchrl_llm.modules.policies.context_limit import fit_context
+from torchrl_llm.modules.policies.context_limit import fit_context, longest_prompt
 from torchrl_llm.modules.policies.policy_arguments import (
     InputMode,
     PolicyOptions,
@@ -188,6 +188,11 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         own = {model: self.backend, "tokenizer": self.tokenizer}
         changes = {"policy_version": self.policy_version, **changes}
         return type(self)(**{**own, **self.options.changed(changes)})
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens that a prompt may have: by the context and by ``max_prompt_length``."""
+        return longest_prompt(self.backend.max_length, self.max_prompt_length)
 
     # -- forward ----------------------------------------------------------------------------------
 
