@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_llm.recipes.command_keys import KeyTable
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "docs/source"
 GROUPS = (
@@ -152,3 +154,19 @@ def test_models_that_are_said_to_be_tested_are():
         assert {row["architecture"] for row in rows if row[column]} == families, column
     no = {row["architecture"] for row in rows if row["packed"] == "no"}
     assert no == set(dictionary(f"{backends}/test_layouts.py", "UNPACKABLE"))
+
+
+def test_each_setting_that_a_page_gives_is_a_key_of_a_recipe():
+    keys, open_keys = set(), {"reward.components", "env.options"}
+    for path in (ROOT / "sota-implementations").glob("*/config/*.yaml"):
+        keys.update(KeyTable.read(path.parent, path.stem).keys)
+    groups = {key.partition(".")[0] for key in keys if "." in key}
+    unknown = []
+    for page in SOURCE.rglob("*.rst"):
+        if page.stem.startswith("coming_from"):  # and gives those of others
+            continue
+        for key in re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)=", page.read_text()):
+            own = any(key.startswith(f"{prefix}.") for prefix in open_keys)
+            if key.partition(".")[0] in groups and key not in keys and not own:
+                unknown.append(f"{page.name}: {key}")
+    assert not unknown
