@@ -164,7 +164,7 @@ class TokenScorer(ABC):
             may score the same ids only when theirs agree.
         vocab_size: how many ids there are, where the scorer knows it; ``None`` otherwise.
         layouts: the ways in which it can lay rows of different length out for a forward (see
-            :mod:`torchrl_llm.modules.backends.layouts`); empty where there is one way only.
+            ``torchrl_llm.modules.backends.layouts``); empty where there is one way only.
         layout: the one it uses, to be set to another of ``layouts``; scores and gradients are the
             same to rounding. ``None`` where there is one way only.
     """

@@ -22,7 +22,7 @@ class EnvConfig:
     """Task and prompts.
 
     Attributes:
-        dataset: name of the task, one of :data:`~torchrl_llm.recipes.tasks.TASKS`.
+        dataset: name of the task, one of ``TASKS``.
         data_files: local JSON-lines file with the training problems, packed by gzip or not;
             ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
@@ -307,7 +307,7 @@ class OptimizerConfig:
         momentum: ``None`` for the optimizer's default.
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
         scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
-            :data:`~torchrl_llm.trainers.optim.SCHEDULES`.
+            ``SCHEDULES``.
         warmup_steps: optimizer steps of a linear rise; below 1, their share of the run.
     """
 

@@ -447,7 +447,7 @@ class TrainingRun:
         yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
         yield "metrics", str(self._table.path)
         yield "curve", str(picture)
-        yield "log", str(self._log.path)
+        yield "log", str(picture.with_name(self._log.path.name))
         if self._store.steps():
             yield "model", str(self._store.path(self._store.steps()[-1]))
             yield "", "AutoModelForCausalLM.from_pretrained opens it"
