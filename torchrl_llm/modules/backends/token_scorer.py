@@ -303,7 +303,8 @@ def score_hidden(
     if extras.teachers:
         divergence = _divergence(head, hidden_ND, extras, temperature, chunk_size)
     states = head.states(hidden_ND) if extras.states else None
-    return TokenScores(*scores, values, divergence, states)
+    greedy = head.greedy_ids(hidden_ND, chunk_size) == targets_N if extras.greedy else None
+    return TokenScores(*scores, values, divergence, states, greedy)
 
 
 def _divergence(
