@@ -38,6 +38,16 @@ PARTS = {
     "metric": ("loss_sft",),
 }
 STEP = ["train.max_steps=1", "eval.num_prompts=8", "logging.progress=false"]
+RUNS = {
+    "grpo/grpo-sync.py": [
+        *SMALL,
+        "env=calculator",
+        "reward.kl_coeff=0.05",
+        "reward.components.length={longest: 3, unit: characters, cushion: 2, weight: 0.1}",
+    ],
+    "expert-iteration/expert-iteration.py": ["train.prompts_per_batch=4"],
+    "sft/sft.py": ["data=sums.csv", "reward=exact"],
+}
 
 
 def spelled_out(name):
@@ -100,20 +110,11 @@ def written(tmp_path_factory):
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
         names |= memory_metrics().keys()
-    for script, settings in (
-        (
-            "grpo/grpo-sync.py",
-            [
-                *SMALL,
-                "env=calculator",
-                "reward.kl_coeff=0.05",
-                "reward.components.length={longest: 3, unit: characters, cushion: 2, weight: 0.1}",
-            ],
-        ),
-        ("expert-iteration/expert-iteration.py", ["train.prompts_per_batch=4"]),
-    ):
+    for script, settings in RUNS.items():
         with pytest.MonkeyPatch.context() as patch:
             folder = tmp_path_factory.mktemp("run")
+            (folder / "sums.csv").write_text("question,answer\n" + "What is 20+22?,42\n" * 16)
+            patch.chdir(folder)
             table = run_main(patch, RECIPES / script, folder, *settings, *STEP)
         names |= table[0].keys()
     return names
