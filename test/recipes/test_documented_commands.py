@@ -28,7 +28,7 @@ COMMAND = re.compile(
 WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
     "shout.py": "from torchrl_llm.envs.datasets import ArithmeticEnv as ShoutEnv\n",
-    "capitals.py": "from torchrl_llm.envs.datasets import RowsEnv as CapitalEnv\n",
+    "capitals.py": "from torchrl_llm.envs.datasets.rows_env import RowsEnv as CapitalEnv\n",
     "clock_task.py": "from torchrl_llm.envs.datasets import ArithmeticEnv as ClockEnv\n",
 }
 # This page shows its files whole.
