@@ -36,7 +36,7 @@ class Case(NamedTuple):
 FILES = {
     "qa.csv": "question,answer\n" + "".join(f"What is {n}+{n}?,{n + n}\n" for n in range(10, 50)),
     "bare.csv": "prompt\n" + "".join(f"Say {n}.\n" for n in range(40)),
-    "odd.csv": "instruction,result\n" + "".join(f"What is {n}+1?,{n + 1}\n" for n in range(40)),
+    "odd.csv": "riddle,result\n" + "".join(f"What is {n}+1?,{n + 1}\n" for n in range(40)),
     "empty.jsonl": "",
     "empty.csv": "",
     "only_head.csv": "question,answer\n",
@@ -67,6 +67,7 @@ FILES = {
 }
 
 GRPO = "torchrl-llm train grpo"
+DATA = f"{GRPO} reward=exact train.max_steps=1 train.prompts_per_batch=2"
 SHORT = "train.max_steps=1 train.prompts_per_batch=2 eval.num_prompts=2"
 OWN = f"{GRPO} data=qa.csv {SHORT}"
 
@@ -184,7 +185,6 @@ CASES = [
         (f"{GRPO} model.name=./nowhere", "model.name", "nowhere"),
         (f"{GRPO} model.name=empty_folder", "model.name", "config.json|tokenizer"),
         (f"{GRPO} model.name=Qwen/Qwen2.5-0.5B-Instruct", "model.name", "offline|HF_HUB_OFFLINE"),
-        (f"{GRPO} model.name=no_template {SHORT}", "chat_template|chat template"),
         (f"{GRPO} model.name=no_weights {SHORT}", "model.name|no_weights", "safetensors|weights"),
         (f"{GRPO} model.name=no_tokenizer {SHORT}", "tokenizer"),
         (f"{GRPO} model.name=encoder {SHORT}", "encoder|vit|ViT"),
@@ -194,30 +194,32 @@ CASES = [
     ),
     *_cases(
         "data",
-        (f"{GRPO} data=nothing.csv", "nothing.csv", "no such file|does not exist|no file"),
-        (f"{GRPO} data=empty.jsonl", "empty.jsonl"),
-        (f"{GRPO} data=empty.csv", "empty.csv"),
-        (f"{GRPO} data=only_head.csv", "only_head.csv"),
-        (f"{GRPO} data=broken.jsonl", "broken.jsonl", "(line |:)2"),
-        (f"{GRPO} data=odd.csv", "instruction", "data.prompt"),
-        (f"{GRPO} data=qa.csv data.answer=solution", "question", "answer", "data.answer"),
-        (f"{GRPO} data=qa.csv data.prompt=text", "question", "data.prompt"),
-        (f"{GRPO} data=texts", "texts"),
-        (f"{GRPO} data=empty_folder", "empty_folder"),
-        (f"{GRPO} data=notes.txt", "notes.txt", "CSV|csv"),
-        (f"{GRPO} data=mixed.jsonl", "mixed.jsonl"),
+        (f"{DATA} data=nothing.csv", "nothing.csv", "No such file"),
+        (f"{DATA} data=empty.jsonl", "empty.jsonl"),
+        (f"{DATA} data=empty.csv", "empty.csv"),
+        (f"{DATA} data=only_head.csv", "only_head.csv"),
+        (f"{DATA} data=broken.jsonl", "broken.jsonl", "(line |:)2"),
+        (f"{DATA} data=odd.csv", "riddle", "data.prompt"),
+        (f"{DATA} data=qa.csv data.answer=solution", "question", "answer", "data.answer"),
+        (f"{DATA} data=qa.csv data.prompt=text", "question", "data.prompt"),
+        (f"{DATA} data=texts", "texts"),
+        (f"{DATA} data=empty_folder", "empty_folder"),
+        (f"{DATA} data=notes.txt", "notes.txt", "CSV|csv"),
+        (f"{DATA} data=mixed.jsonl", "row 20", "question"),
         (f"{GRPO} data=bare.csv", "answer", "reward"),
-        (f"{GRPO} data=long.csv {SHORT}", "context|max_prompt_length", "on_overlong"),
+        (f"{DATA} data=bare.csv", "prompt", "data.answer"),
+        (f"{GRPO} data=bare.csv reward=r_fine.py:exactly", "data.answer"),
+        (f"{DATA} data=long.csv {SHORT}", "context|max_prompt_length", "on_overlong"),
         (f"{GRPO} data=qa.csv env=gsm8k", "data", "env"),
-        (f"{GRPO} data=some/dataset", "some/dataset"),
-        (f"{GRPO} data=qa.csv data.eval_source=gone.csv", "gone.csv"),
-        (f"{GRPO} data=qa.csv train.prompts_per_batch=4 eval.num_prompts=5000", "held|eval"),
+        (f"{DATA} data=some/dataset", "some/dataset"),
+        (f"{DATA} data=qa.csv data.eval_source=gone.csv", "gone.csv"),
+        (f"{DATA} data=qa.csv train.prompts_per_batch=4 eval.num_prompts=5000", "held|eval"),
         (f"{GRPO} data.prompt=question", "data.source"),
         (f"{GRPO} env=gsm8k env.data_files=gone.jsonl", "gone.jsonl"),
         (f"{GRPO} env=gsm8k model.name=no_template", "env.data_files|gsm8k|chat template"),
         ("torchrl-llm train sft data=nothing.jsonl", "nothing.jsonl|data"),
-        ("torchrl-llm train expert-iteration data=nothing.csv", "nothing.csv"),
-        ("torchrl-llm train distillation data=nothing.csv", "nothing.csv"),
+        ("torchrl-llm train expert-iteration reward=exact data=nothing.csv", "nothing.csv"),
+        ("torchrl-llm train distillation reward=exact data=nothing.csv", "teacher.name"),
     ),
     *_cases(
         "reward",
@@ -315,6 +317,12 @@ CASES = [
             "completions|lambda",
         ),
         kind=Kind.PYTHON,
+    ),
+    Case(
+        "notices",
+        f"{GRPO} model.name=no_template {SHORT}",
+        ("has no chat template", "chat_template_name"),
+        Kind.GOES_ON,
     ),
     Case(
         "notices",

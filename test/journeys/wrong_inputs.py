@@ -145,9 +145,14 @@ def show(outcome: Outcome) -> None:
     sys.stdout.flush()
 
 
+def _is_wanted(case: Case, wanted: list[str], groups: set[str]) -> bool:
+    return any(case.group == w if w in groups else w in case.command for w in wanted)
+
+
 def main(wanted: list[str]) -> int:
     """Type the inputs and print the table; the exit status."""
-    cases = [c for c in CASES if not wanted or any(w == c.group or w in c.command for w in wanted)]
+    groups = {case.group for case in CASES}
+    cases = [c for c in CASES if not wanted or _is_wanted(c, wanted, groups)]
     with tempfile.TemporaryDirectory(prefix="wrong_files_") as name:
         files = Path(name) / "files"
         files.mkdir()

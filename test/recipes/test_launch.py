@@ -60,6 +60,7 @@ MEANT = {
     "load_in_4bit": "train_model.lora.enabled=true",
     "banana": "--help",
     "optimizer.foo": "--help",
+    "optimizer.model": "--help",
 }
 
 
@@ -91,6 +92,13 @@ REFUSED = {
     "loss.type=gspo": "choose it with its settings, loss=gspo",
     "loss.tau_pos=2": "has no effect with loss=grpo; it is a key of sapo",
     "ray.num_collectors=2": "a key of grpo-async.py",
+    "foo": "'foo': settings are written KEY=VALUE, .*; unknown key 'foo'",
+    "train.max_steps": "without dashes or spaces; train.max_steps=VALUE is meant",
+    "=5": "KEY=VALUE is meant",
+    "--max_steps": "without dashes.*here it is 'train.max_steps'",
+    "--optimizer.lr=1": "without dashes.*; optimizer.lr=VALUE is meant",
+    "env.tools=[calculator": r"cannot be read.*quoted: \"env\.tools='\.\.\.'\"",
+    "logging.backend=csv,wandb": r"'logging\.backend=\[csv,wandb\]'.*needs the flag -m",
 }
 
 
@@ -115,6 +123,8 @@ def test_a_loss_of_the_users_own_folder_is_known_by_its_name(tmp_path):
 def test_hydras_own_words_pass_and_names_of_the_user_are_marked_as_new(table):
     own = ["-m", "--cfg", "job", "hydra.run.dir=x", "hydra/job_logging=none", "~logging.project"]
     assert check_overrides(own, table) == own
+    sweep = ["--multirun", "loss=grpo,gspo", "--config-dir", "mine"]
+    assert launch.check_arguments(sweep, GRPO, "grpo") == sweep
     assert check_overrides(["env.options.size=3"], table) == ["++env.options.size=3"]
     assert check_overrides(["+env.options.size=3"], table) == ["+env.options.size=3"]
 

@@ -109,7 +109,36 @@ def check_arguments(
         for other, whose in (siblings or {}).items()
         for key in KeyTable.read(folder, other).keys
     }
-    return check_overrides(arguments, table, elsewhere=elsewhere)
+    checked = check_overrides(arguments, table, elsewhere=elsewhere)
+    _check_syntax(checked)
+    return checked
+
+
+def _check_syntax(arguments: Iterable[str]) -> None:
+    """Refuse what Hydra cannot read, and several values where there is no sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    arguments = list(arguments)
+    sweeps = bool({"-m", "--multirun"} & set(arguments))
+    parser = OverridesParser.create()
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if argument.startswith("-") or not separator:
+            continue
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{argument!r} cannot be read ({why}); a text with signs is quoted: "
+                f"\"{key}='...'\""
+            ) from error
+        if override.is_sweep_override() and not sweeps:
+            raise ConfigError(
+                f"{argument!r} has several values: a list is written '{key}=[{value}]', and a "
+                "sweep over them needs the flag -m"
+            )
 
 
 def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:
