@@ -17,6 +17,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -281,9 +282,14 @@ def import_named(path: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # a module of the user's may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f" ({last.filename}, line {last.lineno})"
+        if isinstance(error, ImportError):
+            hint = "; a module is found in the working folder and in the folders of PYTHONPATH"
+        elif isinstance(error, SyntaxError):  # its text says where
+            hint = ""
         raise ConfigError(
-            f"{path!r} cannot be imported: {type(error).__name__}: {error}; a module is found in "
-            "the working folder and in the folders of PYTHONPATH"
+            f"{path!r} cannot be imported: {type(error).__name__}: {error}{hint}"
         ) from error
     if not hasattr(module, name):
         raise ConfigError(

@@ -278,3 +278,7 @@ def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
         find("rewards", str(file))
     with pytest.raises(ConfigError, match="own_rewards.py:WEIGHT is 2, and no function"):
         check_function(f"{file}:WEIGHT")
+    raising = tmp_path / "own_raising.py"
+    raising.write_text("import math\nWEIGHT = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"division by zero \(.*own_raising\.py, line 2\)$"):
+        find("rewards", f"{raising}:WEIGHT")

@@ -108,6 +108,14 @@ def test_values_of_groups_and_keys_without_effect_are_refused(argument):
         launch.check_arguments([argument], GRPO, "grpo", siblings={"grpo-async": "grpo-async.py"})
 
 
+def test_a_run_in_a_file_is_refused_with_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*file is no folder"):
+            launch.check_arguments([f"hydra.run.dir={path}"], GRPO, "grpo")
+    assert launch.check_arguments([f"hydra.run.dir={tmp_path}/a/b"], GRPO, "grpo")
+
+
 def test_a_loss_of_the_users_own_folder_is_known_by_its_name(tmp_path):
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("type: mine:Loss\nstrength: 2\n")

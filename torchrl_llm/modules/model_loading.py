@@ -17,6 +17,8 @@ from torchrl_llm._imports import require
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
 
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
+
 
 def load_model(
     name_or_path: str | PathLike[str] | None = None,
@@ -76,6 +78,14 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         >>> load_tokenizer().is_fast
         True
     """
+    if name_or_path is not None and (folder := Path(name_or_path)).is_dir():
+        # transformers makes an empty tokenizer of some models without a file of one.
+        if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+            raise ConfigError(
+                f"{str(name_or_path)!r} holds no tokenizer: tokenizer.json is not among its files "
+                f"({files})"
+            )
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
 
@@ -119,9 +129,6 @@ def _missing(kind: str, name: str, error: Exception) -> str:
     """Why a model or tokenizer cannot be loaded: from a folder, a file or the hub."""
     path, why = Path(name), str(error).splitlines()[0]
     if path.is_dir():  # empty, or with a part only
-        if kind == "tokenizer" and not (any(path.glob("*token*")) or any(path.glob("vocab*"))):
-            files = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
-            why = f"no tokenizer.json is in it, but {files}"
         return f"{name!r} holds no {kind} that can be loaded: {why}"
     if path.is_file():
         return f"{name!r} is a file; a {kind} is named by its folder, or by its name on the hub"

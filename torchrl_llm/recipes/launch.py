@@ -126,6 +126,8 @@ def _check_syntax(arguments: Iterable[str]) -> None:
         key, separator, value = argument.partition("=")
         if argument.startswith("-") or not separator:
             continue
+        if key == "hydra.run.dir":
+            _check_folder(Path(value.strip("'\"")))
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
@@ -139,6 +141,14 @@ def _check_syntax(arguments: Iterable[str]) -> None:
                 f"{argument!r} has several values: a list is written '{key}=[{value}]', and a "
                 "sweep over them needs the flag -m"
             )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder of a run that Hydra could not make."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "nothing can be written there" if there.is_dir() else f"{there} is no folder"
+        raise ConfigError(f"hydra.run.dir={folder} cannot be the folder of a run: {why}")
 
 
 def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:
