@@ -1,7 +1,7 @@
 """Types wrong inputs as real processes, and prints what a user reads: a table of all of them.
 
     python test/journeys/wrong_inputs.py               # all of them, two at a time
-    python test/journeys/wrong_inputs.py data reward   # those of the groups, or whose command has it
+    python test/journeys/wrong_inputs.py data reward   # those of a group, or with a word
 
 Each runs in a folder of its own, outside the repository, with the ``torchrl-llm`` and ``python``
 that are first on the path. It fails where an input is accepted, where a traceback goes through this
@@ -124,9 +124,14 @@ def shortened(outcome: Outcome) -> str:
     """What was said, in about two lines: the paragraph of the error, or the notice."""
     lines = [line.strip() for line in outcome.said.splitlines() if not NOISE.search(line)]
     text = " ".join(lines)
-    for pattern in (r"(?:torchrl_llm\.errors\.)?\b\w*Error: (?!.*\w+Error: ).*", *outcome.case.says):
+    for pattern in (
+        r"(?:torchrl_llm\.errors\.)?\b\w*Error: (?!.*\w+Error: ).*",
+        *outcome.case.says,
+    ):
         if match := re.search(pattern, text):
-            text = text[match.start() :] if "Error" in pattern else text[max(0, match.start() - 60) :]
+            text = (
+                text[match.start() :] if "Error" in pattern else text[max(0, match.start() - 60) :]
+            )
             break
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 

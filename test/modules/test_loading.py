@@ -63,7 +63,9 @@ def test_what_a_folder_lacks_is_said(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"holds no tokenizer: tokenizer\.json .*\(config\.json"):
         load_tokenizer(bare)
     (bare / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds no model that can be loaded: .*model\.safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"holds no model that can be loaded: .*model\.safetensors"
+    ):
         load_model(bare)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, so that nothing is downloaded"):

@@ -274,9 +274,9 @@ def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
     file.write_text("import math\nWEIGHT = 2\ndef exactly(response, answer): return 1.0\n")
     with pytest.raises(ConfigError, match=r"there is no 'exact' in own_rewards; it has exactly$"):
         find("rewards", f"{file}:exact")
-    with pytest.raises(ConfigError, match="name what is in the file, .*own_rewards.py:NAME"):
+    with pytest.raises(ConfigError, match=r"name what is in the file, .*own_rewards\.py:NAME"):
         find("rewards", str(file))
-    with pytest.raises(ConfigError, match="own_rewards.py:WEIGHT is 2, and no function"):
+    with pytest.raises(ConfigError, match=r"own_rewards\.py:WEIGHT is 2, and no function"):
         check_function(f"{file}:WEIGHT")
     raising = tmp_path / "own_raising.py"
     raising.write_text("import math\nWEIGHT = 1 / 0\n")

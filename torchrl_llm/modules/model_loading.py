@@ -78,14 +78,14 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         >>> load_tokenizer().is_fast
         True
     """
-    if name_or_path is not None and (folder := Path(name_or_path)).is_dir():
-        # transformers makes an empty tokenizer of some models without a file of one.
-        if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-            files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-            raise ConfigError(
-                f"{str(name_or_path)!r} holds no tokenizer: tokenizer.json is not among its files "
-                f"({files})"
-            )
+    folder = None if name_or_path is None else Path(name_or_path)
+    # transformers makes an empty tokenizer of some models without a file of one.
+    if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
+        files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise ConfigError(
+            f"{str(name_or_path)!r} holds no tokenizer: tokenizer.json is not among its files "
+            f"({files})"
+        )
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
 

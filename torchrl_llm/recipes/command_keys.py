@@ -28,14 +28,12 @@ _SHARED = "shared"
 # From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
 _SIMILAR = 0.7
 # Flags of Hydra, and those that take the word behind them.
-_FLAGS = (
-    "--help --hydra-help --version --resolve --run --multirun --shell-completion --info "
-    "-h -r -m -sc -i"
-).split()
-_FLAGS_WITH_WORD = (
-    "--cfg --package --config-path --config-name --config-dir --experimental-rerun "
-    "-c -p -cp -cn -cd"
-).split()
+_FLAG = re.compile(
+    "--(help|hydra-help|version|resolve|run|multirun|shell-completion|info)|-(h|r|m|sc|i)"
+)
+_FLAG_WITH_WORD = re.compile(
+    "--(cfg|package|config-path|config-name|config-dir|experimental-rerun)|-(c|p|cp|cn|cd)"
+)
 # What Hydra reads as one word without quotes.
 _ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*")
 
@@ -170,7 +168,7 @@ def check_overrides(
 def _check_word(argument: str, before: str, table: KeyTable) -> None:
     """Refuse what is neither an override nor a flag of Hydra nor the word behind one."""
     flag = argument.partition("=")[0]
-    if before in _FLAGS_WITH_WORD or flag in (*_FLAGS, *_FLAGS_WITH_WORD):
+    if any(_FLAG_WITH_WORD.fullmatch(word) for word in (before, flag)) or _FLAG.fullmatch(flag):
         return
     key = flag.lstrip("-")
     known = key in table.keys or not key

@@ -133,8 +133,7 @@ def _check_syntax(arguments: Iterable[str]) -> None:
         except HydraException as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{argument!r} cannot be read ({why}); a text with signs is quoted: "
-                f"\"{key}='...'\""
+                f"{argument!r} cannot be read ({why}); a text with signs is quoted: \"{key}='...'\""
             ) from error
         if override.is_sweep_override() and not sweeps:
             raise ConfigError(

@@ -81,7 +81,11 @@ class RowsEnv(TaskEnv):
         super().__init__(dataset=rows, **kwargs)
 
     def _check_answer(self, row: Mapping[str, Any], reward: RewardParser) -> None:
-        if reward.needs_answer and self._columns[1] is None and self.make_row(row)["answer"] is None:
+        if (
+            reward.needs_answer
+            and self._columns[1] is None
+            and self.make_row(row)["answer"] is None
+        ):
             raise DataError(
                 f"the reward compares with an answer, and none of the columns {sorted(row)} is one "
                 "by its name; name it, data.answer=..., or take a reward of (response) or "
