@@ -301,9 +301,9 @@ CASES = [
         (_python(IMPORT, 'GRPO(loss="gsop")'), "gspo"),
         (_python(IMPORT, 'GRPO(train={"max_step": 5})'), "train.max_steps"),
         (_python(IMPORT, 'GRPO(train={"max_steps": "many"})'), "train.max_steps"),
-        (_python(IMPORT, "GRPO(data=[])"), "data|rows"),
-        (_python(IMPORT, "GRPO(data=3)"), "data"),
-        (_python(IMPORT, "GRPO(data=[1, 2, 3])"), "data|row"),
+        (_python(IMPORT, 'GRPO(data=[], reward="exact").train()'), "data|rows"),
+        (_python(IMPORT, 'GRPO(data=3, reward="exact")'), "data"),
+        (_python(IMPORT, 'GRPO(data=[1, 2, 3], reward="exact").train()'), "data|row"),
         (_python(IMPORT, 'GRPO("nowhere").train()'), "nowhere"),
         (
             _python(

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -127,6 +125,9 @@ def _load(
 
 def _missing(kind: str, name: str, error: Exception) -> str:
     """Why a model or tokenizer cannot be loaded: from a folder, a file or the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
     path, why = Path(name), str(error).splitlines()[0]
     if path.is_dir():  # empty, or with a part only
         return f"{name!r} holds no {kind} that can be loaded: {why}"
