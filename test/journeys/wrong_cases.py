@@ -113,7 +113,7 @@ def _keys() -> list[Case]:
     cases = [Case("keys", f"{GRPO} {typed}", (said,), Kind.KEY) for typed, said in meant.items()]
     others = [
         ("torchrl-llm train grpo-async num_generations=8", "env.repeats"),
-        ("torchrl-llm train distillation teacher.model=big", "teacher.name"),
+        ("torchrl-llm train distillation teacher.model=big", "teacher has by_domain, name"),
         ("torchrl-llm train expert-iteration select.topk=4", "select.topk_size"),
         ("torchrl-llm train imitate learning_rate=1e-3", "lr"),
         ("torchrl-llm evaluate task=gsm8k", "tasks"),

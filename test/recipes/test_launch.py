@@ -60,7 +60,7 @@ MEANT = {
     "load_in_4bit": "train_model.lora.enabled=true",
     "banana": "--help",
     "optimizer.foo": "--help",
-    "optimizer.model": "--help",
+    "optimizer.model": "optimizer has name, lr, weight_decay",
 }
 
 

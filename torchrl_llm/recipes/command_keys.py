@@ -247,7 +247,7 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
     """Why a key is refused, and what was probably meant.
 
     A key is another library's, or put into the wrong group, or mistyped: within its own group most
-    often. Nothing is suggested where nothing is near.
+    often. Nothing is suggested where nothing is near: the keys of its group are listed.
 
     Args:
         key: an unknown dotted key.
@@ -282,7 +282,8 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
             return f"unknown key {key!r}; {target}"
     for name in _near(leaf, leaves, 0.8):
         return f"unknown key {key!r}; did you mean {' or '.join(map(repr, leaves[name][:3]))}?"
-    return f"unknown key {key!r}; --help lists all keys"
+    own = f"{group} has {', '.join(siblings)}; " if siblings and group else ""
+    return f"unknown key {key!r}; {own}--help lists all keys"
 
 
 def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list[str]:
