@@ -11,10 +11,11 @@ from hydra import compose, initialize_config_dir
 from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
-from torchrl_llm._registry import _entries
+from torchrl_llm._registry import _entries, find
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
+from torchrl_llm.recipes.reward_config import check_function
 from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
 
@@ -266,3 +267,18 @@ def test_keys_that_only_the_user_knows_are_new_to_hydra():
     assert passed == ["seed=1", "++env.options.player=X", "+env.options.a=1", given[3]]
     config = load_config(composed("env=tic_tac_toe", "env.options.player=X"))
     assert config.env.options["player"] == "X"
+
+
+def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
+    file = tmp_path / "own_rewards.py"
+    file.write_text("import math\nWEIGHT = 2\ndef exactly(response, answer): return 1.0\n")
+    with pytest.raises(ConfigError, match=r"there is no 'exact' in own_rewards; it has exactly$"):
+        find("rewards", f"{file}:exact")
+    with pytest.raises(ConfigError, match=r"name what is in the file, .*own_rewards\.py:NAME"):
+        find("rewards", str(file))
+    with pytest.raises(ConfigError, match=r"own_rewards\.py:WEIGHT is 2, and no function"):
+        check_function(f"{file}:WEIGHT")
+    raising = tmp_path / "own_raising.py"
+    raising.write_text("import math\nWEIGHT = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"division by zero \(.*own_raising\.py, line 2\)$"):
+        find("rewards", f"{raising}:WEIGHT")

@@ -132,6 +132,7 @@ def check_function(name: str) -> rewards.RewardParser:
     """
     with naming("reward.function"):
         found = find("rewards", name)
+        ensure(callable(found) or ":" not in name, f"{name} is {found!r}, and no function")
         needed = [
             key
             for key, parameter in constructor_arguments(found).items()
