@@ -1,7 +1,7 @@
 # How good is my model, on what it trained and on rows of mine? And what does it say to me?
-torchrl-llm train grpo train.max_steps=40 eval.num_prompts=128 hydra.run.dir=run > /dev/null
-torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=128 hydra.run.dir=before
-torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=128 hydra.run.dir=after \
+torchrl-llm train grpo train.max_steps=40 eval.num_prompts=64 hydra.run.dir=run > /dev/null
+torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=64 hydra.run.dir=before
+torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=64 hydra.run.dir=after \
     model.name=run/checkpoints/step_000040
 
 cat > mine.csv <<'CSV'

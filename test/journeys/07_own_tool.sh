@@ -25,8 +25,8 @@ for sum in sums[:2000]:
     print(f"What is {sum}?,{calculator(sum)}")
 PY
 torchrl-llm train grpo data=clock.csv reward=last_number env.tools=[clock.py:calculator] \
-    env.system_prompt="Use the calculator." inference_model.max_tokens=40 train.max_steps=25 \
-    optimizer.lr=4e-4 eval.num_prompts=128 eval.interval=null hydra.run.dir=run
+    env.system_prompt="Use the calculator." inference_model.max_tokens=40 train.max_steps=20 \
+    optimizer.lr=4e-4 eval.num_prompts=64 eval.interval=null hydra.run.dir=run
 python "$HERE/metric.py" run eval/accuracy first '<=' 0.6
 python "$HERE/metric.py" run eval/accuracy last '>=' 0.7
 
