@@ -52,6 +52,7 @@ from torchrl_llm.rewards import (
 from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
 from torchrl_llm.rewards.answer_formats import AnswerFormat
 from torchrl_llm.rewards.code import extract_code
+from torchrl_llm.rewards.function_reward import FunctionReward
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, PUBLISHED, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
@@ -159,6 +160,7 @@ MADE = {
     BareAction: lambda: {"": BareAction("move", "a cell")},
     CallAction: lambda: {"": CallAction("add", "a cell", calls=call_formats.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
+    FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
 }
 

@@ -78,7 +78,7 @@ def test_each_row_learns_from_the_teacher_of_its_domain(run, tmp_path, capsys, o
     assert len(gaps) == 2
     assert all(gap > 0 for gap in gaps)
     assert {path.name for path in (tmp_path / "teachers").iterdir()} == {"carry", "plain"}
-    lines = capsys.readouterr().out.splitlines()
+    lines = "".join(capsys.readouterr()).splitlines()
     shown = {line.split()[0]: line.split()[2::2] for line in lines if line.startswith("  ")}
     assert set(shown) >= {"carry", "plain", "student"}
 

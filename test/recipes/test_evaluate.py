@@ -85,7 +85,7 @@ def test_all_three_files_are_scored_in_one_run(tmp_path, run, gsm8k_dir, humanev
         assert result["invalid"] == 0.0
         assert all(record["length"] <= 4 for record in records)
     assert {"inst_level_loose_acc", "prompt_level_strict_acc"} <= set(results["ifeval"])
-    assert "humaneval (6 prompts)" in "".join(capfd.readouterr())
+    assert capfd.readouterr().out.split()[:3] == ["gsm8k", "ifeval", "humaneval"]
 
 
 def test_samples_of_a_prompt_give_pass_at_k(tmp_path, run, recipe):
@@ -224,7 +224,7 @@ def test_instruction_level_accuracy_counts_instructions_and_not_prompts(recipe):
 
 def test_the_table_names_every_figure(recipe):
     text = recipe.table({"gsm8k": recipe.figures([record(0, True)])})
-    assert text.startswith("gsm8k (1 prompts)\n  accuracy ")
+    assert [line.split() for line in text.splitlines()][:2] == [["gsm8k"], ["accuracy", "1.0000"]]
     assert "truncated" in text
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from recipes.grpo_helper import SCRIPT, rows, weights
@@ -14,7 +15,7 @@ from recipes.script import run_alone
 
 from torchrl_llm import GRPO
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.recipes import given, launch
+from torchrl_llm.recipes import front, given, launch
 from torchrl_llm.recipes.front import Command
 
 SMALL = {
@@ -38,12 +39,12 @@ def table(tmp_path):
 @pytest.fixture
 def rewards(tmp_path, monkeypatch):
     """A module of the user's."""
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "front_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import my_rewards
+    import front_rewards
 
-    yield my_rewards
-    sys.modules.pop("my_rewards")
+    yield front_rewards
+    sys.modules.pop("front_rewards")
 
 
 def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monkeypatch):
@@ -61,7 +62,7 @@ def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monke
     words = shlex.split(repr(run.config))
     assert words[:3] == ["torchrl-llm", "train", "grpo"]
     assert f"data={table}" in words
-    assert f"reward={tmp_path}/my_rewards.py:exactly" in words
+    assert f"reward={tmp_path}/front_rewards.py:exactly" in words
     assert "env=rows" not in words  # data says it
     run_alone(monkeypatch, SCRIPT, tmp_path / "command", *words[3:])
     assert rows(tmp_path / "object") == rows(tmp_path / "command")
@@ -191,3 +192,44 @@ def test_values_are_typed_as_hydra_reads_them():
     }
     parsed = OverridesParser.create().parse_overrides(Command("grpo", values).overrides)
     assert {each.key_or_group: each.value() for each in parsed} == values
+
+
+def test_the_model_is_talked_to_as_it_is_now_and_a_conversation_may_go_on(tmp_path):
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(20, 60)]
+    run = GRPO(data=rows, reward="exact", tools=["calculator"], folder=tmp_path / "a", **SMALL)
+    asked = "What is 12+15?"
+    model = run.run.model
+    before = run.chat(asked)
+    assert run.chat(asked) == before  # greedy, and nothing of the first conversation in view
+    said = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: said.append(kwargs.get("input_ids", args and args[0])),
+        with_kwargs=True,
+    )
+    run.chat("And 1+1?", go_on=True)
+    hook.remove()
+    read = run.run.tokenizer.decode(said[0][0])
+    assert asked in read
+    assert f"{before}<|im_end|>" in read
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert run.chat(asked) != before
+
+
+def test_the_model_as_it_is_now_is_pushed_with_the_command_that_made_it(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        front, "push_to_hub", lambda *args, **kwargs: pushed.append((args, kwargs)) or "https://hub"
+    )
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(20, 60)]
+    run = GRPO(data=rows, reward="exact", folder=tmp_path / "a", **SMALL)
+    for _ in run.steps():
+        break
+    with pytest.raises(ConfigError, match="OWNER/NAME"):
+        run.push_to_hub("adder")
+    assert run.push_to_hub("ann/adder") == "https://hub"
+    (folder, name), options = pushed[0]
+    assert (folder.name, name, options["private"]) == ("step_000001", "ann/adder", True)
+    assert (folder / "model.safetensors").is_file()
+    assert options["command"].startswith("torchrl-llm train grpo")

@@ -47,7 +47,7 @@ def test_a_short_run_leaves_metrics_a_curve_and_a_model_that_transformers_opens(
     assert column(table, "train/tokens_generated") == column(table, "train/tokens_trained")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.glob("grpo/events.out.tfevents*"))
-    text = capfd.readouterr().err
+    text = capfd.readouterr().out
     assert "held-out conversation 2, after training" in text
     assert "train/reward over steps" in text
     folder = tmp_path / "checkpoints" / "step_000002"

@@ -100,7 +100,9 @@ def test_a_file_of_ones_own_without_a_right_answer_is_told_once_with_two_answers
         "inference_model.max_tokens=8",
     )
     told = capsys.readouterr().err
-    assert told.count("no signal: in each of the last 2 steps all answers had the same reward") == 1
+    begin = "no signal: in each of the last 2 steps all answers had the same reward"
+    assert told.count(begin) == 1
+    told = told.partition(begin)[2]
     assert told.count("  query:    Who wrote Faust?") == 2
     assert told.count("  answer:   #### 1808") + told.count("  answer:   1808") == 2
     assert "Look at the form that the reward wants" in told

@@ -97,7 +97,7 @@ def test_the_file_of_settings_has_every_key(utils):
     from omegaconf import OmegaConf
 
     written = OmegaConf.load(SCRIPT.parent / "config" / "imitate.yaml")
-    del written["hydra"]
+    del written["hydra"], written["defaults"]
     config = utils.load_config(written)
     assert config.env.options == {"actions": "bare"}
     assert config.train == utils.TrainConfig()

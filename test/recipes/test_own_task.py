@@ -62,8 +62,11 @@ def test_a_class_is_named_by_its_module():
         ("torchrl_llm.envs:NoSuchEnv", "there is no 'NoSuchEnv' in torchrl_llm.envs"),
         (":Env", "write 'module:name'"),
         ("torchrl_llm.envs:", "write 'module:name'"),
-        ("torchrl_llm.envs:ChatEnv", "must be a subclass of TaskEnv, got .*ChatEnv"),
-        ("math:pi", "must be a subclass of TaskEnv, got 3.14"),
+        (
+            "torchrl_llm.envs:ChatEnv",
+            "TaskEnv or DatasetChatEnv.*got .*ChatEnv",
+        ),
+        ("math:pi", "or a function that makes one, got 3.14"),
     ],
 )
 def test_a_task_that_cannot_be_is_refused_when_it_is_named(name, message):

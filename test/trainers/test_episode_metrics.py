@@ -132,6 +132,7 @@ def test_calls_failures_and_seconds_are_counted_by_tool():
     assert {name: value for name, value in metrics.items() if "tool" in name} == {
         "train/tool_calls": 6,
         "train/tool_failures": 5,
+        "train/tool_errors": 0,  # the tools told no exception of their own
         "train/tool_calls_add": 2,
         "train/tool_failures_add": 1,
         "perf/tool_add_s": 0.75,

@@ -13,7 +13,6 @@ from typing import Any
 from torchrl_llm.errors import OverlongError
 
 _FAILED = 1
-_MAX_TOKENS = 256
 _HELP = "/reset begins anew, /system TEXT does so with another system prompt, /quit ends"
 
 
@@ -57,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of an answer; default: the run's, or {_MAX_TOKENS}",
+        help="tokens of an answer; default: the run's, or 256",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: 0")
     parser.add_argument(
@@ -75,9 +74,8 @@ def _conversation(given: argparse.Namespace) -> Any:
     import transformers
 
     from torchrl_llm import modules
-    from torchrl_llm.evaluation import Conversation
     from torchrl_llm.recipes.builders import present_device
-    from torchrl_llm.recipes.chat_settings import chat_settings
+    from torchrl_llm.recipes.chat_settings import make_conversation
     from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
     transformers.utils.logging.disable_progress_bar()
@@ -90,26 +88,20 @@ def _conversation(given: argparse.Namespace) -> Any:
         config = {"model": {"name": name}}
     env = config.get("env") or {}
     config = {**config, "env": {**env, "tools": [*(env.get("tools") or ()), *given.tool]}}
-    settings = chat_settings(config)
-    wanted = (given.max_tokens, settings.max_tokens, _MAX_TOKENS)
     device = present_device("auto", "device")
-    policy = modules.TransformersWrapper(
-        modules.load_model(
-            name, dtype="bfloat16" if device.type == "cuda" else "float32", device=device
-        ),
-        tokenizer=modules.load_tokenizer(name),
-        chat_template_name=settings.chat_template_name,
-        tools=settings.schemas,
-        generate_kwargs={
-            "max_new_tokens": next(n for n in wanted if n is not None),
-            "temperature": given.temperature,
-        },
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    conversation = make_conversation(
+        modules.load_model(name, dtype=dtype, device=device),
+        modules.load_tokenizer(name),
+        config,
+        system_prompt=given.system,
+        max_tokens=given.max_tokens,
+        temperature=given.temperature,
     )
     torch.manual_seed(given.seed)
-    system = settings.system_prompt if given.system is None else given.system
     if sys.stdin.isatty():
         _tell(f"{name or 'the model that ships with the package'}; {_HELP}")
-    return Conversation(policy, system_prompt=system, tools=settings.tools)
+    return conversation
 
 
 def _talk(conversation: Any, *, is_terminal: bool) -> int:

@@ -207,7 +207,7 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
         return None
     env = _with_tools(config, task(**_data(config, task)[0], **_settings(config)))
     try:
-        return tool_schemas(env) or None
+        return (env.tool_schemas if isinstance(env, TaskEnv) else tool_schemas(env)) or None
     finally:
         env.close()
 

@@ -41,6 +41,7 @@ class ChatEnvTask:
     """
 
     COLUMNS = ()
+    NEEDS_LARGER_MODEL = False
     make_tools = TaskEnv.make_tools
     tool_schemas = TaskEnv.tool_schemas
 

@@ -1,4 +1,4 @@
-"""What a configuration says about talking to its model: system prompt, tools, template, lengths."""
+"""Conversations with the model of a run: prompted as in training, with the tools of its task."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 from torchrl._utils import logger as log
 
+from torchrl_llm import modules
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes.tasks import task_class, tool_transform
 from torchrl_llm.tools import ToolTransform
 from torchrl_llm.tools.call_parsers import MessageCallParser
+
+_MAX_TOKENS = 256
 
 
 class ChatSettings(NamedTuple):
@@ -62,6 +66,44 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         model.get("chat_template_name"),
         (config.get("inference_model") or {}).get("max_tokens"),
     )
+
+
+def make_conversation(
+    model: Any,
+    tokenizer: Any,
+    config: Mapping[str, Any],
+    *,
+    system_prompt: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+) -> Conversation:
+    """A conversation with the model of a run.
+
+    Args:
+        model: what :func:`~torchrl_llm.modules.load_model` gives.
+        tokenizer: its tokenizer.
+        config: see :func:`chat_settings`.
+        system_prompt: instead of that of the run.
+        max_tokens: of an answer; ``None`` for that of the run, or 256.
+        temperature: of sampling; 0 is greedy.
+
+    Raises:
+        ConfigError: tools that there are not.
+    """
+    settings = chat_settings(config)
+    wanted = (max_tokens, settings.max_tokens, _MAX_TOKENS)
+    policy = modules.TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        chat_template_name=settings.chat_template_name,
+        tools=settings.schemas,
+        generate_kwargs={
+            "max_new_tokens": next(n for n in wanted if n is not None),
+            "temperature": temperature,
+        },
+    )
+    system = settings.system_prompt if system_prompt is None else system_prompt
+    return Conversation(policy, system_prompt=system, tools=settings.tools)
 
 
 def _of_task(env: Mapping[str, Any]) -> tuple[str | None, tuple[ToolTransform, ...]]:

@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes import given, launch
+from torchrl_llm.recipes.chat_settings import make_conversation
 from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides
 from torchrl_llm.recipes.strict_config import dotted
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.curves import draw_curves
+from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.run import EvalResult, TrainingRun
+from torchrl_llm.trainers.run_folder import (
+    CHECKPOINTS,
+    checkpoint_path,
+    checkpoint_steps,
+    read_config,
+)
 
 
 class Command(Mapping[str, Any]):
@@ -103,6 +112,7 @@ class _Recipe(ABC):
         self._steps: Iterator[TrainingRun] | None = None
         self._run: TrainingRun | None = None
         self._done = False
+        self._conversation: Conversation | None = None
 
     def _compose(self, settings: Mapping[str, Any]) -> Any:
         """The recipe's files with these settings, checked."""
@@ -203,6 +213,48 @@ class _Recipe(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         save_pretrained(folder, self.run.model, self.run.tokenizer)
         return folder
+
+    def chat(self, text: str, *, go_on: bool = False) -> str:
+        """Say something to the model as it is now; it answers greedily, prompted as in training.
+
+        Args:
+            text: of the user.
+            go_on: go on with the conversation so far; otherwise another one begins.
+
+        Returns:
+            Its answer. Tools of the run are called, and the model asked again, until it answers.
+
+        Raises:
+            OverlongError: the conversation does not fit into the model's context any more.
+        """
+        run = self.run
+        if self._conversation is None:
+            config = read_config(run.folder)
+            self._conversation = make_conversation(run.model, run.tokenizer, config)
+        if not go_on:
+            self._conversation.reset()
+        return self._conversation.say(text)
+
+    def push_to_hub(self, name: str, *, private: bool = True) -> str:
+        """Push the model as it is now to a repository: weights, tokenizer and a card.
+
+        Args:
+            name: the repository, ``owner/name``; it is made where there is none.
+            private: whether a repository that is made is for its owner alone.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            ConfigError: a name without owner.
+            CheckpointError: the hub refused it, or could not be reached.
+        """
+        check_repository(name)
+        run = self.run
+        if run.step not in checkpoint_steps(run.folder / CHECKPOINTS):
+            run.save()
+        saved = checkpoint_path(run.folder / CHECKPOINTS, run.step)
+        return push_to_hub(saved, name, private=private, command=repr(self.config))
 
 
 def _settings(groups: Mapping[str, Any]) -> dict[str, Any]:

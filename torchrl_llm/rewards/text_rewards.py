@@ -38,7 +38,8 @@ class ContainsReward(RewardParser):
         text, wanted = _plain(response), _plain(answer)
         start = text.find(wanted) if wanted else -1
         while start >= 0:
-            around = text[max(0, start - 1) : start] + text[start + len(wanted) :][:1]
+            end = start + len(wanted)
+            around = text[max(0, start - 1) : start] + text[end : end + 1]
             if not any(sign.isalnum() for sign in around):
                 return 1.0
             start = text.find(wanted, start + 1)
