@@ -6,7 +6,7 @@ PY
 torchrl-llm train grpo reward=rewards.py:near logging.samples=3 train.max_steps=9 \
     eval.num_prompts=32 hydra.run.dir=run > results.txt 2> progress.txt
 
-# Two answers every three steps, the best and the worst to one prompt, on the terminal and in the log.
+# Every three steps the best and the worst answer to a prompt, on the terminal and in the log.
 for file in progress.txt run/run.log; do
     for step in 3 6 9; do
         grep -A 8 "step $step, two answers" $file
