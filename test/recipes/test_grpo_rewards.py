@@ -27,6 +27,14 @@ def starts_with_a_digit(sample, *, value=1.0):
     return value * sample.response[:1].isdigit()
 
 
+def equal(response, answer):
+    return response == answer
+
+
+def of_row(response, row, *, value):
+    return value * (response == row["answer"])
+
+
 def fails(sample):
     raise RuntimeError("no reward today")
 """
@@ -77,9 +85,17 @@ def test_format_length_and_a_function_of_the_user_add_to_the_reward_of_the_task(
         "reward.components.length={longest: 3, cushion: 2, weight: 0.5}",
         f"reward.components.mine._target_={mine}:starts_with_a_digit",
         "reward.components.mine.value=0.5",
+        f"reward.components.equal._target_={mine}:equal",
+        "reward.components.equal.weight=0",
+        f"reward.components.row._target_={mine}:of_row",
+        "reward.components.row.value=3",
+        "reward.components.row.weight=0",
     )
     check_ledger(table)
     for row in table[1:]:
+        # By its signature a function is given the answer, or the row.
+        assert row["train/reward_equal"] == row["train/success"]
+        assert float(row["train/reward_row"]) == pytest.approx(3 * float(row["train/success"]))
         parts = {name: float(row[f"train/reward_{name}"]) for name in ("task", "format", "length")}
         mine = float(row["train/reward_mine"])
         total = 2 * parts["task"] + 0.25 * parts["format"] + 0.5 * parts["length"] + mine

@@ -96,7 +96,7 @@ def set_threads(config: TrainedConfig) -> None:
         spare_threads(config.model.name)
 
 
-def spare_threads(name: str | None) -> None:
+def spare_threads(name: str | Path | None) -> None:
     """Leave torch one CPU thread for a tiny model: a second one mostly waits, at full load.
 
     Args:
