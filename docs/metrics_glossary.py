@@ -25,9 +25,9 @@ class Metrics(SphinxDirective):
         metrics = yaml.safe_load(file.read_text(encoding="utf-8"))[self.arguments[0]]
         lines = [".. glossary::"]
         for name, told in metrics.items():
-            lines += ["", f"   ``{name}``", f"      {told['what']}", ""]
+            lines += ["", f"   ``{name}``", f"      | {told['what']}"]
             for field in ("unit", "normal", "otherwise"):
-                lines.append(f"      :{field.capitalize()}: {told[field]}")
+                lines.append(f"      | **{field.capitalize()}:** {told[field]}")
         return self.parse_text_to_nodes(StringList(lines, source=str(file)))
 
 
