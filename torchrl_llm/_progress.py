@@ -154,7 +154,7 @@ def no_weight_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     def hidden(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return bar(*args, **{**options, "disable": True})
+        return logging.EmptyTqdm(*args, **options)  # one of tqdm's, disabled too, starts a thread
 
     before = logging.set_tqdm_hook(hidden)
     try:

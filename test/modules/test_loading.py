@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import huggingface_hub
 import pytest
 import torch
@@ -83,7 +85,9 @@ def test_reading_and_writing_weights_shows_no_bar_and_those_of_others_stay(
     folder, tmp_path, capsys
 ):
     logging.enable_progress_bar()
+    threads = threading.active_count()
     save_pretrained(tmp_path, load_model(folder), load_tokenizer(folder))
     assert capsys.readouterr().err == ""
+    assert threading.active_count() == threads
     list(logging.tqdm([1], desc="elsewhere"))
     assert "elsewhere" in capsys.readouterr().err
