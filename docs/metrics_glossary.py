@@ -22,6 +22,7 @@ class Metrics(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         file = Path(self.env.srcdir) / "reference" / "metrics.yaml"
         self.env.note_dependency(str(file))
+        self.env.note_dependency(__file__)
         metrics = yaml.safe_load(file.read_text(encoding="utf-8"))[self.arguments[0]]
         lines = [".. glossary::"]
         for name, told in metrics.items():
