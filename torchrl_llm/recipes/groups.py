@@ -165,6 +165,18 @@ class LoraConfig:
         )
         check_least(self, "train_model.lora", 1, "r")
 
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Argument ``lora`` of :func:`~torchrl_llm.modules.load_model`."""
+        if not self.enabled:
+            return None
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules or "all-linear",
+        }
+
 
 @dataclass(kw_only=True)
 class TrainModelConfig:
