@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # docs/cross_references.py
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from docutils.parsers.rst.directives.tables import CSVTable
-from sphinx.util.nodes import make_refnode
 
 import torchrl_llm
 
@@ -24,7 +25,15 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "myst_nb",
+    "cross_references",
 ]
+# A reference that finds nothing is a warning, so an error of the build. Of others only the names of
+# these packages are written, which no inventory is fetched for.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(torch|torchrl|tensordict|queue)\..*")]
 autosummary_generate = True
 autosummary_imported_members = False
 autodoc_typehints = "signature"
@@ -35,51 +44,19 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"torchrl_llm {release}"
-# Lines of 100 characters, as long as those of the code, fit without scrolling.
-html_theme_options = {"light_css_variables": {"code-font-size": "0.73em"}}
+html_css_files = ["pages.css"]
+html_theme_options = {"light_css_variables": {"code-font-size": "1em"}}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+# The doctest builder needs no notebook; a page shows what its notebook printed in this build.
+nb_execution_mode = "off" if "doctest" in sys.argv else "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_execution_in_temp = True  # a run writes its folder there
+nb_output_stderr = "remove"
+nb_merge_streams = True
 suppress_warnings = ["ref.python"]
 doctest_test_doctest_blocks = ""
-
-
-_described: dict[str, str] = {}
-
-
-def _skip_what_is_not_ours(app, what, name, obj, skip, options):
-    """Leave out what tensorclasses and torchrl put on our classes, and second mentions."""
-    target = getattr(obj, "fget", None) or getattr(obj, "__func__", obj)
-    module = getattr(target, "__module__", None) or ""
-    inside_class = what in ("class", "exception") and callable(target)
-    if inside_class and not module.startswith("torchrl_llm"):
-        return True
-    if what == "module" and module.startswith("torchrl_llm"):
-        # Rooms export names of their sub-rooms and of other rooms; each is described once: in its
-        # own room, where it comes first.
-        place = app.env.temp_data.get("autodoc:module")
-        if _room(module) != _room(place):
-            return True
-        if _described.setdefault(f"{module}.{name}", place) != place:
-            return True
-    return skip
-
-
-def _room(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
-
-
-def _link_through_exports(app, env, node, contnode):
-    """Link a name by any path that it can be imported by to where it is described."""
-    path, _, name = node.get("reftarget", "").rpartition(".")
-    if node.get("refdomain") != "py" or not path.startswith("torchrl_llm"):
-        return None
-    try:
-        target = getattr(import_module(path), name)
-        home = f"{target.__module__}.{name}"
-    except (ImportError, AttributeError):
-        return None
-    entry = env.get_domain("py").objects.get(f"{_described.get(home)}.{name}")
-    if entry is None:
-        return None
-    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode)
 
 
 class Differences(CSVTable):
@@ -94,5 +71,3 @@ class Differences(CSVTable):
 
 def setup(app):
     app.add_directive("differences", Differences)
-    app.connect("autodoc-skip-member", _skip_what_is_not_ours)
-    app.connect("missing-reference", _link_through_exports)

@@ -1,4 +1,4 @@
-"""Parts of the expert-iteration recipe: its configuration, its buffer, its loss.
+"""Parts of the expert-iteration recipe: its configuration and its buffer.
 
 Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
 every recipe.
@@ -16,7 +16,6 @@ from torchrl_llm.data import TopKRewardSelector
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes import (
     EnvConfig,
     InferenceModelConfig,
@@ -24,6 +23,7 @@ from torchrl_llm.recipes import (
     OptimizerConfig,
     RefModelConfig,
     RewardComponentsConfig,
+    SFTLossConfig,
     TrainConfig,
     TrainModelConfig,
 )
@@ -49,29 +49,6 @@ class SelectConfig:
 
 
 @dataclass(kw_only=True)
-class LossConfig:
-    """How they are imitated.
-
-    Attributes:
-        function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
-            reference (arXiv:2408.10642).
-        beta: slope of ``minor_sft``; ``None`` with ``sft``.
-        reduction: ``mean`` over answers, of each the mean of its tokens; or ``token_mean``.
-    """
-
-    function: Literal["sft", "minor_sft"] = "sft"
-    beta: float | None = None
-    reduction: Literal["mean", "token_mean"] = "mean"
-
-    def __post_init__(self) -> None:
-        ensure(
-            self.beta is None or self.function == "minor_sft",
-            "loss.beta has no effect with loss.function=sft",
-        )
-        ensure(self.beta is None or self.beta > 0, f"loss.beta must be above 0, got {self.beta}")
-
-
-@dataclass(kw_only=True)
 class EIConfig:
     """Everything that ``sota-implementations/expert-iteration`` can be told.
 
@@ -89,7 +66,7 @@ class EIConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
     select: SelectConfig = field(default_factory=SelectConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: SFTLossConfig = field(default_factory=SFTLossConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -110,7 +87,7 @@ class EIConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads the log-probs of a reference."""
-        return self.loss.function == "minor_sft" or self.train.kl_to_ref_coeff > 0
+        return self.loss.needs_reference(self.train.kl_to_ref_coeff)
 
     def flat(self) -> dict[str, Any]:
         """Dotted key to value, for the record of a run."""
@@ -125,19 +102,7 @@ class EIConfig:
             f"select.topk_size must be between 1 and env.repeats={self.env.repeats}, got "
             f"{self.select.topk_size}",
         )
-        ensure(
-            self.ref_model.name is None or self.needs_reference,
-            "ref_model.name has no effect without loss.function=minor_sft or "
-            "train.kl_to_ref_coeff above 0",
-        )
-        ensure(
-            not (self.loss.function == "minor_sft" and self.train.kl_to_ref_coeff),
-            "minor_sft holds the policy to the reference already: no train.kl_to_ref_coeff",
-        )
-        ensure(
-            not (self.loss.function == "minor_sft" and self.loss.reduction == "token_mean"),
-            "minor_sft looks at whole answers: no loss.reduction=token_mean",
-        )
+        self.loss.check_reference(self.train.kl_to_ref_coeff, self.ref_model)
 
 
 def load_config(values: Mapping[str, Any]) -> EIConfig:
@@ -157,18 +122,6 @@ def make_buffer(
     buffer.append_transform(JoinTurns())
     buffer.append_transform(selector)
     return buffer, selector
-
-
-def make_loss(config: EIConfig, policy: TransformersWrapper) -> SFTLoss:
-    """Supervised fine-tuning on what was selected."""
-    slope = {} if config.loss.beta is None else {"beta": config.loss.beta}
-    return SFTLoss(
-        policy,
-        reduction=config.loss.reduction,
-        loss_function=config.loss.function,
-        kl_to_ref_coeff=config.train.kl_to_ref_coeff or None,
-        **slope,
-    )
 
 
 def selection_metrics(buffer: ReplayBuffer, rows: LazyStackedTensorDict) -> dict[str, float]:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from ei_utils import EIConfig, load_config, make_buffer, make_loss, selection_metrics
+from ei_utils import EIConfig, load_config, make_buffer, selection_metrics
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -68,7 +68,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         truncated=config.select.truncated,
         rows_per_trajectory=max_turns(config),
     )
-    loss = make_loss(config, policy)
+    loss = config.loss.build(policy, config.train.kl_to_ref_coeff)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates

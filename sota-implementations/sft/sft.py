@@ -1,10 +1,15 @@
-"""Supervised fine-tuning: make the embedded chat model from nothing but a seed.
+"""Supervised fine-tuning on conversations of your own: a model learns what the assistant says.
 
-    python sota-implementations/sft/sft.py output=torchrl_llm/assets/embedded
+    torchrl-llm train sft data=chats.jsonl model.name=Qwen/Qwen2.5-0.5B-Instruct
+    torchrl-llm train sft data=qa.csv data.prompt=question data.completion=answer reward=exact
+    python sota-implementations/sft/sft.py data=chats.jsonl train_model.lora.enabled=true
 
-The model learns to add two-digit numbers from pupils, first careful ones and then a class most of
-whom forget to carry or round, so that it knows the right sum and gives it in a quarter of its
-answers: something for reinforcement learning to find. Every key is in config/sft.yaml.
+The tokens of every turn of the assistant are learned, with the one that ends the turn. The first
+row is shown before training, with what is learned of it. Some rows are held out, for the loss on
+them and, with ``reward=``, for the accuracy of what the model answers.
+
+Every key is in config/sft.yaml and config/common.yaml. Ctrl-C saves after the step;
+``checkpoint.resume=auto`` goes on.
 """
 
 from __future__ import annotations
@@ -14,76 +19,106 @@ from torchrl_llm.recipes import launch
 if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
     launch.begin(__file__, "sft")
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from sft_utils import demonstrations, load_config, make_model, make_tokenizer, measure
-from tensordict import TensorDict
-from transformers import PreTrainedModel
-
-from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.objectives import SFTLoss
-from torchrl_llm.trainers import (
-    MetricsTable,
-    ProgressBar,
-    make_optimizer,
-    make_scheduler,
-    optimize,
-    save_pretrained,
-    show,
+from sft_utils import (
+    SHOWN,
+    Preparation,
+    SFTConfig,
+    SFTGroups,
+    batch_metrics,
+    batches,
+    load_config,
+    load_data,
+    make_evaluation,
+    make_policy,
 )
 
+from torchrl_llm.data.demonstrations import Demonstrations
+from torchrl_llm.data.row_files import RowLoader
+from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.recipes.builders import autocast, make_tokenizer, seed_everything, set_threads
+from torchrl_llm.trainers import TrainingRun, make_optimizer, make_scheduler, optimize
+from torchrl_llm.trainers.run import EvalResult
 
-def train(
-    policy: TransformersWrapper, batches: Iterable[TensorDict], config: Any, folder: Path
-) -> None:
-    """Follow the answers of each batch, one optimizer step a batch; ``imitate.py`` does so too."""
-    loss = SFTLoss(policy)
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
-    scheduler = make_scheduler(
-        optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
+
+def train(config: SFTConfig, folder: str | Path) -> Iterator[TrainingRun]:
+    """Train in a folder; the run is given back before the first step, and after each."""
+    set_threads(config)
+    seed_everything(config.seed)
+
+    tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
+    data = load_data(config, tokenizer)
+    policy = make_policy(config, tokenizer)
+    evaluate = make_evaluation(config, data.held_out, policy)
+    yield from fine_tune(config, folder, policy, data.train, evaluate)
+
+
+def fine_tune(
+    config: SFTGroups,
+    folder: str | Path,
+    policy: TransformersWrapper,
+    demonstrations: Demonstrations,
+    evaluate: Callable[[], EvalResult] | None,
+) -> Iterator[TrainingRun]:
+    """Learn demonstrations, in another order in each epoch; ``imitate.py`` does so too."""
+    num_steps = config.train.num_steps(len(demonstrations))
+    config.optimizer.check_warmup(num_steps)
+    loss = config.loss.build(policy, config.train.kl_to_ref_coeff)
+    prepare = Preparation(config, policy)
+    loader = RowLoader(
+        demonstrations, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
-    table = MetricsTable(folder / "metrics.csv")
-    with ProgressBar("step", config.train.max_steps) as bar:
-        for step, rows in enumerate(batches, start=1):
-            metrics = optimize(
-                loss, [rows], optimizer, scheduler, max_norm=config.optimizer.clip_grad_norm
+    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
+
+    run = TrainingRun(
+        folder,
+        max_steps=num_steps,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        parts={"optimizer": optimizer, "scheduler": scheduler, "rows": loader},
+        evaluate=evaluate,
+        config=config.flat(),
+        logging=config.logging,
+        checkpoint=config.checkpoint,
+        evaluation=config.eval,
+        shown=SHOWN,
+    )
+    run.say(demonstrations.show(0))
+    yield run
+    # Half a million objects of the imports need not be searched for garbage at every step.
+    gc.freeze()
+    rows = batches(loader)
+    for _ in run.steps():
+        batch = next(rows)
+        with run.timed("train"):
+            updates = optimize(  # forward and backward in micro-batches, and a clipped step
+                loss,
+                prepare(batch),
+                optimizer,
+                scheduler,
+                max_norm=config.optimizer.clip_grad_norm,
+                budget=config.train.micro_token_budget,
+                layout=config.train.packing,
+                context=partial(autocast, config),
             )
-            table.write(step, metrics)
-            bar.update(step, f"loss {metrics['train/loss_sft']:.3f}")
-
-
-def save(config: Any, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write the finished model to ``output``, or into the run's folder."""
-    path = folder / "model" if config.output is None else Path(config.output)
-    path.mkdir(parents=True, exist_ok=True)
-    save_pretrained(path, model, tokenizer)
-    show(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+        run.record(updates | batch_metrics(batch, loader))
+        yield run
+    run.finish()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="sft")
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
-    config = load_config(cfg)
-    torch.set_num_threads(config.train.num_threads)
-    torch.manual_seed(config.seed)
-
-    tokenizer = make_tokenizer()
-    model = make_model(config.model, tokenizer)
-    policy = TransformersWrapper(model, tokenizer=tokenizer)
-
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    train(policy, demonstrations(config), config, folder)
-
-    if config.eval.num_prompts:
-        for name, result in measure(policy, config.eval).items():
-            show(f"held-out accuracy, {name}: {result.accuracy:.3f}")
-    save(config, model, tokenizer, folder)
+    for _ in train(load_config(cfg), HydraConfig.get().runtime.output_dir):
+        pass
 
 
 if __name__ == "__main__":

@@ -1,187 +1,226 @@
-"""Parts of sft.py: the configuration, the tokenizer, the model, the demonstrations, the figures.
+"""Parts of the SFT recipes: configuration, data, reference, evaluation.
 
-Nothing here is needed by the library itself.
+The policy is built by :mod:`torchrl_llm.recipes.builders`, as that of every recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, Literal, NamedTuple
 
-import torch
-from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tensordict import LazyStackedTensorDict
 
-from torchrl_llm.data import ChatHistory, History
-from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
-from torchrl_llm.envs import ArithmeticEnv
-from torchrl_llm.envs.datasets.number_tasks import (
-    CalculatorEnv,
-    addition_pairs,
-    addition_problem,
-    calculator_problem,
-    calculator_problems,
+from torchrl_llm.data.column_names import check_named
+from torchrl_llm.data.demonstrations import (
+    Demonstration,
+    DemonstrationColumns,
+    Demonstrations,
+    learned_rows,
 )
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.evaluation import Evaluation, evaluate
-from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.recipes import OptimizerConfig
-from torchrl_llm.recipes.strict_config import ensure, from_mapping
-from torchrl_llm.tools.calculator import Calculator
+from torchrl_llm.data.messages import message_text
+from torchrl_llm.data.row_files import MappedRows, Row, RowLoader
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.datasets.rows_env import plain_value
+from torchrl_llm.envs.transforms import RetrieveLogProb
+from torchrl_llm.evaluation import Evaluation, HeldOutLoss, held_out_loss
+from torchrl_llm.modules import TransformersWrapper, context_length
+from torchrl_llm.recipes import (
+    ForwardConfig,
+    ModelNameConfig,
+    OptimizerConfig,
+    RefModelConfig,
+    RewardComponentsConfig,
+    SFTLossConfig,
+    TrainModelConfig,
+)
+from torchrl_llm.recipes.builders import (
+    autocast,
+    greedy_evaluation,
+    load_policy,
+    make_reference,
+)
+from torchrl_llm.recipes.data_config import DataSource, hold_out
+from torchrl_llm.recipes.groups import SUPERVISED_RATES
+from torchrl_llm.recipes.reward_config import add_components, make_reward
+from torchrl_llm.recipes.strict_config import check_least, dotted, ensure, from_mapping
+from torchrl_llm.trainers import CheckpointConfig, EvalConfig, LoggingConfig, Shown
 
-# Longest answer: three digits and the end of the turn; the rest is for what goes wrong.
-_MAX_ANSWER_TOKENS = 8
-_SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Words of the template and of the task become one token each; everything else stays bytes.
-_WORDS = ["system", "user", "assistant", "What", " is", "Use", " the", " calculator"]
-# And a call of the calculator takes 27 tokens instead of 79.
-_WORDS += [
-    "<tool",
-    "tool",
-    "_call",
-    "_response",
-    '{"',
-    "name",
-    '":',
-    ' "',
-    "calculator",
-    '",',
-    "arguments",
-]
-_WORDS += [' {"', "expression", '"}}\n', "</", ">\n"]
+SHOWN = Shown(
+    metric="train/loss_sft",
+    name="loss",
+    tokens="train/tokens",
+    held_out={"eval/loss": "held-out loss", "eval/accuracy": "held-out greedy accuracy"},
+)
+"""What is shown of a run."""
+
+# Rows that are read before the first step, which takes a few seconds; the others are looked at when
+# it is their turn.
+_READ_FIRST = 10_000
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """Shape of the Llama that is trained.
+class DemonstrationConfig(DataSource):
+    """Conversations of one's own to learn from.
 
     Attributes:
-        hidden_size: width.
-        intermediate_size: width of the feed-forward layers.
-        num_layers: layers.
-        num_heads: attention heads.
-        num_key_value_heads: heads of keys and values.
-        max_length: context, tokens.
-        initializer_range: standard deviation of the first weights. At 0.08, near
-            ``hidden_size ** -0.5``, the model learns several times sooner than at the usual 0.02.
+        prompt: column with the user's message (or the messages before the answer); ``None`` for one
+            with a usual name (``prompt``, ``question``, ``query``, ``instruction``, ...).
+        completion: column with what is to be answered; ``None`` likewise (``completion``,
+            ``response``, ``output``, ``solution``, ``answer``, ...).
+        messages: column with whole conversations, instead of the two; ``None`` for ``messages`` or
+            ``conversations`` where neither of the two is named.
+        tools: column with the tools of each conversation, as the chat template takes them; ``None``
+            for ``tools`` where it is there.
+        answer: column with what ``reward`` compares; ``None`` for the completion, the last turn of
+            the conversation.
+        system_prompt: first message of every conversation.
     """
 
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_layers: int = 2
-    num_heads: int = 4
-    num_key_value_heads: int = 2
-    max_length: int = 2048
-    initializer_range: float = 0.08
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            ensure(value > 0, f"model.{entry.name} must be above 0, got {value}")
-        ensure(
-            self.hidden_size % self.num_heads == self.num_heads % self.num_key_value_heads == 0,
-            f"model.num_key_value_heads={self.num_key_value_heads} must divide model.num_heads="
-            f"{self.num_heads}, and that model.hidden_size={self.hidden_size}",
-        )
+    prompt: str | None = None
+    completion: str | None = None
+    messages: str | None = None
+    tools: str | None = None
+    answer: str | None = None
+    system_prompt: str | None = None
 
 
 @dataclass(kw_only=True)
-class DataConfig:
-    """Whose answers are demonstrated.
-
-    Attributes:
-        lessons: part of the run, from its start, in which every pupil is careful.
-        forgetful: after it, the share of answers by pupils who never carry.
-        rough: after it, the share of answers by pupils who round to tens; the others are careful.
-        calls: conversations with the calculator in each step, besides the sums.
-        hasty: after the lessons, the share of those whose pupil answers without calling. Rows count
-            alike whatever their length, so a token of these short ones counts eight times as much
-            as one of a call.
-        adding: after it, the share of products whose pupil has the calculator add.
-    """
-
-    lessons: float = 0.6
-    forgetful: float = 0.40
-    rough: float = 0.45
-    calls: int = 32
-    hasty: float = 0.05
-    adding: float = 0.55
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lessons <= 1:
-            raise ConfigError(f"data.lessons must be between 0 and 1, got {self.lessons}")
-        if min(self.forgetful, self.rough) < 0 or self.forgetful + self.rough > 1:
-            raise ConfigError(
-                "data.forgetful and data.rough are shares of the answers, together at most 1, got "
-                f"{self.forgetful} and {self.rough}"
-            )
-        if min(self.hasty, self.adding) < 0 or self.hasty + self.adding > 1:
-            raise ConfigError(
-                "data.hasty and data.adding are shares of the calls, together at most 1, got "
-                f"{self.hasty} and {self.adding}"
-            )
-        ensure(self.calls >= 0, f"data.calls must be at least 0, got {self.calls}")
-
-
-@dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(ForwardConfig):
     """The loop.
 
     Attributes:
-        max_steps: optimizer steps.
-        batch_size: conversations in each.
-        num_threads: CPU threads of torch; fixed, for the order of sums depends on it.
+        max_steps: optimizer steps; ``None`` for as many as ``max_epochs`` takes.
+        max_epochs: passes over the rows; ``None`` for as many as ``max_steps`` takes, and 1 without
+            it. With both the run ends with what comes first.
+        batch_size: rows an optimizer step.
+        max_length: tokens that a row may have; ``None`` for the model's context.
+        on_overlong: what becomes of a longer row: an error that names it, a row that is not
+            trained, or one whose end is cut off. Counted in ``train/overlong``.
     """
 
-    max_steps: int = 1400
-    batch_size: int = 64
-    num_threads: int = 1
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    batch_size: int = 32
+    max_length: int | None = None
+    on_overlong: Literal["error", "drop", "truncate"] = "error"
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            ensure(value >= 1, f"train.{entry.name} must be at least 1, got {value}")
+        super().__post_init__()
+        check_least(self, "train", 1, "max_steps", "max_epochs", "batch_size")
+        check_least(self, "train", 2, "max_length")
+
+    def num_steps(self, num_rows: int) -> int:
+        """Optimizer steps of the whole run.
+
+        Args:
+            num_rows: of the data.
+        """
+        epochs = self.max_epochs or (1 if self.max_steps is None else None)
+        limits = [self.max_steps, epochs and epochs * -(-num_rows // self.batch_size)]
+        return min(limit for limit in limits if limit is not None)
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
-    """Accuracy at the end.
+class AnswerEvalConfig(EvalConfig):
+    """Evaluation on rows that are held out.
 
     Attributes:
-        num_prompts: held-out problems; 0 for no evaluation.
-        batch_size: problems that are answered together.
+        num_prompts: rows that are held out; ``None`` for all rows of ``data.eval_source`` or
+            ``data.eval_split``, or else a tenth, at most 128.
+        max_tokens: of a greedy answer.
     """
 
-    num_prompts: int = 512
-    batch_size: int = 256
+    num_prompts: int | None = None
+    max_tokens: int = 128
 
     def __post_init__(self) -> None:
-        ensure(
-            self.num_prompts >= 0, f"eval.num_prompts must be at least 0, got {self.num_prompts}"
-        )
-        ensure(self.batch_size >= 1, f"eval.batch_size must be at least 1, got {self.batch_size}")
+        super().__post_init__()
+        check_least(self, "eval", 1, "max_tokens")
 
 
 @dataclass(kw_only=True)
-class SFTConfig:
-    """Everything that ``sota-implementations/sft`` can be told.
+class NumbersConfig(LoggingConfig):
+    """Where numbers go.
 
     Attributes:
-        output: folder of the finished model; ``None`` for ``model`` in the run's folder.
-        seed: seeds weights and demonstrations.
+        samples: always ``None``; no answers are sampled to learn from.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        ensure(self.samples is None, "logging.samples has no effect: nothing learns from samples")
+
+
+@dataclass(kw_only=True)
+class SFTGroups:
+    """What ``sft.py`` and ``imitate.py`` can both be told.
+
+    Attributes:
+        seed: seeds weights of adapters, dropout and the order of the rows.
+    """
+
+    model: ModelNameConfig = field(default_factory=ModelNameConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    output: str | None = None
+    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
+    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
+    optimizer: OptimizerConfig = field(
+        default_factory=partial(OptimizerConfig, lr=None, scheduler="linear", warmup_steps=0.05)
+    )
+    loss: SFTLossConfig = field(default_factory=partial(SFTLossConfig, reduction="token_mean"))
+    logging: NumbersConfig = field(default_factory=NumbersConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: AnswerEvalConfig = field(default_factory=AnswerEvalConfig)
     seed: int = 0
 
+    def flat(self) -> dict[str, Any]:
+        """Dotted key to value, for the record of a run."""
+        return dotted(asdict(self))
+
     def __post_init__(self) -> None:
-        self.optimizer.check_warmup(self.train.max_steps)
+        self.optimizer.settle(self.model, self.train_model, SUPERVISED_RATES)
+        self.loss.check_reference(self.train.kl_to_ref_coeff, self.ref_model)
+        if self.train.max_steps is not None:
+            self.optimizer.check_warmup(self.train.max_steps)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(SFTGroups):
+    """Everything that ``sft.py`` can be told."""
+
+    data: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the model answers held-out prompts, for a reward to judge."""
+        return bool(self.reward.function or self.reward.components)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.data.source is not None,
+            "there is nothing to learn from: data=FILE (CSV, JSON, JSON lines or Parquet), a "
+            "folder, or the name of a dataset on the hub",
+        )
+        ensure(
+            self.reward.on_all_invalid == "error",
+            "reward.on_all_invalid has no effect: no step learns from the reward",
+        )
+        for key, value, default in (
+            ("data.answer", self.data.answer, None),
+            ("eval.max_tokens", self.eval.max_tokens, AnswerEvalConfig.max_tokens),
+            ("eval.batch_size", self.eval.batch_size, EvalConfig.batch_size),
+        ):
+            ensure(
+                self.answers or value == default,
+                f"{key} has no effect without reward=NAME or FILE.py:FUNCTION, which judges "
+                "answers to the held-out prompts",
+            )
 
 
 def load_config(values: Mapping[str, Any]) -> SFTConfig:
@@ -189,171 +228,192 @@ def load_config(values: Mapping[str, Any]) -> SFTConfig:
     return from_mapping(SFTConfig, values)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that encodes any text, each digit on its own."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+class Data(NamedTuple):
+    """Demonstrations to learn, and those that are held out (``None`` for none)."""
 
-    backend = Tokenizer(models.BPE())
-    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,  # more than there are merges in the words
-        min_frequency=1,
-        special_tokens=_SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_WORDS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=BUILTIN_TEMPLATES["qwen"],
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
+    train: Demonstrations
+    held_out: Demonstrations | None
 
 
-def make_model(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained Llama for a tokenizer, in float32."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            max_position_embeddings=config.max_length,
-            initializer_range=config.initializer_range,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
-    )
+def load_data(config: SFTConfig, tokenizer: Any) -> Data:
+    """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
 
-
-def careful(first: int, second: int) -> int:
-    """The right sum."""
-    return first + second
-
-
-def forgetful(first: int, second: int) -> int:
-    """The last digit of each column, nothing carried: 37+85=12."""
-    return (first // 10 + second // 10) % 10 * 10 + (first % 10 + second % 10) % 10
-
-
-def rough(first: int, second: int) -> int:
-    """The sum rounded to tens, halves up: 37+85=120."""
-    return (first + second + 5) // 10 * 10
-
-
-def demonstrations(config: SFTConfig) -> Iterator[TensorDict]:
-    """The conversations of each optimizer step, from the seed alone.
-
-    Yields:
-        Rows ``[batch_size + calls]`` with ``("history", "full")``: sums and problems for the
-        calculator, of the training splits, and what a pupil drawn for each does with it.
+    Raises:
+        DataError: missing or malformed data, or a row that cannot be learned from.
     """
-    generators = (torch.Generator().manual_seed(config.seed + part) for part in range(2))
-    parts = zip(_sums(config, next(generators)), _calls(config, next(generators)), strict=True)
-    for sums, calls in parts:
-        chats = [*sums, *calls]
-        history = ChatHistory(full=History.from_chats(chats), batch_size=[len(chats)])
-        yield TensorDict({"history": history}, batch_size=[len(chats)])
+    data, wanted = config.data, config.eval.num_prompts
+    rows, held_out, cut = data.load(), None, False
+    if wanted != 0:
+        held_out = data.load_held_out()
+        if cut := held_out is None:
+            rows, held_out = hold_out(rows, wanted, where="data.source")
+    names = {key: getattr(data, key) for key in DemonstrationColumns._fields}
+    columns = DemonstrationColumns.find(rows[0], **names)
+    check_named(rows[0], answer=data.answer)
+    make = partial(
+        make_demonstrations, config, tokenizer, columns=columns, system_prompt=data.system_prompt
+    )
+    found = Data(make(rows, name=_name(data.source)), None)
+    if held_out is not None:
+        where = data.source if cut or data.eval_split is not None else data.eval_source
+        first = len(rows) + 1 if cut else 1
+        held_out = make(_first(held_out, wanted), name=_name(where), first_row=first)
+        found = found._replace(held_out=held_out)
+    for part in found:
+        if part is not None:
+            part.check(_READ_FIRST)
+    return found
 
 
-def _sums(config: SFTConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
-    pairs = addition_pairs("train")
-    pupils = [careful, forgetful, rough]
-    shares = torch.tensor([0.0, config.data.forgetful, config.data.rough])
-    shares[0] = 1 - shares.sum()
-    size = config.train.batch_size
-    for step in range(config.train.max_steps):
-        in_lessons = step < config.data.lessons * config.train.max_steps
-        now = torch.tensor([1.0, 0.0, 0.0]) if in_lessons else shares
-        problems = torch.randint(len(pairs), (size,), generator=generator).tolist()
-        chosen = torch.multinomial(now, size, replacement=True, generator=generator).tolist()
-        yield [
-            _chat(*pairs[problem], pupils[pupil](*pairs[problem]))
-            for problem, pupil in zip(problems, chosen, strict=True)
-        ]
+def _name(source: Any) -> str:
+    return " + ".join(source) if isinstance(source, list) else source
 
 
-def _calls(config: SFTConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
-    numbers = calculator_problems("train")
-    size, data = config.data.calls, config.data
-    for step in range(config.train.max_steps):
-        in_lessons = step < data.lessons * config.train.max_steps
-        problems = numbers[torch.randint(len(numbers), (size,), generator=generator)].tolist()
-        mood = torch.rand(size, generator=generator).tolist()
-        yield [
-            _conversation(
-                calculator_problem(problem),
-                hasty=not in_lessons and drawn < data.hasty,
-                adding=not in_lessons and data.hasty <= drawn < data.hasty + data.adding,
+def _first(rows: Sequence[Row], number: int | None) -> Sequence[Row]:
+    """The first rows of any sequence, or all of them."""
+    return rows if number is None else MappedRows(range(min(number, len(rows))), rows.__getitem__)
+
+
+def make_demonstrations(
+    config: SFTGroups, tokenizer: Any, rows: Sequence[Row], **settings: Any
+) -> Demonstrations:
+    """Rows as the configured model is to learn them.
+
+    Raises:
+        ConfigError: longer rows are allowed than the model's context holds.
+    """
+    context, longest = context_length(config.model.name), config.train.max_length
+    ensure(
+        None in (context, longest) or longest <= context,
+        f"train.max_length={longest} is more than the {context} tokens of the model's context",
+    )
+    return Demonstrations(
+        rows,
+        ChatFormatter(tokenizer, chat_template_name=config.model.chat_template_name),
+        max_length=context if longest is None else longest,
+        on_overlong=config.train.on_overlong,
+        **settings,
+    )
+
+
+def make_policy(config: SFTGroups, tokenizer: Any) -> TransformersWrapper:
+    """The model that learns."""
+    return load_policy(
+        config,
+        tokenizer,
+        chat_template_name=config.model.chat_template_name,
+        on_overlong=config.train.on_overlong,
+    )
+
+
+def batches(loader: RowLoader) -> Iterator[list[Demonstration]]:
+    """The batches of one epoch after the other, from where the loader is."""
+    return chain.from_iterable(repeat(loader))
+
+
+def batch_metrics(batch: Sequence[Demonstration], loader: RowLoader) -> dict[str, float]:
+    """Tokens of a batch, rows that were too long, and how many epochs are done."""
+    return {
+        "train/tokens": sum(len(each.token_ids) for each in batch),
+        "train/tokens_trained": sum(int(each.learned.sum()) for each in batch),
+        "train/overlong": sum(each.overlong for each in batch),
+        "train/epoch": loader.epoch + loader.index / len(loader.rows),
+    }
+
+
+class Preparation:
+    """Makes rows of a batch, with the log-probs of the reference where the loss reads them."""
+
+    def __init__(self, config: SFTGroups, policy: TransformersWrapper) -> None:
+        self._config = config
+        self._reference: RetrieveLogProb | None = None
+        if config.loss.needs_reference(config.train.kl_to_ref_coeff):
+            self._reference = RetrieveLogProb(
+                make_reference(config, policy), token_budget=config.train.micro_token_budget
             )
-            for problem, drawn in zip(problems, mood, strict=True)
-        ]
+
+    def __call__(self, batch: Sequence[Demonstration]) -> list[LazyStackedTensorDict]:
+        """The rows of an update, in a list; an empty one where nothing of the batch is learned."""
+        rows = learned_rows(batch)
+        if rows is None or self._reference is None:
+            return [] if rows is None else [rows]
+        with autocast(self._config):
+            return [self._reference(rows)]
 
 
-def _conversation(row: Mapping[str, str], *, hasty: bool, adding: bool) -> list[dict]:
-    """A problem for the calculator, and what a pupil makes of it."""
-    asked = [
-        {"role": "system", "content": CalculatorEnv.SYSTEM_PROMPT},
-        {"role": "user", "content": row["query"]},
-    ]
-    expression, answer = row["expression"], row["answer"]
-    if hasty:  # the first number will do
-        return [*asked, {"role": "assistant", "content": expression[:3]}]
-    if adding and "*" in expression:
-        first, second = expression.split("*")
-        expression, answer = f"{first}+{second}", str(int(first) + int(second))
-    function = {"name": Calculator.name, "arguments": {"expression": expression}}
-    return [
-        *asked,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": function}],
-        },
-        {"role": "tool", "content": answer},
-        {"role": "assistant", "content": answer},
-    ]
+@dataclass(frozen=True, kw_only=True)
+class HeldOutEvaluation(HeldOutLoss):
+    """Predictions of the held-out answers, and what the model answers itself.
+
+    Attributes:
+        answers: what it answers; ``None`` without a reward.
+    """
+
+    answers: Evaluation | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the prompts that it answers rightly."""
+        return None if self.answers is None else self.answers.accuracy
+
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """The first few, as text."""
+        return () if self.answers is None else self.answers.conversations
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, named ``eval/...``."""
+        return super().metrics() | ({} if self.answers is None else self.answers.metrics())
 
 
-def _chat(first: int, second: int, answer: int) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": addition_problem(first, second)["query"]},
-        {"role": "assistant", "content": str(answer)},
-    ]
-
-
-def measure(policy: TransformersWrapper, config: EvalConfig) -> dict[str, Evaluation]:
-    """Held-out accuracy of sampled answers (temperature 1) and of greedy ones, in both tasks."""
-    tasks = {"sums": (ArithmeticEnv, _MAX_ANSWER_TOKENS), "calculator": (CalculatorEnv, 40)}
-    results = {}
-    for task, (env_class, max_new_tokens) in tasks.items():
-        env = env_class(
-            split="test",
-            shuffle=False,
-            num_envs=min(config.batch_size, config.num_prompts),
-            tokenizer=policy.tokenizer,
+def make_evaluation(
+    config: SFTConfig, held_out: Demonstrations | None, policy: TransformersWrapper
+) -> Callable[[], HeldOutEvaluation] | None:
+    """Loss on the held-out rows and, with a reward, accuracy of greedy answers to them."""
+    if held_out is None:
+        return None
+    rows, answer = list(held_out), None
+    if config.answers:
+        answer = greedy_evaluation(
+            config,
+            make_answer_env(config, held_out, policy.tokenizer),
+            policy,
+            max_tokens=config.eval.max_tokens,
+            max_turns=1,
         )
-        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-            arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-            results[f"{task}, {name}"] = evaluate(
-                env,
-                policy.get_new_version(generate_kwargs=arguments),
-                num_prompts=config.num_prompts,
-                max_turns=env.max_turns(),
-            )
-    return results
+
+    def run() -> HeldOutEvaluation:
+        with autocast(config):
+            loss = held_out_loss(policy, rows, token_budget=config.train.micro_token_budget)
+        return HeldOutEvaluation(**vars(loss), answers=None if answer is None else answer())
+
+    return run
+
+
+def make_answer_env(config: SFTConfig, held_out: Demonstrations, tokenizer: Any) -> TaskEnv:
+    """An environment that asks what stands before the last answer of each held-out row."""
+    ensure(
+        held_out.columns.tools is None,
+        "reward has no effect on rows with tools: a held-out prompt is answered in one turn, "
+        "without tools",
+    )
+
+    def problem(index: int) -> Row:
+        messages, row = held_out.messages(index), held_out.rows[index]
+        while messages[-1]["role"] != "assistant":
+            messages.pop()
+        said = message_text(messages.pop())
+        return {
+            "query": messages,
+            "answer": said if config.data.answer is None else row[config.data.answer],
+            "row": plain_value(row),
+        }
+
+    env = TaskEnv(
+        dataset=MappedRows(range(len(held_out)), problem),
+        reward=make_reward(config.reward, alone=True),
+        num_envs=min(config.eval.batch_size, len(held_out)),
+        shuffle=False,
+        tokenizer=tokenizer,
+    )
+    return env if config.reward.function is None else add_components(env, config.reward.components)

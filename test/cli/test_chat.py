@@ -160,6 +160,8 @@ def test_settings_are_those_of_training():
     # Which prompt a task has may depend on its settings.
     del own["system_prompt"]
     assert chat_settings({"env": own}).system_prompt is None
+    fine_tuned = {"data": {"system_prompt": "Be brief."}}
+    assert chat_settings(fine_tuned).system_prompt == "Be brief."
     assert "Think step by step" in chat_settings({"env": {"dataset": "gsm8k"}}).system_prompt
     assert chat_settings({}) == (None, (), None, None, None)
 

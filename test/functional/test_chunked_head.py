@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrl_llm.functional import chunked_log_probs, head_tiles
+from torchrl_llm.functional import chunked_greedy_ids, chunked_log_probs, head_tiles
 
 N, D, V, R = 7, 5, 23, 2
 
@@ -130,6 +130,26 @@ def test_tiles_wait_in_the_memory_of_the_gradient_without_being_overwritten(monk
             got = torch.autograd.grad((scores.log_probs * slopes).sum(), (hidden, weight))
             for ours, theirs in zip(got, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 40])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_greedy_ids_are_those_of_full_logits(chunk_size, softcap, monkeypatch):
+    monkeypatch.setitem(head_tiles._MAX_ROWS, "cpu", 3)
+    inputs = make(bias=True, low_rank=True)
+    hidden, weight, bias, u, B = (value.detach() for value in inputs.values())
+    expected = (hidden @ weight.T + u @ B.T + bias).argmax(-1)
+    got = chunked_greedy_ids(
+        hidden, weight, bias=bias, low_rank=(u, B), softcap=softcap, chunk_size=chunk_size
+    )
+    assert got.tolist() == expected.tolist()
+    assert len(set(got.tolist())) > 2
+
+
+def test_of_equal_logits_the_lowest_id_is_greedy():
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [3.0], [3.0], [1.0]])
+    for chunk_size in (None, 2, 4):
+        assert chunked_greedy_ids(hidden, weight, chunk_size=chunk_size).tolist() == [1, 1]
 
 
 def test_a_graph_can_be_walked_twice():

@@ -12,11 +12,17 @@ import hydra
 import pytest
 from recipes.script import run_alone
 
+from torchrl_llm.cli.train import RECIPES as PAGE_OF
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "sota-implementations"
 PAGES = [ROOT / "README.rst", *ROOT.glob("docs/source/**/*.rst"), *RECIPES.glob("*/*.py")]
-# A script, and what stands behind it in its line and in the lines that it is continued on.
-COMMAND = re.compile(r"python (sota-implementations/\S+\.py)((?:[^\n]*\\\n)*[^\n]*)")
+# A script or a recipe by name, and what stands behind it in its line and in the lines that it is
+# continued on.
+COMMAND = re.compile(
+    r"(python sota-implementations/\S+\.py|torchrl-llm (?:train [a-z-]+|evaluate))"
+    r"((?:[^\n]*\\\n)*[^\n]*)"
+)
 
 # What the pages have the reader write before.
 WRITTEN = {
@@ -33,12 +39,22 @@ def documented():
     """Script to its arguments, each once."""
     found = {}
     for page in PAGES:
-        for script, rest in COMMAND.findall(page.read_text()):
+        for command, rest in COMMAND.findall(page.read_text()):
+            script = _script(command)
             words = shlex.split(rest.replace("\\\n", " ").partition("``")[0], comments=True)
             arguments = tuple(word for word in words if "=" in word and "$" not in word)
             if "/pico/" not in script:
                 found.setdefault(script, {})[arguments] = None
     return found
+
+
+def _script(command):
+    """The page that a command runs."""
+    program, _, name = command.partition(" ")
+    if program == "python":
+        return name
+    name = name.removeprefix("train ")
+    return "sota-implementations/" + PAGE_OF.get(name, f"{name}/{name}.py")
 
 
 class Accepted(Exception):

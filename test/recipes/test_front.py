@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from recipes.grpo_helper import SCRIPT, rows, weights
 from recipes.script import run_alone
 
-from torchrl_llm import GRPO
+from torchrl_llm import GRPO, SFT
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes import front, given, launch
 from torchrl_llm.recipes.front import Command
@@ -68,6 +68,37 @@ def test_three_lines_are_the_command_bit_for_bit(table, rewards, tmp_path, monke
     assert rows(tmp_path / "object") == rows(tmp_path / "command")
     ours, theirs = (weights(tmp_path / name, 3) for name in ("object", "command"))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_fine_tuning_in_python_is_the_command_bit_for_bit(table, tmp_path, monkeypatch):
+    run = SFT(
+        data=table,
+        prompt="question",
+        completion="answer",
+        reward="exact",
+        train={"max_steps": 3, "batch_size": 8},
+        train_model={"lora": {"enabled": True}},
+        logging={"progress": False},
+        folder=tmp_path / "object",
+    )
+    losses = [metrics["train/loss_sft"] for metrics in run.steps()]
+    assert len(losses) == 3
+    assert run.evaluate().accuracy == float(rows(tmp_path / "object")[-1]["eval/accuracy"])
+    assert run.chat("What is 20+30?").isdigit()
+    run.plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    words = shlex.split(repr(run.config))
+    assert words[:4] == ["torchrl-llm", "train", "sft", f"data={table}"]
+    page = launch.PAGES.resolve() / "sft" / "sft.py"
+    run_alone(monkeypatch, page, tmp_path / "command", *words[3:])
+    assert rows(tmp_path / "object") == rows(tmp_path / "command")
+    ours, theirs = (weights(tmp_path / name, 3) for name in ("object", "command"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(run.save(tmp_path / "saved"))
+    assert not any("lora" in name for name, _ in saved.named_parameters())
 
 
 def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp_path):
@@ -153,6 +184,22 @@ WRONG = [
 def test_wrong_settings_are_refused_when_the_object_is_made(settings, message):
     with pytest.raises(ConfigError, match=message):
         GRPO(**settings)
+
+
+WRONG_SFT = [
+    ({}, "nothing to learn from"),
+    ({"data": "qa.csv", "learning_rate": 1e-4}, r"'learning_rate'; here it is 'optimizer.lr'"),
+    ({"data": "qa.csv", "env": "gsm8k"}, "unknown key 'env'"),
+    ({"data": "qa.csv", "answer": "a"}, "data.answer has no effect without reward"),
+    ({"data": "qa.csv", "reward": "exct"}, r"did you mean 'exact'"),
+    ({"data": "qa.csv", "loss": {"function": "dpo"}}, "loss.function"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_SFT)
+def test_wrong_settings_of_fine_tuning_are_refused_when_the_object_is_made(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SFT(**settings)
 
 
 def test_wrong_data_is_told_before_a_model_is_read(table, monkeypatch):

@@ -306,7 +306,7 @@ def test_the_trainers_own_log_probs_are_kept_where_a_correction_needs_them():
 def test_the_commands_of_the_how_to_are_valid():
     page = Path(__file__).parents[2] / "docs" / "source" / "howto" / "choose_an_algorithm.rst"
     text = page.read_text()
-    commands = [line.split()[2:] for line in text.splitlines() if "python sota" in line]
+    commands = [line.split()[3:] for line in text.splitlines() if "  torchrl-llm train" in line]
     # Cells of the tables, which may go over two lines.
     cells = re.findall(r"^     - ``((?:loss|advantage)=[^`]*)``", text, re.MULTILINE)
     commands += [cell.replace("...", "2").split() for cell in cells]

@@ -1,206 +1,261 @@
-"""The recipe that makes the embedded model, in a short form."""
+"""Fine-tuning on conversations of one's own: it learns, goes on, and says what it cannot use."""
 
 from __future__ import annotations
 
-import csv
-import runpy
-import sys
+import importlib
+import json
+import random
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from omegaconf import OmegaConf
+from recipes.grpo_helper import column, rows, weights
+from recipes.script import run_alone
+from transformers import AutoModelForCausalLM
 
-from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.envs.datasets.number_tasks import (
-    addition_pairs,
-    addition_problem,
-    calculator_problem,
-    calculator_problems,
-)
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.modules import load_tokenizer
+from torchrl_llm.recipes.command_keys import KeyTable
+from torchrl_llm.recipes.strict_config import key_table
 
-RECIPE = Path(__file__).parents[2] / "sota-implementations" / "sft"
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "sft" / "sft.py"
+NONE_HELD_OUT = ["eval.num_prompts=0", "logging.progress=false"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the script; the rows of metrics.csv without what a clock says."""
+
+    def run(folder, *overrides):
+        run_alone(monkeypatch, SCRIPT, folder, *overrides)
+        return rows(folder)
+
+    return run
 
 
 @pytest.fixture
 def utils(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPE))
-    import sft_utils
-
-    return sft_utils
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("sft_utils")
 
 
-def _run(monkeypatch, folder, *overrides):
-    arguments = [str(RECIPE / "sft.py"), f"hydra.run.dir={folder}", *overrides]
-    monkeypatch.syspath_prepend(str(RECIPE))
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setenv("TORCHRL_LLM_TRACEBACK", "1")
-    threads = torch.get_num_threads()
-    try:
-        runpy.run_path(arguments[0], run_name="__main__")
-    finally:
-        torch.set_num_threads(threads)
+@pytest.fixture
+def table(tmp_path):
+    """A CSV file of 300 sums, of which the last tenth is held out."""
+    draw = random.Random(0)
+    sums = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(300)]
+    lines = [f"What is {a}+{b}?,{a + b}" for a, b in sums]
+    path = tmp_path / "sums.csv"
+    path.write_text("\n".join(["question,answer", *lines]) + "\n")
+    return path
 
 
-def _answers(rows):
-    """Problem and answer of every sum."""
-    chats = rows["history", "full"].chats
-    return [(chat[0]["content"], chat[1]["content"]) for chat in chats if chat[0]["role"] == "user"]
+def write(path, chats):
+    """A JSON-lines file with a conversation in each line."""
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
 
 
-def _calls(rows):
-    """Problem, expression of the call (``None`` without one) and answer of the other rows."""
-    found = []
-    for chat in rows["history", "full"].chats:
-        if chat[0]["role"] != "system":
-            continue
-        calls = chat[2].get("tool_calls") or [None]
-        call = calls[0] and calls[0]["function"]["arguments"]["expression"]
-        found.append((chat[1]["content"], call, chat[-1]["content"]))
-    return found
+def chat(*contents):
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": c} for role, c in zip(roles, contents, strict=False)]
 
 
-WRITTEN = [
-    ((37, 85), 122, 12, 120),  # 7+5 writes 2, 3+8 writes 1, and both carries are lost
-    ((34, 52), 86, 86, 90),  # nothing to carry
-    ((50, 50), 100, 0, 100),
-    ((12, 13), 25, 25, 30),  # halves go up
-    ((99, 99), 198, 88, 200),
+def test_a_model_learns_the_answers_of_a_table_and_gives_them(tmp_path, table, run):
+    result = run(tmp_path / "a", f"data={table}", "reward=exact", "train.max_epochs=2")
+    losses, held_out = column(result, "train/loss_sft"), column(result, "eval/loss")
+    accuracy = column(result, "eval/accuracy")
+    assert len(losses) == 2 * -(-270 // 32)
+    assert column(result, "train/epoch")[-1] == 2.0
+    assert held_out[0] > 0.35  # it has imitated those who forget to carry
+    assert held_out[-1] < 0.1
+    assert losses[-1] < 0.1
+    assert accuracy[0] < 0.5
+    assert accuracy[-1] > 0.9
+    assert (tmp_path / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    said = (tmp_path / "a" / "run.log").read_text()
+    assert said.index("row 1 of") < said.index("<|im_end|>]]")  # what is learned is shown
+    assert "held-out greedy accuracy" in said
+    saved = tmp_path / "a" / "checkpoints" / "step_000018"
+    AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_every_turn_of_a_conversation_is_learned_and_nothing_else(tmp_path, run):
+    chats = [chat(f"Say {n}", f"It is {n}.", "Again", f"{n} it is.") for n in range(12)]
+    data = write(tmp_path / "chats.jsonl", chats)
+    result = run(tmp_path / "a", f"data={data}", "train.batch_size=12", *NONE_HELD_OUT)
+    tokenizer = load_tokenizer()
+    said = [turn["content"] for each in chats for turn in each if turn["role"] == "assistant"]
+    ends = len(said)  # of each turn its end is learned too
+    assert column(result, "train/tokens_trained") == [
+        sum(len(tokenizer(text)["input_ids"]) for text in said) + ends
+    ]
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_left_alone(tmp_path, table, run):
+    settings = [f"data={table}", "eval.num_prompts=16", "eval.interval=4", "seed=3"]
+    settings += ["optimizer.scheduler=constant", "optimizer.warmup_steps=0"]
+    settings += ["train_model.lora.enabled=true", "train_model.lora.dropout=0.1"]
+    settings += ["logging.progress=false"]
+    # Nine steps are an epoch: what goes on begins in the first and ends in the second.
+    whole = run(tmp_path / "whole", *settings, "train.max_steps=13")
+    run(tmp_path / "cut", *settings, "train.max_steps=4")
+    resumed = run(tmp_path / "cut", *settings, "train.max_steps=13", "checkpoint.resume=auto")
+    assert resumed == whole
+    first, second = weights(tmp_path / "whole", 13), weights(tmp_path / "cut", 13)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_adapters_of_a_local_qwen2_learn_and_are_saved_whole(tmp_path, run, make_tiny_model):
+    tokenizer = load_tokenizer()
+    local = tmp_path / "qwen2"
+    make_tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(
+        local
+    )
+    tokenizer.save_pretrained(local)
+    data = write(tmp_path / "chats.jsonl", [chat("Hi", "Hello there.")] * 20)
+    result = run(
+        tmp_path / "a",
+        f"data={data}",
+        f"model.name={local}",
+        "train_model.lora.enabled=true",
+        "train_model.lora.r=4",
+        "optimizer.lr=0.01",
+        "train.max_epochs=20",
+        "train.batch_size=9",
+        "reward=exact",
+        "eval.max_tokens=16",
+    )
+    losses, accuracy = column(result, "train/loss_sft"), column(result, "eval/accuracy")
+    assert losses[0] > 4
+    assert losses[-1] < 0.05
+    assert accuracy == [0.0, 1.0]
+    saved = tmp_path / "a" / "checkpoints" / "step_000040"
+    assert (saved / "adapter").is_dir()
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_layout_and_memory_change_nothing_but_rounding(tmp_path, run, layout):
+    chats = [chat("a" * n, "b" * (20 - n)) for n in range(1, 17)]
+    settings = [f"data={write(tmp_path / 'chats.jsonl', chats)}", "train.batch_size=8"]
+    settings += ["train.max_steps=4", *NONE_HELD_OUT]
+    usual = column(run(tmp_path / "a", *settings), "train/loss_sft")
+    small = [f"train.packing={layout}", "train.micro_token_budget=64"]
+    other = column(run(tmp_path / layout, *settings, *small), "train/loss_sft")
+    assert other == pytest.approx(usual, rel=1e-4)
+    assert len(set(usual)) == 4
+
+
+def test_a_reference_holds_the_model_back(tmp_path, run, table):
+    settings = [f"data={table}", "train.max_steps=6", "logging.progress=false"]
+    free = column(run(tmp_path / "free", *settings), "eval/loss")
+    held = run(tmp_path / "held", *settings, "train.kl_to_ref_coeff=5")
+    assert column(held, "eval/loss")[-1] > free[-1] + 0.02
+    minor = ["loss.function=minor_sft", "loss.reduction=mean"]
+    assert len(run(tmp_path / "minor", *settings, *minor)) == 7
+
+
+def test_long_rows_are_refused_dropped_or_cut_as_asked(tmp_path, run):
+    chats = [chat("Hi", "yes"), chat("Hi", "no, " * 30)] * 6
+    settings = [f"data={write(tmp_path / 'chats.jsonl', chats)}", "train.batch_size=12"]
+    settings += ["train.max_length=32", *NONE_HELD_OUT]
+    with pytest.raises(DataError, match=r"row 2 of .*chats\.jsonl has \d+ tokens, .* may have 32"):
+        run(tmp_path / "a", *settings)
+    (dropped,) = run(tmp_path / "b", *settings, "train.on_overlong=drop")
+    (cut,) = run(tmp_path / "c", *settings, "train.on_overlong=truncate")
+    assert int(dropped["train/overlong"]) == int(cut["train/overlong"]) == 6
+    assert int(cut["train/tokens"]) - int(dropped["train/tokens"]) == 6 * 32
+    assert int(cut["train/tokens_trained"]) > int(dropped["train/tokens_trained"]) > 0
+
+
+def test_the_example_of_the_how_to_learns(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "source" / "howto" / "fine_tune_on_your_chats.rst"
+    block = page.read_text().split("five seconds on a CPU\n\n")[1].split("\nThe data\n")[0]
+    monkeypatch.chdir(tmp_path)
+    names = {"print": lambda *values: None}
+    exec(textwrap.dedent(block), names)
+    losses = names["run"].run.curves()["train/loss_sft"][1]
+    assert len(losses) == 18
+    assert losses[-1] < 0.1
+    assert names["run"].evaluate().accuracy > 0.8
+
+
+QA = {"question": "1+1?", "answer": "2"}
+BAD_DATA = {
+    "no such column": ([QA], ["data.prompt=questoin"], r"\['answer', 'question'\]"),
+    "no answer by its name": (
+        [{"prompt": "1", "b": "2"}],
+        [],
+        r"\['b', 'prompt'\].*completion",
+    ),
+    "no prompt by its name": ([{"a": "1", "answer": "2"}], [], r"\['a', 'answer'\].*a prompt"),
+    "an empty answer": ([QA, {**QA, "answer": ""}], [], r"row 2 of .*'answer' is empty"),
+    "no messages": ([{"messages": "hello"}], [], "row 1 of .*a list of messages, got 'hello'"),
+    "no assistant": ([{"messages": chat("Hi")}], [], "no turn of the assistant.*only user"),
+    "an empty turn": (
+        [{"messages": chat("Hi", " ")}],
+        [],
+        "message 1 is .* and empty",
+    ),
+    "two of the assistant": (
+        [{"messages": chat("Hi", "a") + chat("Hi", "b")[1:]}],
+        [],
+        "message 2 is the assistant's, as the one before",
+    ),
+    "one row": ([QA], [], "leaves none of the 1 problems"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_data_that_cannot_be_learned_from_is_told_before_a_model_is_read(
+    case, tmp_path, run, monkeypatch
+):
+    data, settings, message = BAD_DATA[case]
+    monkeypatch.setattr("torchrl_llm.modules.load_model", None)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(data * (1 if case == "one row" else 10)))
+    with pytest.raises((DataError, ConfigError), match=message):
+        run(tmp_path / "run", f"data={path}", *settings)
+
+
+DATA = {"data": {"source": "rows.csv"}}
+REFUSED = [
+    ({}, "nothing to learn from: data=FILE"),
+    ({**DATA, "train": {"max_length": 1}}, r"train\.max_length must be at least 2"),
+    ({**DATA, "train": {"max_epochs": 0}}, r"train\.max_epochs must be at least 1"),
+    ({**DATA, "eval": {"max_tokens": 9}}, r"eval\.max_tokens has no effect without reward"),
+    ({"data": {"source": "a", "answer": "b"}}, r"data\.answer has no effect without reward"),
+    ({**DATA, "loss": {"beta": 0.2}}, r"loss\.beta has no effect with loss\.function=sft"),
+    ({**DATA, "loss": {"function": "minor_sft", "reduction": "token_mean"}}, "whole answers"),
+    ({**DATA, "ref_model": {"name": "x"}}, r"ref_model\.name has no effect"),
+    ({**DATA, "logging": {"samples": 3}}, r"logging\.samples has no effect"),
+    ({**DATA, "reward": {"on_all_invalid": "continue"}}, r"on_all_invalid has no effect"),
+    ({**DATA, "train": {"on_overlong": "cut"}}, r"train\.on_overlong"),
+    ({**DATA, "trian": {}}, "unknown key 'trian'; did you mean 'train'"),
 ]
 
 
-def test_what_the_pupils_write(utils):
-    for pair, careful, forgetful, rough in WRITTEN:
-        assert utils.careful(*pair) == careful
-        assert utils.forgetful(*pair) == forgetful
-        assert utils.rough(*pair) == rough
+@pytest.mark.parametrize(("values", "problem"), REFUSED)
+def test_settings_that_no_run_can_have_are_refused(utils, values, problem):
+    with pytest.raises(ConfigError, match=problem):
+        utils.load_config(values)
 
 
-def test_lessons_are_right_and_the_class_errs_as_often_as_configured(utils):
-    config = utils.load_config(
-        {
-            "data": {"lessons": 0.5, "forgetful": 0.25, "rough": 0.5},
-            "train": {"max_steps": 4, "batch_size": 500},
-        }
+def test_the_files_have_the_keys_and_the_defaults_of_the_dataclasses(utils):
+    files, classes = KeyTable.read(SCRIPT.parent / "config", "sft"), key_table(utils.SFTConfig)
+    without_effect = {"logging.samples", "reward.on_all_invalid"}
+    assert set(classes.plain) - set(files.plain) == without_effect
+    assert not set(files.plain) - set(classes.plain)
+    written = {}
+    for name in ("common", "sft"):
+        loaded = OmegaConf.to_container(OmegaConf.load(SCRIPT.parent / "config" / f"{name}.yaml"))
+        written |= {key: value for key, value in loaded.items() if key not in ("defaults", "hydra")}
+    written["data"]["source"] = "rows.csv"
+    assert utils.load_config(written) == utils.SFTConfig(
+        data=utils.DemonstrationConfig(source="rows.csv"),
+        logging=utils.NumbersConfig(experiment_name="sft"),
     )
-    steps = [_answers(rows) for rows in utils.demonstrations(config)]
-    right = {
-        p["query"]: p["answer"] for p in (addition_problem(*x) for x in addition_pairs("train"))
-    }
-    assert len(steps) == 4
-    assert all(right[problem] == answer for step in steps[:2] for problem, answer in step)
-    # A quarter is careful; forgetful pupils are right too where nothing is carried (a quarter of
-    # the problems), rough ones where the sum ends in 0: 0.25 + 0.25 * 0.24 + 0.5 * 0.1 = 0.36.
-    shares = [sum(right[p] == a for p, a in step) / 500 for step in steps[2:]]
-    assert all(abs(share - 0.36) < 0.08 for share in shares)
-
-
-def test_calls_of_the_lessons_are_right_and_the_class_errs_as_often_as_configured(utils):
-    config = utils.load_config(
-        {
-            "data": {"lessons": 0.5, "hasty": 0.2, "adding": 0.5, "calls": 600},
-            "train": {"max_steps": 4, "batch_size": 1},
-        }
-    )
-    steps = [_calls(rows) for rows in utils.demonstrations(config)]
-    right = {
-        row["query"]: row for row in map(calculator_problem, calculator_problems("train").tolist())
-    }
-    for problem, call, answer in [fact for step in steps[:2] for fact in step]:
-        assert (call, answer) == (right[problem]["expression"], right[problem]["answer"])
-    later = [fact for step in steps[2:] for fact in step]
-    hasty = [fact for fact in later if fact[1] is None]
-    assert abs(len(hasty) / len(later) - 0.2) < 0.05
-    products = [fact for fact in later if "*" in fact[0]]
-    adding = [fact for fact in products if fact[1] and "+" in fact[1]]
-    assert abs(len(adding) / len(products) - 0.5) < 0.06
-    first, second = adding[0][1].split("+")
-    assert adding[0][2] == str(int(first) + int(second))
-    differences = [fact for fact in later if "*" not in fact[0] and fact[1]]
-    assert all(right[p]["expression"] == call for p, call, _ in differences)
-
-
-def test_no_held_out_problem_is_demonstrated(utils):
-    config = utils.load_config({"data": {"calls": 500}, "train": {"max_steps": 20}})
-    called = {fact[0] for rows in utils.demonstrations(config) for fact in _calls(rows)}
-    held_out = {calculator_problem(n)["query"] for n in calculator_problems("test").tolist()}
-    assert len(called) > 5000
-    assert not called & held_out
-    config = utils.load_config(
-        {"data": {"calls": 0}, "train": {"max_steps": 20, "batch_size": 500}}
-    )
-    seen = {problem for rows in utils.demonstrations(config) for problem, _ in _answers(rows)}
-    held_out = {addition_problem(*pair)["query"] for pair in addition_pairs("test")}
-    assert len(seen) > 5000
-    assert not seen & held_out
-
-
-def test_demonstrations_follow_from_the_seed(utils):
-    def first(seed):
-        config = utils.load_config({"seed": seed, "train": {"batch_size": 16}})
-        return _answers(next(utils.demonstrations(config)))
-
-    assert first(0) == first(0) != first(1)
-
-
-IMPOSSIBLE = [
-    ({"data": {"forgetful": 0.6, "rough": 0.6}}, "together at most 1"),
-    ({"data": {"lessons": 2}}, "between 0 and 1"),
-    ({"data": {"hasty": 0.6, "adding": 0.6}}, "together at most 1"),
-    ({"data": {"calls": -1}}, "data.calls must be at least 0"),
-    ({"data": {"ruogh": 0.1}}, "data.rough"),
-    ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
-    ({"model": {"num_heads": 0}}, "model.num_heads must be above 0"),
-    ({"train": {"batch_size": 0}}, "train.batch_size must be at least 1"),
-    ({"eval": {"batch_size": 0}}, "eval.batch_size must be at least 1"),
-]
-
-
-def test_impossible_settings_are_refused(utils):
-    for values, message in IMPOSSIBLE:
-        with pytest.raises(ConfigError, match=message):
-            utils.load_config(values)
-
-
-def test_the_shipped_tokenizer_is_the_one_that_the_recipe_makes(utils):
-    shipped = AutoTokenizer.from_pretrained(embedded_model_path())
-    made = utils.make_tokenizer()
-    assert shipped.backend_tokenizer.to_str() == made.backend_tokenizer.to_str()
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert shipped.apply_chat_template(chat, tokenize=False) == made.apply_chat_template(
-        chat, tokenize=False
-    )
-
-
-def test_a_short_run_learns_and_leaves_a_model(monkeypatch, tmp_path):
-    small = ["model.hidden_size=64", "model.intermediate_size=64", "model.num_heads=2"]
-    short = ["train.max_steps=30", "train.batch_size=32", "optimizer.warmup_steps=3"]
-    _run(monkeypatch, tmp_path / "run", *small, *short, "eval.num_prompts=16")
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        losses = [float(row["train/loss_sft"]) for row in csv.DictReader(file)]
-    assert len(losses) == 30
-    # From nothing (log of 330 tokens is 5.8) to knowing how answers look (about 2 a token).
-    assert losses[0] > 5
-    assert sum(losses[-5:]) / 5 < 2.5
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 20+30?"}], add_generation_prompt=True
-    )["input_ids"]
-    assert torch.isfinite(model(torch.tensor([ids])).logits).all()
-
-
-def test_one_seed_makes_one_model(monkeypatch, tmp_path):
-    short = ["train.max_steps=2", "train.batch_size=8", "optimizer.warmup_steps=1"]
-    weights = []
-    for name in ("a", "b"):
-        out = tmp_path / name
-        _run(monkeypatch, tmp_path / f"run_{name}", *short, "eval.num_prompts=0", f"output={out}")
-        weights.append((out / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
-def test_an_unknown_key_names_the_nearest_one(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"data.rough"):
-        _run(monkeypatch, tmp_path, "data.ruogh=0.1")

@@ -35,3 +35,8 @@ def test_the_png_is_one(tmp_path):
     path = tmp_path / "c.png"
     draw_curves({"train/reward": ([1, 2], [0.1, 0.2]), "e": ([1], [1])}).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_the_picture_and_not_a_name():
+    figure = draw_curves({"train/reward": ([1, 2], [0.1, 0.2])})
+    assert figure._repr_png_().startswith(b"\x89PNG")

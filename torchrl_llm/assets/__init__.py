@@ -1,9 +1,10 @@
 """What ships with the package: a tiny chat model, its tokenizer and its chat template.
 
-The model (0.33M parameters, float32 safetensors) was made by ``sota-implementations/sft``, which
-makes it again from a seed. It adds two-digit numbers, badly: it learned from pupils most of whom
-forget to carry or round, and is what ``sota-implementations/grpo`` trains when nothing else is
-named. Its tokenizer encodes any text (256 bytes), its context is 2,048 tokens.
+The model (0.33M parameters, float32 safetensors) was made by
+``sota-implementations/sft/embedded.py``, which makes it again from a seed. It adds two-digit
+numbers, badly: it learned from pupils most of whom forget to carry or round, and is what
+``sota-implementations/grpo`` trains when nothing else is named. Its tokenizer encodes any text (256
+bytes), its context is 2,048 tokens.
 """
 
 from __future__ import annotations

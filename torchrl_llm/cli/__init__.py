@@ -3,7 +3,7 @@
 A command is a file of this room. It has a line that says what it does (the first of its docstring)
 and ``main(arguments)``; it is imported when it is called, so that ``--help`` imports nothing.
 
-Next: :mod:`torchrl_llm.recipes.launch` begins a recipe's page.
+Next: ``torchrl_llm.recipes.launch`` begins a recipe's page.
 """
 
 from __future__ import annotations

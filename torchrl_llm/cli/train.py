@@ -19,6 +19,7 @@ RECIPES = {
     "grpo-async": "grpo/grpo-async.py",
     "sft": "sft/sft.py",
     "imitate": "sft/imitate.py",
+    "embedded": "sft/embedded.py",
     "distillation": "distillation/distillation.py",
     "expert-iteration": "expert-iteration/expert-iteration.py",
 }

@@ -63,7 +63,7 @@ class ChannelCollector(VersionedCollector):
 
     A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, those of the
     oldest weights first, then as they came; what is more than enough waits for the next batch.
-    Between two batches the caller trains and calls :meth:`update_policy_weights_`.
+    Between two batches the caller trains and calls ``update_policy_weights_``.
     It never ends by itself; without rows it raises within ``timeout_s``.
 
     Args:
@@ -378,7 +378,7 @@ class ChannelCollector(VersionedCollector):
         learner came back from a checkpoint.
 
         Args:
-            weights: see :meth:`update_policy_weights_`.
+            weights: see ``update_policy_weights_``.
             version: what they are called from now on; the present version by default.
 
         Raises:

@@ -62,7 +62,7 @@ class LLMCollector(BesideTraining, VersionedCollector):
     """Rolls out a policy in an environment of conversations.
 
     Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
-    step by step, or :meth:`start` it to fill it next to training.
+    step by step, or ``start`` it to fill it next to training.
 
     A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
     (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows, one
@@ -381,7 +381,7 @@ class LLMCollector(BesideTraining, VersionedCollector):
 
     @property
     def policy_version(self) -> int | str | None:
-        """The version: the tracker's, else the policy's own, ``None`` where neither has one."""
+        """Version of the tracker, else of the policy; ``None`` where neither has one."""
         return self._policy.version
 
     @property

@@ -149,7 +149,7 @@ def actor_options(
     """What an actor needs, from TorchRL's ``remote_config``.
 
     Args:
-        remote_config: fields of :class:`~torchrl_llm._ray.ActorOptions`, and ``memory``,
+        remote_config: fields of ``ActorOptions``, and ``memory``,
             ``scheduling_strategy``, ``accelerator_type``, ``runtime_env`` of Ray.
         given: fields that override it; ``None`` for those that were not given.
 

@@ -136,7 +136,7 @@ class Tokenizer(Transform):
 
     @property
     def out_device(self) -> torch.device | None:
-        """Device of the ids: the environment's."""
+        """Device of the ids, which is the environment's."""
         return None if self.parent is None else self.parent.device
 
     device = out_device

@@ -25,9 +25,9 @@ class Source(_Code):
     """Where a token came from (stored as int8)."""
 
     TEMPLATE = 0
-    """Written by the chat template: headers, inserted end-of-turn tokens, generation prompt."""
+    """Written by the chat template (headers, inserted end-of-turn tokens, generation prompt)."""
     PROMPT = 1
-    """Content of a message that was not sampled: system, user, demonstration."""
+    """Content of a message that was not sampled (system, user, demonstration)."""
     TOOL = 2
     """Content of a tool result."""
     SAMPLED = 3

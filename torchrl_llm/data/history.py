@@ -188,7 +188,7 @@ class History(MessageFields, TensorClass["nocast"]):
 
     @property
     def content(self) -> Any:
-        """The content of each message: a string, a list of dicts, or :class:`ContentBase`."""
+        """The content of each message (a string, a list of dicts, or :class:`ContentBase`)."""
         stored = cells.cells_of(self._tensordict)
         return cells.read_messages(stored, lambda message: as_written(message["content"]))
 

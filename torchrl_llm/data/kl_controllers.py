@@ -17,7 +17,7 @@ class KLController(ABC):
     """Says how much a divergence costs.
 
     Hand one to a KL transform as its coefficient: every batch of rows is penalised with the present
-    :attr:`coef`, then :meth:`update` sees the divergences of these rows.
+    ``coef``, then :meth:`update` sees the divergences of these rows.
 
     Args:
         coef: the first coefficient.

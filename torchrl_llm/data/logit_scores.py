@@ -25,18 +25,19 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 
 
-def only_support(extras: ScoreExtras | None, why: str) -> ScoreExtras:
+def only_support(extras: ScoreExtras | None, why: str, *, has_logits: bool = True) -> ScoreExtras:
     """What is asked of a scorer that has logits alone; ``ScoreExtras()`` for nothing.
 
     Args:
         extras: as asked.
         why: reason why there is no more, for the error.
+        has_logits: the scorer has them for the whole vocabulary, and knows the greedy token.
 
     Raises:
-        ConfigError: more than the support is asked for.
+        ConfigError: more than that and the support is asked for.
     """
     extras = ScoreExtras() if extras is None else extras
-    if replace(extras, support=None) != ScoreExtras():
+    if replace(extras, support=None, greedy=extras.greedy and not has_logits) != ScoreExtras():
         raise ConfigError(f"{why}, so it cannot give {extras}")
     return extras
 
@@ -56,7 +57,8 @@ def score_logits(
         targets_N: int64 ``[N]``.
         temperature: a number, or float32 ``[N]``.
         entropy: also return the entropy of each distribution.
-        extras: whose support the distributions are restricted to.
+        extras: whose support the distributions are restricted to, and whether the greedy token is
+            asked for.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0, 9.0]])
@@ -68,7 +70,11 @@ def score_logits(
     if extras.support is not None:
         logits_NV = restrict_logits(logits_NV, *extras.support.to(logits_NV.device))
     log_probs = selective_log_softmax(logits_NV, targets_N)
-    return TokenScores(log_probs, entropy_from_logits(logits_NV) if entropy else None)
+    return TokenScores(
+        log_probs,
+        entropy_from_logits(logits_NV) if entropy else None,
+        greedy=logits_NV.argmax(-1) == targets_N if extras.greedy else None,
+    )
 
 
 class ModuleScorer(TokenScorer):
@@ -219,10 +225,11 @@ def _of_distribution(
 ) -> TokenScores:
     """Scores by a distribution that shows no logits."""
     plain = bool((torch.as_tensor(temperature) == 1.0).all())
-    if not plain or extras.support is not None:
+    if not plain or extras.support is not None or extras.greedy:
         raise ConfigError(
             f"rows that were sampled at a temperature, or with top-k, top-p or min-p, are scored "
-            f"by logits, which a {type(dist).__name__} does not have"
+            f"by logits, and greedy tokens found by them, which a {type(dist).__name__} does not "
+            "have"
         )
     log_probs = dist.log_prob(ids_BT)[select_BT].float()
     return TokenScores(log_probs, dist.entropy()[select_BT].float() if entropy else None)

@@ -115,6 +115,7 @@ class ScoreExtras:
         divergence: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
         states: also return the model's own states before its head, detached: this is what a
             teacher is asked for.
+        greedy: also return whether each selected token is the most likely one.
         log_probs: ``False`` where the log-probs are not wanted: those returned are then empty,
             ``[0]``, and the model's head is not run for them.
         detach_log_probs: log-probs and entropy are wanted as numbers only, without a gradient, for
@@ -127,6 +128,7 @@ class ScoreExtras:
     teacher_index: Tensor | None = None
     divergence: Literal["reverse", "forward"] = "reverse"
     states: bool = False
+    greedy: bool = False
     log_probs: bool = True
     detach_log_probs: bool = False
 
@@ -143,6 +145,7 @@ class TokenScores(NamedTuple):
             teacher; ``None`` when not asked for.
         states: the states before the head and the head itself, without gradient; ``None`` when not
             asked for.
+        greedy: bool ``[N]``, whether x_t is the most likely token; ``None`` when not asked for.
     """
 
     log_probs: Tensor
@@ -150,6 +153,7 @@ class TokenScores(NamedTuple):
     values: Tensor | None = None
     divergence: Tensor | None = None
     states: HeadStates | None = None
+    greedy: Tensor | None = None
 
 
 class TokenScorer(ABC):
@@ -160,7 +164,7 @@ class TokenScorer(ABC):
             may score the same ids only when theirs agree.
         vocab_size: how many ids there are, where the scorer knows it; ``None`` otherwise.
         layouts: the ways in which it can lay rows of different length out for a forward (see
-            :mod:`torchrl_llm.modules.backends.layouts`); empty where there is one way only.
+            ``torchrl_llm.modules.backends.layouts``); empty where there is one way only.
         layout: the one it uses, to be set to another of ``layouts``; scores and gradients are the
             same to rounding. ``None`` where there is one way only.
     """

@@ -51,7 +51,7 @@ class ActionParser(ABC):
 
     @property
     def help(self) -> str:
-        """One sentence that tells the model how to answer, of :attr:`help_format`."""
+        """One sentence that tells the model how to answer, of ``help_format``."""
         return self.help_format.format(name=self.name, written=self.written)
 
     @abstractmethod

@@ -65,7 +65,7 @@ class ChatEnv(EnvBase):
         with_tokenizer: append an :class:`~torchrl_llm.envs.transforms.IncrementalTokenizer`, which
             stays the last transform; the result is a ``TransformedEnv``. History mode only.
         worker_id: number of this worker for ``traj_id``, see
-            :class:`~torchrl_llm.envs.ids.IdCounter`.
+            ``IdCounter``.
 
     Raises:
         ConfigError: for impossible arguments, and at reset without ``query``.
@@ -372,7 +372,7 @@ class DatasetChatEnv(TransformedEnv):
             there.
         primers: specs of the columns, taken from the first row if not given.
         system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
-        worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        worker_id: number of this worker, see ``IdCounter``.
         ray_backend: draw the rows from an actor that all environments with the same
             ``dataloader_actor_name`` ask, see
             :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.

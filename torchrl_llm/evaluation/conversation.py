@@ -71,7 +71,7 @@ class Conversation:
         return Chat([] if self.system_prompt is None else [system])
 
     def reset(self) -> None:
-        """Begin anew, with :attr:`system_prompt`."""
+        """Begin anew, with ``system_prompt``."""
         self._td = None
 
     def say(self, text: str, **generate_kwargs: Any) -> str:

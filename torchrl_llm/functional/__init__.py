@@ -18,7 +18,11 @@ from torchrl_llm.functional.advantages import (
     overlong_penalty,
     uncertainty_weight,
 )
-from torchrl_llm.functional.chunked_head import HeadScores, chunked_log_probs
+from torchrl_llm.functional.chunked_head import (
+    HeadScores,
+    chunked_greedy_ids,
+    chunked_log_probs,
+)
 from torchrl_llm.functional.divergence import chunked_divergence, divergence_from_logits
 from torchrl_llm.functional.gae import GAE, gae, value_loss
 from torchrl_llm.functional.kl import KL_ESTIMATORS, k1, k2, k3, weighted_k3
@@ -97,6 +101,7 @@ __all__ = [
     "block_mask",
     "blocks_cost",
     "chunked_divergence",
+    "chunked_greedy_ids",
     "chunked_log_probs",
     "cispo",
     "discounted_returns",

@@ -124,6 +124,53 @@ def chunked_log_probs(
     return HeadScores(log_probs, entropies)
 
 
+@torch.no_grad()
+def chunked_greedy_ids(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    *,
+    bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The most likely token after each hidden state, without ever holding all logits.
+
+    Args:
+        hidden_ND: ``[N, D]`` hidden states.
+        weight_VD: ``[V, D]`` weight of the head.
+        bias: ``[V]`` bias of the head.
+        low_rank: as of :func:`chunked_log_probs`.
+        scale: factor on the logits, above 0.
+        softcap: cap of the scaled logits.
+        chunk_size: the most logits that are alive at once; chosen by device when ``None``.
+
+    Returns:
+        int64 ``[N]``; of equal logits the lowest id.
+
+    Example:
+        >>> h, w = torch.eye(2), torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
+        >>> chunked_greedy_ids(h, w, chunk_size=2)
+        tensor([1, 0])
+    """
+    dtype = matmul_dtype(hidden_ND, weight_VD)
+    settings = HeadSettings(scale, softcap, False, chunk_size, False, False, dtype)
+    adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
+    best = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.int64)
+    top = hidden_ND.new_full(best.shape, -torch.inf, dtype=settings.sum_dtype)
+    with without_autocast(hidden_ND.device.type):
+        head = HeadTiles(hidden_ND, weight_VD, bias, adapter, adapter_weight, 1.0, settings)
+        for columns in head.columns:
+            weight = head.slice_of_weight(columns)
+            for rows in head.rows:
+                buffer = head.buffer(rows, columns)
+                highest, index = head.logits(rows, columns, weight, buffer).max(0)
+                best[rows] = torch.where(highest > top[rows], index + columns.start, best[rows])
+                top[rows] = torch.maximum(highest, top[rows])
+    return best
+
+
 def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(

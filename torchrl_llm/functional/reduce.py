@@ -118,7 +118,7 @@ def token_weights(
         lengths_N: ``[N]``, in the dtype that the weights are to have: for each token how many
             tokens of its row count (``sequence_mean``), or of its prompt group in the whole batch
             (``prompt_mean``). Not read by the other modes.
-        mode: one of :data:`MODES`.
+        mode: one of ``MODES``.
         normalizer: counts of the whole batch.
         constant_length: the length that ``constant`` divides by.
 
@@ -181,7 +181,7 @@ def aggregate(
         values_N: ``[N]``, the values of the tokens that count.
         row_N: int64 ``[N]``, the row of each, in ``[0, num_rows)``.
         num_rows: ``S``.
-        mode: one of :data:`MODES`.
+        mode: one of ``MODES``.
         normalizer: counts of the whole batch when these rows are a part of it; their own by
             default.
         constant_length: the length that ``constant`` divides by.

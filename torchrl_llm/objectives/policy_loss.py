@@ -1,6 +1,6 @@
 """Base of the policy-gradient losses: ratios, corrections, KL terms, averages, checks.
 
-A loss reads rows (:mod:`torchrl_llm.objectives.loss_rows`), asks a
+A loss reads rows (``torchrl_llm.objectives.loss_rows``), asks a
 :class:`~torchrl_llm.data.scoring.TokenScorer` for the log-probs of the tokens that count, and
 averages what its ``surrogate`` says about each. A new loss is a subclass with a ``surrogate``; its
 mathematics belongs into :mod:`torchrl_llm.functional`. It takes
@@ -122,7 +122,7 @@ class PolicyTokens(NamedTuple):
 
     @property
     def of_rows(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """What surrogates of whole rows take: log-ratios, advantages, row indices and ``B``."""
+        """Arguments of a surrogate of whole rows (log-ratios, advantages, row indices, ``B``)."""
         return self.log_ratio, self.advantage, self.row, self.num_rows
 
 
@@ -310,7 +310,7 @@ class PolicyGradientLoss(TokenLoss):
 
     @property
     def entropy_bonus(self) -> bool:
-        """Whether the entropy is part of the loss: ``entropy_coeff`` is not 0."""
+        """Whether the entropy is part of the loss (``entropy_coeff`` is not 0)."""
         return bool(self.entropy_coeff)
 
     @abstractmethod

@@ -109,7 +109,7 @@ class TokenLoss(LossModule):
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``. Any other module that
             gives logits or a distribution is scored by them, see
-            :class:`~torchrl_llm.data.logit_scores.ModuleScorer`.
+            ``ModuleScorer``.
         device: where the loss is computed from the log-probs; theirs by default. The actor is not
             moved.
 
@@ -134,12 +134,12 @@ class TokenLoss(LossModule):
 
     @property
     def scorer(self) -> TokenScorer:
-        """What scores the tokens: the actor, or its logits."""
+        """What scores the tokens (the actor, or its logits)."""
         return as_scorer(self.actor_network)
 
     @property
     def functional(self) -> bool:
-        """False: the actor's parameters stay in the actor."""
+        """``False``, because the actor's parameters stay in the actor."""
         return False
 
     @abstractmethod
@@ -206,7 +206,7 @@ class TokenLoss(LossModule):
             name: of the key, as ``set_keys`` takes it.
 
         Returns:
-            ``[N]``, see :meth:`TokenRows.column`.
+            ``[N]``, see ``TokenRows.column``.
 
         Raises:
             DataError: when the column is missing, has other lengths, or is not finite where it

@@ -11,11 +11,12 @@ from torchrl_llm._imports import lazy
 
 _GROUPS = (
     "AsyncTrainConfig AsyncTrainModelConfig AsyncWeightSyncConfig EngineConfig EnvConfig "
-    "InferenceModelConfig LoraConfig ModelConfig OptimizerConfig RayConfig RefModelConfig "
-    "TrainConfig TrainModelConfig WeightSyncConfig"
+    "ForwardConfig InferenceModelConfig LoraConfig ModelConfig ModelNameConfig OptimizerConfig "
+    "RayConfig RefModelConfig TrainConfig TrainModelConfig WeightSyncConfig"
 )
 _OBJECTIVE = (
-    "AdvantageConfig CorrectionConfig FilterConfig LossConfig RewardComponentsConfig RewardConfig"
+    "AdvantageConfig CorrectionConfig FilterConfig LossConfig RewardComponentsConfig RewardConfig "
+    "SFTLossConfig"
 )
 _WHOLE = "AsyncGRPOConfig GRPOConfig GRPOGroups check_arguments load_config"
 

@@ -44,19 +44,26 @@ from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run import EvalConfig
 
 
-class RecipeConfig(Protocol):
-    """The groups that are read here."""
+class TrainedConfig(Protocol):
+    """The groups of a recipe that trains a model, on whatever."""
+
+    model: groups.ModelNameConfig
+    train: groups.ForwardConfig
+    train_model: groups.TrainModelConfig
+    ref_model: groups.RefModelConfig
+    eval: EvalConfig
+    seed: int
+
+
+class RecipeConfig(TrainedConfig, Protocol):
+    """And those of one whose model learns from what it samples."""
 
     env: groups.EnvConfig
     data: DataConfig
     model: groups.ModelConfig
     train: groups.TrainConfig
-    train_model: groups.TrainModelConfig
     inference_model: groups.InferenceModelConfig
-    ref_model: groups.RefModelConfig
     reward: RewardComponentsConfig
-    eval: EvalConfig
-    seed: int
 
     @property
     def rows_per_batch(self) -> int:
@@ -74,7 +81,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def set_threads(config: RecipeConfig) -> None:
+def set_threads(config: TrainedConfig) -> None:
     """Give torch the configured number of CPU threads, and one for the model of the package.
 
     Args:
@@ -86,7 +93,7 @@ def set_threads(config: RecipeConfig) -> None:
         torch.set_num_threads(1)
 
 
-def device_of(config: RecipeConfig) -> torch.device:
+def device_of(config: TrainedConfig) -> torch.device:
     """CUDA where there is one, unless the configuration says otherwise.
 
     Args:
@@ -98,7 +105,7 @@ def device_of(config: RecipeConfig) -> torch.device:
     return present_device(config.train.device, "train.device")
 
 
-def device_kind(config: RecipeConfig) -> str:
+def device_kind(config: TrainedConfig) -> str:
     """Kind of the device, ``"cpu"`` or ``"cuda"``, whether or not this machine has it.
 
     Args:
@@ -132,7 +139,7 @@ def present_device(name: str, key: str) -> torch.device:
     return device
 
 
-def reference_device(config: RecipeConfig) -> torch.device:
+def reference_device(config: TrainedConfig) -> torch.device:
     """Where the reference is: on the policy's device, or on the GPU after the policy's.
 
     Args:
@@ -154,7 +161,7 @@ def reference_device(config: RecipeConfig) -> torch.device:
     return torch.device("cuda", index)
 
 
-def autocast(config: RecipeConfig) -> AbstractContextManager[Any]:
+def autocast(config: TrainedConfig) -> AbstractContextManager[Any]:
     """A context for sampling and scoring in the configured precision.
 
     Args:
@@ -164,7 +171,7 @@ def autocast(config: RecipeConfig) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
 
 
-def samples_in_bfloat16(config: RecipeConfig) -> bool:
+def samples_in_bfloat16(config: TrainedConfig) -> bool:
     """Whether sampling and scoring are in bfloat16, over weights of whatever type.
 
     Args:
@@ -256,11 +263,25 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         with_values: give it a value head.
     """
     _tell_small_model(config)
-    # Bars for the reading and writing of weight files would break up the one of the run.
-    transformers.utils.logging.disable_progress_bar()
-    device = device_of(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
     check_problems(config)
+    options = wrapper_options(config)
+    return load_policy(config, tokenizer, with_values=with_values, **options)
+
+
+def load_policy(
+    config: TrainedConfig, tokenizer: Any, *, with_values: bool = False, **options: Any
+) -> modules.TransformersWrapper:
+    """The model that is trained, in a wrapper that samples with it.
+
+    Args:
+        config: its ``model``, ``train`` and ``train_model``.
+        tokenizer: of the model.
+        with_values: give it a value head.
+        options: of the wrapper.
+    """
+    # Bars for the reading and writing of weight files would break up the one of the run.
+    transformers.utils.logging.disable_progress_bar()
     wanted = config.train_model
     model = modules.load_model(
         config.model.name,
@@ -268,7 +289,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
         attn_implementation=wanted.attn_implementation,
         gradient_checkpointing=wanted.gradient_checkpointing,
         lora=wanted.lora.arguments,
-        device=device,
+        device=device_of(config),
     )
     return modules.TransformersWrapper(
         modules.TransformersBackend(
@@ -279,7 +300,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
             value_head=modules.ValueHead.for_model(model) if with_values else None,
         ),
         tokenizer=tokenizer,
-        **wrapper_options(config),
+        **options,
     )
 
 
@@ -298,7 +319,7 @@ def _tell_small_model(config: RecipeConfig) -> None:
     )
 
 
-def make_reference(config: RecipeConfig, policy: modules.TransformersWrapper) -> TokenScorer:
+def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -> TokenScorer:
     """The policy that divergences are measured from.
 
     Args:
@@ -503,13 +524,39 @@ def make_evaluation(
     """
     if env is None:
         return None
-    arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
+    return greedy_evaluation(
+        config,
+        env,
+        policy,
+        max_tokens=config.inference_model.max_tokens,
+        max_turns=max_turns(config),
+    )
+
+
+def greedy_evaluation(
+    config: TrainedConfig,
+    env: TaskEnv,
+    policy: modules.LLMWrapperBase,
+    *,
+    max_tokens: int,
+    max_turns: int,
+) -> Callable[[], Evaluation]:
+    """Greedy accuracy of a policy in an environment, when it is called.
+
+    Args:
+        config: its ``eval.num_prompts``, ``None`` for all that the environment has, and ``train``.
+        env: the environment.
+        policy: what samples.
+        max_tokens: of a turn.
+        max_turns: of a conversation.
+    """
+    arguments = {"max_new_tokens": max_tokens, "temperature": 0.0}
     greedy = policy.get_new_version(generate_kwargs=arguments)
     num_prompts = config.eval.num_prompts or env.primer.num_rows
 
     def run() -> Evaluation:
         with autocast(config):
-            return evaluate(env, greedy, num_prompts=num_prompts, max_turns=max_turns(config))
+            return evaluate(env, greedy, num_prompts=num_prompts, max_turns=max_turns)
 
     return run
 

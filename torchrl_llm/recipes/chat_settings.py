@@ -52,7 +52,9 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         'Use the calculator.'
     """
     env, model = config.get("env") or {}, config.get("model") or {}
-    system, tools = _of_task(env)
+    task_prompt, tools = _of_task(env)
+    # Fine-tuning has no task: what stands in front of each conversation is a key of its data.
+    said = (env.get("system_prompt"), (config.get("data") or {}).get("system_prompt"), task_prompt)
     if env.get("tools"):
         tools += (tool_transform(env["tools"], max_turns=env.get("max_tool_turns", 4)),)
     told = model.get("show_tools")
@@ -60,7 +62,7 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
     named = [each for each in tools if isinstance(each.parser, MessageCallParser)]
     schemas = [schema for each in named for schema in each.schemas] if told else None
     return ChatSettings(
-        system if env.get("system_prompt") is None else env["system_prompt"],
+        next((text for text in said if text is not None), None),
         tools,
         schemas or None,
         model.get("chat_template_name"),

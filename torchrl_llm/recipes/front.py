@@ -1,6 +1,6 @@
 """Recipes as objects: three lines of Python that run the same page as the command.
 
-:class:`GRPO` and :class:`SFT` turn their arguments into the configuration of a recipe, import its
+:class:`GRPO` and ``SFT`` turn their arguments into the configuration of a recipe, import its
 page from ``sota-implementations`` and hand out its steps. There is no second loop: what the page
 does is what happens here.
 """
@@ -103,7 +103,14 @@ class _Recipe(ABC):
     PAGE: ClassVar[str]
     FILE: ClassVar[str]
 
-    def __init__(self, settings: dict[str, Any], folder: str | Path | None) -> None:
+    def __init__(
+        self, own: dict[str, Any], keys: Mapping[str, Any], folder: str | Path | None
+    ) -> None:
+        settings = {key: value for key, value in own.items() if value is not None}
+        chosen = _settings(keys)
+        if twice := settings.keys() & chosen.keys():
+            raise ConfigError(f"{', '.join(sorted(twice))} is given twice")
+        settings |= chosen
         self.config = Command(self.NAME, settings)
         self._page = launch.load_page(self.PAGE)
         self._config = self._compose(settings)
@@ -346,25 +353,86 @@ class GRPO(_Recipe):
         folder: str | Path | None = None,
         **keys: Any,
     ) -> None:
-        columns = {"data.prompt": prompt, "data.answer": answer, "data.messages": messages}
-        settings = {
-            "model.name": None if model is None else str(model),
-            **_data_settings(data, eval_data),
-            **columns,
+        own = {
+            **_model_and_data(model, data, eval_data),
+            "data.prompt": prompt,
+            "data.answer": answer,
+            "data.messages": messages,
             **_env_settings(env, own=data is not None),
             **_reward_settings(reward),
             "env.tools": None if tools is None else [given.path_of(tool) for tool in tools],
         }
-        settings = {key: value for key, value in settings.items() if value is not None}
-        named = {"loss": loss, "advantage": advantage}
-        chosen = _settings({k: v for k, v in named.items() if v is not None} | keys)
-        if twice := settings.keys() & chosen.keys():
-            raise ConfigError(f"{', '.join(sorted(twice))} is given twice")
-        super().__init__(settings | chosen, folder)
+        chosen = {"loss": loss, "advantage": advantage}
+        super().__init__(own, {k: v for k, v in chosen.items() if v is not None} | keys, folder)
 
 
-def _data_settings(data: Any, eval_data: Any) -> dict[str, Any]:
-    return {"data.source": _source(data), "data.eval_source": _source(eval_data)}
+class SFT(_Recipe):
+    """Supervised fine-tuning: a model learns what the assistant says in conversations of one's own.
+
+    Builds the configuration of ``sota-implementations/sft/sft.py`` and runs that page. Model and
+    data are loaded by the first method that needs them; settings are checked at once.
+
+    Args:
+        model: folder or hub name; the model that ships with the package if not given.
+        data: conversations to learn from: a file (CSV, JSON, JSON lines, Parquet), a folder, the
+            name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts.
+        eval_data: held-out conversations, likewise; the end of ``data`` if not given.
+        prompt: column with the user's message.
+        completion: column with what the assistant is to say.
+        messages: column with whole conversations, instead of the two.
+        answer: column with what ``reward`` compares; the completion if not given.
+        reward: judges the model's answers to held-out prompts, for an accuracy next to the loss;
+            as of :class:`GRPO`. Nothing is learned from it.
+        folder: of the run; ``outputs/sft/<date>/<time>`` if not given.
+        keys: the recipe's other keys, as of :class:`GRPO`.
+
+    Attributes:
+        config: the settings that were given; printed, it is the command that does the same.
+        folder: of the run.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
+
+    Example:
+        >>> rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(10, 60)]
+        >>> run = SFT(data=rows, train={"max_epochs": 2})
+        >>> run.config["train.max_epochs"]
+        2
+    """
+
+    NAME, PAGE, FILE = "sft", "sft/sft.py", "sft"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        data: Any = None,
+        eval_data: Any = None,
+        prompt: str | None = None,
+        completion: str | None = None,
+        messages: str | None = None,
+        answer: str | None = None,
+        reward: Any = None,
+        folder: str | Path | None = None,
+        **keys: Any,
+    ) -> None:
+        own = {
+            **_model_and_data(model, data, eval_data),
+            "data.prompt": prompt,
+            "data.completion": completion,
+            "data.messages": messages,
+            "data.answer": answer,
+            **_reward_settings(reward),
+        }
+        super().__init__(own, keys, folder)
+
+
+def _model_and_data(model: str | Path | None, data: Any, eval_data: Any) -> dict[str, Any]:
+    return {
+        "model.name": None if model is None else str(model),
+        "data.source": _source(data),
+        "data.eval_source": _source(eval_data),
+    }
 
 
 def _source(data: Any) -> Any:

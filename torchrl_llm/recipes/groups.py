@@ -7,7 +7,7 @@ The groups that make the algorithm (loss, advantage, reward, ...) are in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchrl_llm._registry import find
 from torchrl_llm.collectors.staleness import StalenessRule
@@ -22,7 +22,7 @@ class EnvConfig:
     """Task and prompts.
 
     Attributes:
-        dataset: name of the task, one of :data:`~torchrl_llm.recipes.tasks.TASKS`.
+        dataset: name of the task, one of ``TASKS``.
         data_files: local JSON-lines file with the training problems, packed by gzip or not;
             ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
@@ -72,19 +72,28 @@ class EnvConfig:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """The policy.
+class ModelNameConfig:
+    """The model.
 
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
+    """
+
+    name: str | None = None
+    chat_template_name: str | None = None
+
+
+@dataclass(kw_only=True)
+class ModelConfig(ModelNameConfig):
+    """The policy.
+
+    Attributes:
         show_tools: whether the prompt describes the task's tools, in the way of the chat template;
             ``None``: where ``name`` is given. The model that ships with the package, and what was
             trained from it, knows its tool without.
     """
 
-    name: str | None = None
-    chat_template_name: str | None = None
     show_tools: bool | None = None
 
     @property
@@ -94,14 +103,10 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class TrainConfig:
-    """The loop.
+class ForwardConfig:
+    """How rows go through the model that is trained, in any recipe.
 
     Attributes:
-        max_steps: training steps (one batch collected, ``epochs`` passes over it).
-        prompts_per_batch: distinct prompts a step; ``env.repeats`` responses each.
-        epochs: passes over a batch.
-        optim_batch_size: responses an optimizer step; ``None`` for the whole batch.
         micro_token_budget: tokens in one forward, with the padding where ``packing`` is
             ``padded``; ``None`` for no cut. The result does not depend on it, only memory and
             speed do.
@@ -110,8 +115,6 @@ class TrainConfig:
             padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
             those that the model can have. Memory and speed depend on it, the result does not.
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
-        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
-            with two answers; ``None`` for never.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA when there is one.
@@ -120,24 +123,42 @@ class TrainConfig:
             where cores are shared.
     """
 
-    max_steps: int = 100
-    prompts_per_batch: int = 16
-    epochs: int = 1
-    optim_batch_size: int | None = None
     micro_token_budget: int | None = 16384
     packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
     kl_to_ref_coeff: float = 0.0
-    no_signal_steps: int | None = 5
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
-        counts += ("micro_token_budget", "num_threads", "no_signal_steps")
-        check_least(self, "train", 1, *counts)
+        check_least(self, "train", 1, "micro_token_budget", "num_threads")
         check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
+
+
+@dataclass(kw_only=True)
+class TrainConfig(ForwardConfig):
+    """The loop.
+
+    Attributes:
+        max_steps: training steps (one batch collected, ``epochs`` passes over it).
+        prompts_per_batch: distinct prompts a step; ``env.repeats`` responses each.
+        epochs: passes over a batch.
+        optim_batch_size: responses an optimizer step; ``None`` for the whole batch.
+        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
+            with two answers; ``None`` for never.
+    """
+
+    max_steps: int = 100
+    prompts_per_batch: int = 16
+    epochs: int = 1
+    optim_batch_size: int | None = None
+    no_signal_steps: int | None = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
+        check_least(self, "train", 1, *counts, "no_signal_steps")
 
 
 @dataclass(kw_only=True)
@@ -186,7 +207,8 @@ class TrainModelConfig:
         dtype: of the weights.
         gradient_checkpointing: trade compute for memory in the backward.
         attn_implementation: as in ``transformers``; ``None`` for its choice.
-        logprob_chunk_size: tokens whose logits are held at once; ``None`` to choose by vocabulary.
+        logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None`` to
+            choose by device.
         lora: adapters.
     """
 
@@ -261,9 +283,27 @@ class RefModelConfig:
         )
 
 
-# Learning rates of AdamW where none is given: a third of a million parameters take a hundred times
-# what half a billion take.
-_EMBEDDED_RATE, _LORA_RATE, _USUAL_RATE = 4e-4, 1e-5, 1e-6
+class LearningRates(NamedTuple):
+    """Learning rates of AdamW where none is given.
+
+    A third of a million parameters take a hundred times what half a billion take.
+
+    Attributes:
+        embedded: of the model that ships with the package.
+        lora: of adapters.
+        usual: of all weights of other models.
+    """
+
+    embedded: float
+    lora: float
+    usual: float
+
+
+REINFORCEMENT_RATES = LearningRates(4e-4, 1e-5, 1e-6)
+"""Of the recipes whose models learn from rewards."""
+
+SUPERVISED_RATES = LearningRates(1e-3, 1e-4, 1e-5)
+"""Of supervised fine-tuning, whose gradients are less noisy."""
 
 
 @dataclass(kw_only=True)
@@ -272,15 +312,15 @@ class OptimizerConfig:
 
     Attributes:
         name: a class of ``torch.optim``.
-        lr: learning rate; 0 runs everything and changes nothing. ``None``: 4e-4 for the model that
-            ships with the package, 1e-5 with LoRA, else 1e-6.
+        lr: learning rate; 0 runs everything and changes nothing. ``None`` chooses by model: see
+            :data:`REINFORCEMENT_RATES` and :data:`SUPERVISED_RATES`.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
         betas: ``None`` for the optimizer's default.
         momentum: ``None`` for the optimizer's default.
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
         scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
-            :data:`~torchrl_llm.trainers.optim.SCHEDULES`.
+            ``SCHEDULES``.
         warmup_steps: optimizer steps of a linear rise; below 1, their share of the run.
     """
 
@@ -308,16 +348,22 @@ class OptimizerConfig:
         names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
         return {name: getattr(self, name) for name in names}
 
-    def settle(self, model: ModelConfig, train_model: TrainModelConfig) -> None:
+    def settle(
+        self,
+        model: ModelNameConfig,
+        train_model: TrainModelConfig,
+        rates: LearningRates = REINFORCEMENT_RATES,
+    ) -> None:
         """Choose the learning rate where none is given.
 
         Args:
             model: what is trained.
             train_model: whether by LoRA.
+            rates: those of the recipe.
         """
         if self.lr is None:
-            usual = _LORA_RATE if train_model.lora.enabled else _USUAL_RATE
-            self.lr = _EMBEDDED_RATE if model.name is None else usual
+            usual = rates.lora if train_model.lora.enabled else rates.usual
+            self.lr = rates.embedded if model.name is None else usual
 
     def check_warmup(self, num_updates: int) -> None:
         """Refuse a warm-up that is longer than the run.

@@ -343,7 +343,7 @@ def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig)
         The overrides for Hydra.
 
     Raises:
-        ConfigError: as :func:`~torchrl_llm.recipes.command_keys.check_overrides`.
+        ConfigError: as ``check_overrides``.
     """
     return check_overrides(arguments, key_table(schema), elsewhere=_elsewhere(schema))
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchrl_llm._registry import find
-from torchrl_llm.objectives import Correction
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.objectives import Correction, SFTLoss
 from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
+from torchrl_llm.recipes.groups import RefModelConfig
 from torchrl_llm.recipes.reward_config import (
     absolute_path,
     check_components,
@@ -117,6 +119,76 @@ def _credit(name: str) -> type[Component]:
 
 LossConfig.variants = Variants("losses", _loss)
 AdvantageConfig.variants = Variants("advantages", _credit)
+
+
+@dataclass(kw_only=True)
+class SFTLossConfig:
+    """How answers are imitated, see :class:`~torchrl_llm.objectives.SFTLoss`.
+
+    Attributes:
+        function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
+            reference (arXiv:2408.10642).
+        beta: slope of ``minor_sft``; ``None`` with ``sft``.
+        reduction: ``mean`` over rows, of each the mean of its tokens; or ``token_mean``.
+    """
+
+    function: Literal["sft", "minor_sft"] = "sft"
+    beta: float | None = None
+    reduction: Literal["mean", "token_mean"] = "mean"
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.beta is None or self.function == "minor_sft",
+            "loss.beta has no effect with loss.function=sft",
+        )
+        ensure(self.beta is None or self.beta > 0, f"loss.beta must be above 0, got {self.beta}")
+        ensure(
+            not (self.function == "minor_sft" and self.reduction == "token_mean"),
+            "minor_sft looks at whole answers: no loss.reduction=token_mean",
+        )
+
+    def needs_reference(self, kl_to_ref_coeff: float) -> bool:
+        """Whether the loss reads the log-probs of a reference.
+
+        Args:
+            kl_to_ref_coeff: ``train.kl_to_ref_coeff``.
+        """
+        return self.function == "minor_sft" or kl_to_ref_coeff > 0
+
+    def check_reference(self, kl_to_ref_coeff: float, ref_model: RefModelConfig) -> None:
+        """Refuse a reference that nothing reads, and one that is read twice.
+
+        Args:
+            kl_to_ref_coeff: ``train.kl_to_ref_coeff``.
+            ref_model: the reference.
+
+        Raises:
+            ConfigError: a key would have no effect.
+        """
+        ensure(
+            ref_model == RefModelConfig() or self.needs_reference(kl_to_ref_coeff),
+            "ref_model.name has no effect without loss.function=minor_sft or "
+            "train.kl_to_ref_coeff above 0",
+        )
+        ensure(
+            not (self.function == "minor_sft" and kl_to_ref_coeff),
+            "minor_sft holds the policy to the reference already: no train.kl_to_ref_coeff",
+        )
+
+    def build(self, actor: TokenScorer, kl_to_ref_coeff: float) -> SFTLoss:
+        """The loss.
+
+        Args:
+            actor: the policy.
+            kl_to_ref_coeff: ``train.kl_to_ref_coeff``.
+        """
+        return SFTLoss(
+            actor,
+            reduction=self.reduction,
+            loss_function=self.function,
+            beta=self.beta,
+            kl_to_ref_coeff=kl_to_ref_coeff or None,
+        )
 
 
 @dataclass(kw_only=True)

@@ -96,6 +96,10 @@ input_key                   data.prompt
 prompt_key                  data.prompt
 data.prompt_key             data.prompt
 label_key                   data.answer
+response_key                data.completion
+dataset_text_field          data.messages names conversations; data.prompt, data.completion a pair
+assistant_only_loss         what the assistant says is learned, with the end of each turn
+completion_only_loss        what the assistant says is learned, with the end of each turn
 # sampling
 num_generations             env.repeats
 group_size                  env.repeats
@@ -167,9 +171,9 @@ optim                       optimizer.name
 num_iterations              train.epochs
 ppo_epochs                  train.epochs
 max_epochs                  train.epochs
-num_train_epochs            a run is so many steps: train.max_steps
-num_episodes                a run is so many steps: train.max_steps
-total_epochs                a run is so many steps: train.max_steps
+num_train_epochs            a run is so many steps: train.max_steps; of fine-tuning train.max_epochs
+num_episodes                a run is so many steps: train.max_steps; of fine-tuning train.max_epochs
+total_epochs                a run is so many steps: train.max_steps; of fine-tuning train.max_epochs
 max_steps                   train.max_steps
 max_num_steps               train.max_steps
 total_training_steps        train.max_steps

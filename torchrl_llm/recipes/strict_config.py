@@ -96,7 +96,7 @@ class Variants(Mapping[str, type[Component]]):
     """The variants of a group: whatever is registered of a kind, each made when it is asked for.
 
     Args:
-        kind: as of :func:`~torchrl_llm._registry.register`.
+        kind: as of ``register``.
         make: makes the variant of a name; ``"module:name"`` of the user's own is one, too.
     """
 
@@ -338,7 +338,7 @@ def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
     """Refuse command-line overrides ``key=value`` whose key a schema does not have.
 
     For a page of your own without YAML files; those of this package are checked by
-    :func:`torchrl_llm.recipes.launch.begin`, before anything is imported.
+    ``torchrl_llm.recipes.launch.begin``, before anything is imported.
 
     Args:
         arguments: the arguments of the command line, ``sys.argv[1:]``.
@@ -348,7 +348,7 @@ def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
         The arguments for Hydra.
 
     Raises:
-        ConfigError: as :func:`~torchrl_llm.recipes.command_keys.check_overrides`.
+        ConfigError: as ``check_overrides``.
     """
     return check_overrides(arguments, key_table(schema))
 

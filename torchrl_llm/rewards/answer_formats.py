@@ -52,7 +52,7 @@ def check_format(answer_format: str) -> None:
     """Refuse a format of answers that there is not.
 
     Raises:
-        ConfigError: ``answer_format`` is none of :data:`AnswerFormat`.
+        ConfigError: ``answer_format`` is none of ``AnswerFormat``.
     """
     if answer_format not in get_args(AnswerFormat):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Rewards of code: run what the model wrote against tests, in a sandbox, and say what came of it.
 
 The code never runs in this process, and its tests run in another process than the code does
-(:mod:`torchrl_llm.rewards.code_judge`), so neither can be reached by it. Whatever the code does
+(``torchrl_llm.rewards.code_judge``), so neither can be reached by it. Whatever the code does
 is a :class:`CodeResult`, a failure of the code; a failure of the sandbox is not one, and makes the
 reward invalid.
 

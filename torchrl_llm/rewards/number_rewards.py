@@ -73,7 +73,7 @@ def last_number(text: str) -> Fraction | None:
     """The last number of a text of any length, ``None`` without one or for a malformed one.
 
     Args:
-        text: read as by :func:`parse_number`, but for its equations.
+        text: read as by ``parse_number``, but for its equations.
 
     Example:
         >>> last_number("3 boxes of 6 eggs make **$1,018.50** in all.")
@@ -163,7 +163,7 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     @staticmethod
     def normalize_answer(answer: str) -> Fraction | None:
-        """The value of an answer, see :func:`parse_number`; ``####`` may stand before it."""
+        """The value of an answer, see ``parse_number``; ``####`` may stand before it."""
         return parse_number(answer.rpartition("####")[2])
 
     @classmethod

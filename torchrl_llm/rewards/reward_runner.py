@@ -82,8 +82,8 @@ class Outcome(NamedTuple):
         error: name of the type of what went wrong, empty where all went well.
         message: what it said, at most 2,000 characters of it.
         seconds: wall-clock time of the row.
-        place: where it went wrong, see :func:`~torchrl_llm.data.failures.place_of`.
-        source: what failed, see :class:`~torchrl_llm.data.failures.Failure`.
+        place: where it went wrong, see ``place_of``.
+        source: what failed, see ``Failure``.
         traceback: what Python prints of it.
     """
 

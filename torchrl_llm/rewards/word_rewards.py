@@ -56,7 +56,7 @@ def _read(block: str, counts: Mapping[str, int]) -> dict[str, int] | None:
 
 
 class LetterCountingRewardParser(RewardParser):
-    """The reward of :func:`score_counts`; success is a reward of 1.
+    """The reward of ``score_counts``; success is a reward of 1.
 
     The row's answer is a JSON object of the letters and their counts.
 
@@ -66,7 +66,7 @@ class LetterCountingRewardParser(RewardParser):
     """
 
     def score(self, response: str, answer: Any) -> RewardScore:
-        """See :func:`score_counts`.
+        """See ``score_counts``.
 
         Raises:
             RewardError: where the row's own answer is no such object.

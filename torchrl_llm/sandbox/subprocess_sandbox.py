@@ -1,6 +1,6 @@
 """A plain process with limits, for machines without bubblewrap or user namespaces.
 
-A guard of its own stands between the trainer and each run (:mod:`.run_supervisor`): it sets the
+A guard of its own stands between the trainer and each run (``run_supervisor``): it sets the
 limits, takes away what an unprivileged process can be made to give up, and kills all that the run
 leaves behind. What it cannot take away is listed in :attr:`SubprocessSandbox.missing`; how much
 that is depends on the kernel (Landlock) and on whether the trainer is root, who gives each run a

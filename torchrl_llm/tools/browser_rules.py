@@ -5,7 +5,7 @@ pictures, scripts and sockets of a page as much as for what a model asks for. Wi
 that goes through :class:`PublicProxy`, since Chromium's own rules know names and not what they lead
 to. There a name is looked up, and the connection made to the very address that was checked. The
 machine itself is out of reach by each of its names and addresses. The browser is
-:mod:`torchrl_llm.tools.browser_driver`.
+``torchrl_llm.tools.browser_driver``.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class TextParser(ToolParser):
         """
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """The calls in the text behind the reasoning, see :func:`spoken_text`."""
+        """The calls in the text behind the reasoning, see ``spoken_text``."""
         return self.read(spoken_text(message), schemas).calls
 
     def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:

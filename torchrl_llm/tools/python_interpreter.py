@@ -414,7 +414,7 @@ class PythonInterpreter(ToolTransform):
     r"""Runs the Python code blocks of the model's turn; each is answered by a message.
 
     The blocks are those in fences that are labelled ``python``, ``py`` and the like (see
-    :func:`~torchrl_llm.tools.call_parsers.python_blocks`); a turn without any is
+    ``python_blocks``); a turn without any is
     left as it is. The answer to a block is its number, whether it ran, and what it printed.
 
     Args:

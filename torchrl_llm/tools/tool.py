@@ -73,7 +73,7 @@ class Tool(ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it: a function with name, description, parameters."""
+        """The tool as chat templates take it (a function with name, description, parameters)."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -83,7 +83,7 @@ class Tool(ABC):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """What arguments are checked against: ``parameters``, or something stricter."""
+        """What arguments are checked against (``parameters``, or something stricter)."""
         return self.parameters
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class FunctionTool(Tool):
         return closed_schema(self.parameters, self.function)
 
     def run(self, call: ToolCall) -> str | ToolOutput:
-        """Call the function; what is no string is written as one, by :func:`as_text`."""
+        """Call the function; what is no string is written as one, by ``as_text``."""
         value = self.function(**call.args)
         return value if isinstance(value, ToolOutput) else as_text(value)
 

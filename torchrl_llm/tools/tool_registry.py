@@ -331,7 +331,7 @@ class ExecuteToolsInOrder(ToolTransform):
         parser: how calls are written.
         stop_on_error: do not run the calls behind one that failed.
         pass_state_to_tools: call a service with ``_state``, the row that calls (a
-            :class:`RowState`, which is read as a dict is), where it takes that keyword.
+            ``RowState``, which is read as a dict is), where it takes that keyword.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Example:

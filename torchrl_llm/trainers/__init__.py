@@ -24,6 +24,6 @@ _LAZY = {
     ),
     "torchrl_llm.trainers.progress": "StopRequest",
     "torchrl_llm.trainers.reward_watch": "FailureTally RewardWatch",
-    "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig TrainingRun",
+    "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig Shown TrainingRun",
 }
 __getattr__ = lazy(__name__, _LAZY)

@@ -6,6 +6,7 @@ interface changes between versions.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -117,16 +118,14 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
     Returns:
         A matplotlib figure.
     """
-    # Without pyplot: no backend is chosen for the process and half the import time is saved.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)  # "generated new ..."
     import matplotlib
-    from matplotlib.figure import Figure
 
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
     names = "tab10" if len(labels) <= 10 else "turbo"
     colours = matplotlib.colormaps[names].resampled(max(10, len(labels)))
     size = (7, 4) if len(panels) == 1 else (5.2 * len(panels), 4)
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    figure = _figure(figsize=size, dpi=120, layout="constrained")
     drawn = {}
     for axes, (title, curves) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
@@ -151,3 +150,17 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
         columns = max(1, min(len(drawn), 140 // max(map(len, drawn))))
         figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns)
     return figure
+
+
+def _figure(**settings: Any) -> Any:
+    """A figure that a notebook shows."""
+    # Without pyplot: no backend is chosen for the process and half the import time is saved.
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture(**settings)

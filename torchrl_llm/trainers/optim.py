@@ -150,9 +150,9 @@ def make_scheduler(
 
     Args:
         optimizer: the optimizer whose learning rate is scaled.
-        name: see :func:`schedule_factor`.
-        warmup_steps: see :func:`schedule_factor`; below 1, the share of ``total_steps``.
-        total_steps: see :func:`schedule_factor`.
+        name: see ``schedule_factor``.
+        warmup_steps: see ``schedule_factor``; below 1, the share of ``total_steps``.
+        total_steps: see ``schedule_factor``.
     """
     if warmup_steps < 1:
         warmup_steps = round(warmup_steps * total_steps)

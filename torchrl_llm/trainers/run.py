@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -44,7 +45,8 @@ from torchrl_llm.trainers.run_folder import nested
 from torchrl_llm.trainers.samples import sample_text
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
-_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.", "train.max_steps")
+_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
+_FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
 _FREE_ON_RESUME += ("reward.on_all_invalid",)
 
@@ -141,6 +143,22 @@ class EvalResult(Protocol):
         """Numbers named ``eval/...``."""
 
 
+class Shown(NamedTuple):
+    """What a run shows of its metrics: at each step, as a curve, and at its end.
+
+    Attributes:
+        metric: of each step.
+        name: what it is called; the curve is ``<name>.png``.
+        tokens: of each step, for the tokens a second.
+        held_out: metrics of an evaluation, and what they are called.
+    """
+
+    metric: str = "train/reward"
+    name: str = "reward"
+    tokens: str = "train/tokens_generated"
+    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "held-out greedy accuracy"})
+
+
 class Stateful(Protocol):
     """A part of a run: optimizer, schedule, collector, buffer, ledger."""
 
@@ -156,7 +174,7 @@ class TrainingRun:
 
     Args:
         folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
-            ``reward.png``, ``checkpoints/``.
+            ``reward.png`` (see ``shown``), ``checkpoints/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
@@ -169,6 +187,7 @@ class TrainingRun:
         checkpoint: when to save.
         evaluation: when to evaluate.
         watch: looks at the rows that :meth:`record` is given.
+        shown: which metrics are shown; the reward of those who learn from one by default.
 
     Attributes:
         step: the last step that was begun.
@@ -200,6 +219,7 @@ class TrainingRun:
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvalConfig | None = None,
         watch: RewardWatch | None = None,
+        shown: Shown | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +232,7 @@ class TrainingRun:
         self._checkpoint = checkpoint or CheckpointConfig()
         self._evaluation = evaluation or EvalConfig()
         self._watch = watch or RewardWatch()
+        self._shown = shown or Shown()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -247,7 +268,7 @@ class TrainingRun:
                     experiment_name=self._logging.experiment_name,
                     project=self._logging.project,
                 ),
-                columns=("train/reward", "eval/accuracy"),
+                columns=(self._shown.metric, *self._shown.held_out),
             )
             repairs = self._resume() if saved else []
             if self._config:
@@ -328,8 +349,7 @@ class TrainingRun:
         Call it once, at the end of the loop's body.
 
         Args:
-            metrics: ``train/`` and ``perf/`` names to numbers; ``train/reward`` is shown and drawn,
-                ``train/tokens_generated`` gives the speed.
+            metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
             rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
                 and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
 
@@ -370,34 +390,35 @@ class TrainingRun:
         return self._evaluate()
 
     def curves(self) -> dict[str, Series]:
-        """Reward and held-out accuracy so far, each as steps and values."""
-        named = {name: self._table.read(name) for name in ("train/reward", "eval/accuracy")}
+        """What is shown of the steps and evaluations so far, each as steps and values."""
+        names = (self._shown.metric, *self._shown.held_out)
+        named = {name: self._table.read(name) for name in names}
         return {name: series for name, series in named.items() if series[0]}
 
     def finish(self) -> None:
-        """Draw the reward curve and show what became of the held-out conversations.
+        """Draw the curve and show what became of the held-out conversations.
 
         Raises:
             RewardError: no step of the run had a valid reward, so that nothing was learned.
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        rewards = self._table.read("train/reward")
+        metric, name, *_ = self._shown
+        steps, values = self._table.read(metric)
         with self._log:
-            show(terminal_curve(*rewards, title="train/reward over steps"))
-            picture = self.folder / "reward.png"
+            show(terminal_curve(steps, values, title=f"{metric} over steps"))
+            picture = self.folder / f"{name}.png"
             draw_curves(self.curves()).savefig(picture)
             if self._before and self._after:
                 show(compare_conversations(self._before, self._after))
-            for name, number in self._table.failures.items():
-                say(f"{name} raised {number} times, and may lack what it was given then")
+            for logger, number in self._table.failures.items():
+                say(f"{logger} raised {number} times, and may lack what it was given then")
             if failed := self._watch.failures.most_frequent():
                 say(f"{failed}, in the whole run")
             show(text_table(self._results(picture)))
-        if rewards[1] and all(map(math.isnan, rewards[1])):
+        if values and all(map(math.isnan, values)):
             raise RewardError(
-                f"none of the {len(rewards[1])} steps had a valid reward: the weights are as they "
-                "were"
+                f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
             )
         if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
             self._push(self._checkpoint.push_to_hub)
@@ -414,27 +435,25 @@ class TrainingRun:
 
     def _results(self, picture: Path) -> Iterator[tuple[str, str]]:
         """What came of the run, a name and a text each."""
-        for label, name in (
-            ("held-out greedy accuracy", "eval/accuracy"),
-            ("reward", "train/reward"),
-        ):
+        metric, called, counted, held_out = self._shown
+        for name, label in (*held_out.items(), (metric, called)):
             _, values = self._table.read(name)
             if values:
                 first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
                 yield label, f"{first}{values[-1]:.3f}"
         steps, seconds = self._table.read("perf/step_s")
         yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
-        tokens = sum(self._table.read("train/tokens_generated")[1])
+        tokens = sum(self._table.read(counted)[1])
         yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
         yield "metrics", str(self._table.path)
         yield "curve", str(picture)
-        yield "log", str(self._log.path)
+        yield "log", str(picture.with_name(self._log.path.name))
         if self._store.steps():
             yield "model", str(self._store.path(self._store.steps()[-1]))
             yield "", "AutoModelForCausalLM.from_pretrained opens it"
 
     def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
-        speed = metrics["train/tokens_generated"] / seconds
+        speed = metrics[self._shown.tokens] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed, **memory_metrics()}
         self._bar.update(self.step, self._note(metrics))
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
@@ -450,7 +469,8 @@ class TrainingRun:
     def _note(self, metrics: Mapping[str, Any]) -> str:
         speed = f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"
         known = [] if self._accuracy is None else [f"accuracy {self._accuracy:.3f}"]
-        return ", ".join([f"reward {metrics['train/reward']:.3f}", speed, *known])
+        value = metrics.get(self._shown.metric, math.nan)
+        return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
 
     def _measured(self) -> tuple[dict[str, float], list[str]]:
         result = self._evaluate()

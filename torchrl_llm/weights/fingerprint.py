@@ -180,7 +180,7 @@ class WeightLedger:
 
         Args:
             digests: version to digest, as the sampler had them
-                (:attr:`~torchrl_llm.collectors.transport.channel.Delivery.digests`).
+                (``digests``).
             versions: of the sampled tokens; each needs a digest.
             proven: refuse versions that are not in the book; without it they pass, as where the
                 first weights were not hashed.

@@ -160,7 +160,7 @@ class SharedEngineWeights(EngineWeights):
 
     Args:
         model: the trained Hugging Face model; see
-            :class:`~torchrl_llm.weights.shared_engine.SharedStorage` for what it must be.
+            ``SharedStorage`` for what it must be.
         backend: a :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
         rebind: when a parameter has left the engine's memory, copy its values there and share it
             again, instead of raising. An optimizer that holds another ``Parameter`` than the

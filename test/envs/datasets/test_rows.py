@@ -52,6 +52,7 @@ COLUMNS = [
     ({"x": "", "y": ""}, {"prompt": "x"}, ("x", None)),
     ({"x": "", "y": ""}, {"prompt": "x", "answer": "y"}, ("x", "y")),
     ({"messages": []}, {}, ("messages", None)),
+    ({"conversations": []}, {}, ("conversations", None)),
     ({"chat": [], "answer": ""}, {"messages": "chat"}, ("chat", "answer")),
     ({"input": "", "output": ""}, {}, ("input", "output")),
 ]
@@ -69,7 +70,7 @@ def test_columns_are_found_by_usual_names_unless_they_are_named(row, named, chos
         ({"prompt": "questoin"}, DataError, r"data\.prompt=questoin: .*there are \['answer', 'id'"),
         ({"answer": "anwser"}, DataError, r"data\.answer=anwser: there is no such column"),
         ({"prompt": "question", "messages": "id"}, ConfigError, "both say what is asked"),
-        ({"prompt": "id"}, DataError, "row 0: .*must hold a text or a list of messages.*got 0"),
+        ({"prompt": "id"}, DataError, "row 1: .*must hold a text or a list of messages.*got 0"),
         ({"reward": None}, ConfigError, r"need a reward: reward=FILE\.py:FUNCTION"),
         ({"dataset": [{"a": 1}]}, DataError, r"none of the columns \['a'\] is a prompt"),
         ({"dataset": None}, ConfigError, "need data: data=FILE"),
@@ -82,7 +83,7 @@ def test_wrong_columns_are_answered_with_those_that_there_are(given, error, mess
 
 def test_a_row_without_a_prompt_is_found_before_training():
     rows = [*QA, {"question": "", "answer": "1", "id": 4}]
-    with pytest.raises(DataError, match=r"row 4.*must hold a text"):
+    with pytest.raises(DataError, match=r"row 5: .*must hold a text"):
         RowsEnv(dataset=rows, reward=right)
 
 

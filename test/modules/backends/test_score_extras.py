@@ -189,3 +189,18 @@ def test_adapters_on_the_heads_of_student_and_teacher_take_part():
     )
     with teacher.disable_adapter():
         assert ask(CausalScorer(teacher), states=True).states.low_rank is None
+
+
+@pytest.mark.parametrize("backend", [CausalScorer, TransformersBackend])
+def test_greedy_says_which_tokens_are_the_most_likely_ones(backend):
+    model = make_model(0)
+    best = picked(model).argmax(-1)
+    ids = [each.clone() for each in IDS]
+    ids[0][2], ids[2][2] = best[0], (best[3] + 1) % 32  # one that is, and one that is not
+    scores = backend(model).token_scores(ids, SELECT, extras=ScoreExtras(greedy=True))
+    logits = torch.stack([model(ids[row][None]).logits[0, at] for row, at in BEFORE])
+    chosen = torch.stack([ids[row][at + 1] for row, at in BEFORE])
+    assert scores.greedy.tolist() == (logits.argmax(-1) == chosen).tolist()
+    assert scores.greedy[0]
+    assert not scores.greedy.all()
+    assert ask(backend(model)).greedy is None

@@ -2,7 +2,7 @@
 
 What travels is bytes that run no code (:mod:`torchrl_llm.data.safe_wire`), so whoever can reach the
 Redis can at worst send rows that are wrong or none. The scripts that run inside the server are in
-:mod:`torchrl_llm.collectors.transport.redis_scripts`.
+``torchrl_llm.collectors.transport.redis_scripts``.
 """
 
 from __future__ import annotations

@@ -107,12 +107,12 @@ class Trajectory:
 
     @property
     def total(self) -> float:
-        """Sum of all rewards, rounded once: the same in whatever order they came."""
+        """Sum of all rewards, rounded once, so the same in whatever order they came."""
         return fsum(self.totals)
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode was cut: its last row is truncated and not terminated."""
+        """Whether the episode was cut (its last row is truncated and not terminated)."""
         cut, ended = (leaf(self.rows[-1], ("next", key)) for key in ("truncated", "terminated"))
         return cut is not None and bool(cut.any()) and not (ended is not None and ended.any())
 

@@ -3,10 +3,10 @@
 A :class:`CallSyntax` takes the calls out of a text. What was meant as a call and cannot be read
 becomes a :class:`BrokenCall`, which the model is told about. ``SYNTAXES`` holds the syntaxes that
 have a name. The syntax of a chat template is learnt from how the template writes one call, see
-:mod:`torchrl_llm.data.text.learnt_calls`. To teach another syntax, write a subclass here and enter
+``torchrl_llm.data.text.learnt_calls``. To teach another syntax, write a subclass here and enter
 it into ``SYNTAXES``.
 
-Next: :mod:`torchrl_llm.data.text.respond` reads sampled responses with it,
+Next: ``torchrl_llm.data.text.respond`` reads sampled responses with it,
 :mod:`torchrl_llm.tools.call_parsers` has a parser for each name.
 """
 

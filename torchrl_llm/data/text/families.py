@@ -6,7 +6,7 @@ conversation does not have, puts the assistant's words *and* its end-of-turn tok
 (a tool call in Falcon, a system message in DialoGPT). So its parser can read each text back.
 
 They serve tokenizers without a chat template; see
-:func:`torchrl_llm.data.text.templates.resolve_template`. ``qwen3`` is asked for by name: it writes
+``torchrl_llm.data.text.templates.resolve_template``. ``qwen3`` is asked for by name: it writes
 the reasoning of every turn, where the published template drops that of earlier turns and so
 rewrites history at each user message. Use it for training and serving alike.
 ``PRESERVING_TEMPLATES`` does the same for further families, without a parser.
@@ -45,7 +45,7 @@ class TemplateSpec:
             text that was passed.
         template: the Jinja text.
         inverse_parser: reads a rendered text back: an
-            :class:`~torchrl_llm.data.text.inverse_parser.InverseParser`, a user's function
+            ``InverseParser``, a user's function
             ``text -> History`` (or list of messages), or ``None``.
         keywords: model names that contain one of these get this template.
     """

@@ -173,7 +173,7 @@ class ChatFormatter:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response when they are sampled: the turn's last token, and any eos."""
+        """Ids that end a response when they are sampled (the turn's last token, and any eos)."""
         ids = {c.ids[-1] for c in self.probe.terminal} | self._codec.eos_ids
         return tuple(sorted(ids))
 
@@ -464,7 +464,7 @@ class ChatFormatter:
             finish_reason: how the response ended.
 
         Returns:
-            A message dict; see :class:`~torchrl_llm.data.text.respond.ResponseParser`.
+            A message dict; see ``ResponseParser``.
         """
         return self._parser.parse(_ids(prompt_ids), _ids(response_ids), finish_reason)
 

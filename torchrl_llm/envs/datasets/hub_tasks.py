@@ -250,7 +250,7 @@ class IFEvalEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the dataset, see :func:`~torchrl_llm.rewards.ifeval.ifeval_scorer.read_row`."""
+        """A row of the dataset, see ``read_row``."""
         read = read_row(row)
         return read | {"key": torch.tensor(read["key"])}
 

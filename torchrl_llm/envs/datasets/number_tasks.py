@@ -315,7 +315,7 @@ class CountdownEnv(TaskEnv):
     def generate(
         cls, split: str, num_count: int = 4, max_number: int = 100, max_target: int = 1000
     ) -> GeneratedRows:
-        """Puzzles of a split, see :func:`countdown_problem`."""
+        """Puzzles of a split, see ``countdown_problem``."""
         make = partial(
             countdown_problem,
             split=split,

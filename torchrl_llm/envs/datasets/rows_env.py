@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm._registry import register
+from torchrl_llm.data.column_names import (
+    MESSAGES,
+    PROMPTS,
+    as_messages,
+    check_named,
+    first_column,
+)
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.reward_parser import RewardParser
 
-PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
-"""Columns that hold the user's message where none is named, the first that is there."""
-
 ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
-"""Columns that hold the answer where none is named, likewise."""
-
-MESSAGES = "messages"
+"""Columns that hold the answer where none is named, the first that is there."""
 
 
 @register("tasks", "rows")
@@ -30,7 +32,8 @@ class RowsEnv(TaskEnv):
 
     Args:
         dataset: what :func:`~torchrl_llm.data.row_files.load_rows` takes.
-        prompt: column with the user's message; the first of :data:`PROMPTS` if not given.
+        prompt: column with the user's message; if not given, the first of
+            :data:`~torchrl_llm.data.column_names.PROMPTS`, or else of those with conversations.
         answer: column with what the reward compares; the first of :data:`ANSWERS` if not given, and
             none where there is none of them.
         messages: column with the messages of a conversation, instead of ``prompt``; an answer of
@@ -71,23 +74,20 @@ class RowsEnv(TaskEnv):
         rows = load_rows(source, name=name, split=split)
         self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
         # Rows in memory are all looked at; those of another sequence may have to be read.
-        for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]]):
-            _check_prompt(row, self._columns[0], number)
+        for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
+            _query(row, self._columns[0], f"row {number}")
         super().__init__(dataset=rows, **kwargs)
 
     def make_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the data as ``query``, ``answer`` and ``row``."""
         prompt, answer = self._columns
-        _check_prompt(row, prompt, None)
-        query, last = row.get(prompt), None
-        if isinstance(query, (list, tuple)) and query:
-            query = [dict(message) for message in query]
-            if query[-1].get("role") == "assistant":
-                last = query.pop().get("content")
+        query, last = _query(row, prompt, "a row"), None
+        if isinstance(query, list) and query[-1].get("role") == "assistant":
+            last = query.pop().get("content")
         return {
             "query": query,
             "answer": last if answer is None else row.get(answer),
-            "row": {name: _plain(value) for name, value in row.items()},
+            "row": {name: plain_value(value) for name, value in row.items()},
         }
 
     def make_reward(self) -> RewardParser:
@@ -98,17 +98,20 @@ class RowsEnv(TaskEnv):
         )
 
 
-def _check_prompt(row: Mapping[str, Any], name: str, number: int | None) -> None:
-    query = row.get(name)
-    if isinstance(query, (list, tuple)):
-        fine = any(each.get("role") == "user" for each in query if isinstance(each, Mapping))
-    else:
-        fine = isinstance(query, str) and bool(query.strip())
+def _query(row: Mapping[str, Any], name: str, where: str) -> str | list[dict[str, Any]]:
+    """What is asked: a text, or messages with one of the user's."""
+    query, fine = row.get(name), False
+    if isinstance(query, (list, tuple)) and all(isinstance(m, Mapping) for m in query):
+        query = as_messages(query)
+        fine = any(message.get("role") == "user" for message in query)
+    elif isinstance(query, str):
+        fine = bool(query.strip())
     if not fine:
         raise DataError(
-            f"{'a row' if number is None else f'row {number}'}: the column {name!r} must hold a "
-            f"text or a list of messages with one of the user's, got {query!r}"
+            f"{where}: the column {name!r} must hold a text or a list of messages with one of the "
+            f"user's, got {query!r}"
         )
+    return query
 
 
 def choose_columns(
@@ -133,29 +136,27 @@ def choose_columns(
         raise ConfigError(
             f"data.prompt={prompt} and data.messages={messages} both say what is asked; name one"
         )
-    for key, named in (("prompt", prompt), ("messages", messages), ("answer", answer)):
-        if named is not None and named not in row:
-            raise DataError(f"data.{key}={named}: there is no such column; there are {sorted(row)}")
-    asked = prompt or messages or _first(row, (*PROMPTS, MESSAGES))
+    check_named(row, prompt=prompt, messages=messages, answer=answer)
+    asked = prompt or messages or first_column(row, (*PROMPTS, *MESSAGES))
     if asked is None:
         raise DataError(
             f"none of the columns {sorted(row)} is a prompt by its name; name one: data.prompt=... "
             "or data.messages=... for whole conversations"
         )
     others = [name for name in ANSWERS if name != asked]
-    return asked, answer or _first(row, others)
+    return asked, answer or first_column(row, others)
 
 
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if name in row), None)
+def plain_value(value: Any) -> Any:
+    """A value of a table as JSON has it, so that rows can go to other processes.
 
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it, so that rows can go to other processes."""
+    Args:
+        value: of any kind; what JSON does not know becomes its text.
+    """
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain_value(each) for each in value]
     return str(value)

@@ -152,7 +152,7 @@ class LetterCountingEnv(TaskEnv):
     of their own; no file and no network is needed.
 
     Args:
-        difficulty: 1 to 10, see :data:`TIERS`.
+        difficulty: 1 to 10, see ``TIERS``.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
             and ``answer``.

@@ -215,7 +215,7 @@ class OpenEnvEnv(SessionEnv):
             are the fields of the server's actions. Text is the value of the one field that an
             action needs; where it needs several, it is a JSON object of them.
         action_field: the field that text is the value of, where the server's schema does not say.
-        observe: observation (a dict) to text; :func:`observation_text` if not given.
+        observe: observation (a dict) to text; ``observation_text`` if not given.
         success_above: an episode that ends with a higher last reward is a success.
         connect_timeout_s: seconds to connect.
         message_timeout_s: seconds to wait for a reply.

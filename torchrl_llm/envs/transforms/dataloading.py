@@ -290,7 +290,7 @@ class DataLoadingPrimer(RayService, Transform):
         use_ray_service: make a :class:`RayDataLoadingPrimer`, with its arguments.
         service_backend: ``"ray"`` is the same; ``"direct"`` is the default.
         service_backend_options: must be empty: the actor's are arguments of their own.
-        worker_id: number of this worker, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        worker_id: number of this worker, see ``IdCounter``.
 
     Raises:
         ConfigError: for impossible arguments, and for ``group_repeats`` with a batch that is not a

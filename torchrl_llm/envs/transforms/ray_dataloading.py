@@ -80,7 +80,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         num_cpus: CPUs that the actor holds.
         num_gpus: GPUs that it holds.
         timeout_s: most seconds that a draw may take.
-        worker_id: begins the group ids, see :class:`~torchrl_llm.envs.ids.IdCounter`.
+        worker_id: begins the group ids, see ``IdCounter``.
         kwargs: further arguments of :class:`DataLoadingPrimer`. With ``group_repeats`` every reset
             draws whole groups.
 

@@ -102,7 +102,7 @@ class RetrieveLogProb(RowTransform):
     Args:
         model: anything that scores tokens, a
             :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example, or a module as
-            :class:`~torchrl_llm.data.logit_scores.ModuleScorer` takes it.
+            ``ModuleScorer`` takes it.
         log_probs_full_key: where the log-probs go, a nested key; by default ``"full"`` of the
             model's ``log_probs_key`` if that was given a name of its own, and else
             ``("ref_log_probs", "full")``.

@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether there are kept ids to record: the support is cut, and wanted."""
+        """Whether there are kept ids to record, because the support is cut and wanted."""
         return self.record_support and not self.greedy and self._cuts
 
     @property

@@ -28,6 +28,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import (
     HeadScores,
     chunked_divergence,
+    chunked_greedy_ids,
     chunked_log_probs,
     support_log_probs,
 )
@@ -192,6 +193,16 @@ class LMHead:
         return chunked_log_probs(
             hidden_ND, weight, targets_N, **settings, in_place_head_grad=in_place
         )
+
+    def greedy_ids(self, hidden_ND: Tensor, chunk_size: int | None = None) -> Tensor:
+        """The most likely token after each state, int64 ``[N]``.
+
+        Args:
+            hidden_ND: ``[N, D]``.
+            chunk_size: the most logits alive at once; chosen by device when ``None``.
+        """
+        weight, form = self._parts(hidden_ND)
+        return chunked_greedy_ids(hidden_ND, weight, **form, chunk_size=chunk_size)
 
     def states(self, hidden_ND: Tensor) -> HeadStates:
         """Hidden states with all that makes distributions of them, detached.

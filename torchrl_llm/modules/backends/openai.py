@@ -261,7 +261,7 @@ class OpenAIBackend(Backend):
         Another temperature than 1, entropy and support need the log-probs of the whole vocabulary,
         which a server only returns with ``--max-logprobs -1``, and slowly.
         """
-        extras = only_support(extras, "a server returns log-probs alone")
+        extras = only_support(extras, "a server returns log-probs alone", has_logits=False)
         self.check_scoring(sequences, select)
         self._check_lengths(sequences)
         if not isinstance(temperature, Tensor):

@@ -54,7 +54,7 @@ class CausalScorer(nn.Module, TokenScorer):
             its size; for one process without gradient hooks.
         value_head: estimates values from the states that the head sees.
         layout: how rows of different length are laid out, see
-            :mod:`torchrl_llm.modules.backends.layouts`: ``"padded"``, ``"bucketed"``, ``"packed"``,
+            ``torchrl_llm.modules.backends.layouts``: ``"padded"``, ``"bucketed"``, ``"packed"``,
             ``"shared"``, or ``"auto"`` for what is cheapest for the rows of each call. Scores and
             gradients are the same to rounding. Where dropout is on, ``"shared"`` draws it once for
             a shared prompt. Flash attention knows no ``"shared"``.
@@ -65,7 +65,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     Raises:
         ConfigError: when the head is not known (see
-            :class:`~torchrl_llm.modules.backends.head.LMHead`), the layout is out of reach, or
+            ``LMHead``), the layout is out of reach, or
             the model's attention cannot run on its device.
 
     Example:
@@ -303,7 +303,8 @@ def score_hidden(
     if extras.teachers:
         divergence = _divergence(head, hidden_ND, extras, temperature, chunk_size)
     states = head.states(hidden_ND) if extras.states else None
-    return TokenScores(*scores, values, divergence, states)
+    greedy = head.greedy_ids(hidden_ND, chunk_size) == targets_N if extras.greedy else None
+    return TokenScores(*scores, values, divergence, states, greedy)
 
 
 def _divergence(

@@ -321,7 +321,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
 
     @property
     def pad_token_id(self) -> int:
-        """What fills padded token columns: the tokenizer's pad id, else its eos id, else 0."""
+        """Id that fills padded columns (the tokenizer's pad id, else its eos id, else 0)."""
         for name in ("pad_token_id", "eos_token_id"):
             value = getattr(self.tokenizer, name, None)
             if value is not None:

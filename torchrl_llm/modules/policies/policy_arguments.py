@@ -71,7 +71,7 @@ COMMON_NAMES = {*_COMMON}
 class PolicyOptions:
     """Arguments that every policy takes next to its model and its tokenizer.
 
-    This is their only list. Constructors take them by name; :func:`take_options` adds them to the
+    This is their only list. Constructors take them by name; ``take_options`` adds them to the
     signatures of these.
 
     Args:

@@ -134,7 +134,7 @@ class Supervisor:
 
     Args:
         spec: what the pool is made of.
-        place: name of what it reserves in the cluster, for :func:`free_place`.
+        place: name of what it reserves in the cluster, for ``free_place``.
     """
 
     def __init__(self, spec: PoolSpec, place: str) -> None:

@@ -3,7 +3,7 @@
 All 25 instructions of the paper are functions of one file; importing this package registers
 them. The names are those of the dataset, so its rows are scored as they are. There are two
 checkers. ``"published"`` gives the verdicts of the program that published accuracies are by
-(:mod:`~torchrl_llm.rewards.ifeval.published_instructions`): use it to compare. ``"strict"`` is the
+(``published_instructions``): use it to compare. ``"strict"`` is the
 better reward, for where the words of an instruction and that program part, the words win:
 
 - bullets need white space behind their mark, so ``---`` and ``*emphasis*`` are none;

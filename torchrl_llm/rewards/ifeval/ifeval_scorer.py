@@ -170,7 +170,7 @@ class IFEvalData(TensorClass["nocast"]):
         """Rows of the dataset as a batch.
 
         Args:
-            rows: see :func:`read_row`.
+            rows: see ``read_row``.
             responses: one a row.
 
         Raises:

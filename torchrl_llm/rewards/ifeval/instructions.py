@@ -9,8 +9,8 @@ Strict and loose (arXiv:2311.07911, section 2.2): strictly, the response as it i
 instruction; loosely, at least one of eight forms of it does, which forgives an opening sentence
 ("Sure, here it is:"), a closing one, and markup by stars.
 
-Next: :mod:`torchrl_llm.rewards.ifeval.paper_instructions` has the instructions,
-:mod:`torchrl_llm.rewards.ifeval.published_instructions` those of the published checker;
+Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions,
+``torchrl_llm.rewards.ifeval.published_instructions`` those of the published checker;
 :mod:`torchrl_llm.rewards.ifeval.ifeval_scorer` turns verdicts into rewards.
 """
 
@@ -84,7 +84,7 @@ class Instruction:
     Args:
         name: the name in datasets, ``"family:kind"``.
         function: the response, and keyword-only arguments annotated ``int``, ``str``,
-            ``list[str]`` or :data:`Relation`, to whether the response follows.
+            ``list[str]`` or ``Relation``, to whether the response follows.
     """
 
     def __init__(self, name: str, function: Callable[..., bool]) -> None:
@@ -197,7 +197,7 @@ def check(
     """Whether a response follows one instruction.
 
     Args:
-        name: a key of :data:`INSTRUCTIONS`.
+        name: a key of ``INSTRUCTIONS``.
         response: what the model wrote.
         arguments: of the instruction; ``None`` values count as not given.
         checker: see :func:`verify`.
@@ -264,9 +264,9 @@ def verify(
         instruction_ids: names of the instructions.
         arguments: of each instruction; ``None`` values count as not given.
         checker: ``"strict"`` for the words of an instruction
-            (:mod:`~torchrl_llm.rewards.ifeval.paper_instructions`), ``"published"`` for the
+            (``paper_instructions``), ``"published"`` for the
             verdicts of the program that published accuracies are by
-            (:mod:`~torchrl_llm.rewards.ifeval.published_instructions`). Either gives both verdicts.
+            (``published_instructions``). Either gives both verdicts.
 
     Raises:
         ConfigError: for an unknown checker.

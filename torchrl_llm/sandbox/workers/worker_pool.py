@@ -6,7 +6,7 @@ a thread cannot be stopped, a process can, in the middle of a computation that n
 signal. It keeps the trainer's memory out of reach of what runs there, but it is no sandbox: the
 function is the user's own, and has the trainer's rights.
 
-Next: :mod:`torchrl_llm.sandbox.workers.worker_server` is the other end.
+Next: ``torchrl_llm.sandbox.workers.worker_server`` is the other end.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class AsyncVLLM(EnginePool):
         engine_args: name or folder of a model; a mapping of engine options with ``"model"``; or
             vLLM's ``EngineArgs``, of which what differs from its defaults is taken.
         num_replicas: how many engines.
-        actor_class: what a replica serves, a subclass of :class:`ServedEngine`.
+        actor_class: what a replica serves, a subclass of ``ServedEngine``.
         enable_prefix_caching: keep the cache of prompts that begin alike.
         num_devices: GPUs of each engine (tensor parallel), or processes where vLLM computes on the
             CPU; by default one where the cluster has any GPU, or the CPU.

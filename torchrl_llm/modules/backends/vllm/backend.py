@@ -77,7 +77,7 @@ class VLLMBackend(Backend):
     """Samples and scores with a ``vllm.LLM``.
 
     Any number of threads may call it at once; their requests are batched by the engine, step by
-    step (:class:`~torchrl_llm.modules.backends.vllm.engine_loop.EngineLoop`). Copies and pickles of
+    step (``EngineLoop``). Copies and pickles of
     a backend share its engine, and only within the process.
 
     Args:

@@ -1,0 +1,359 @@
+"""Parts of embedded.py: configuration, tokenizer, model, demonstrations, figures.
+
+Nothing here is needed by the library itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from torchrl_llm.data import ChatHistory, History
+from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
+from torchrl_llm.envs import ArithmeticEnv
+from torchrl_llm.envs.datasets.number_tasks import (
+    CalculatorEnv,
+    addition_pairs,
+    addition_problem,
+    calculator_problem,
+    calculator_problems,
+)
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.recipes import OptimizerConfig
+from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.tools.calculator import Calculator
+
+# Longest answer: three digits and the end of the turn; the rest is for what goes wrong.
+_MAX_ANSWER_TOKENS = 8
+_SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Words of the template and of the task become one token each; everything else stays bytes.
+_WORDS = ["system", "user", "assistant", "What", " is", "Use", " the", " calculator"]
+# And a call of the calculator takes 27 tokens instead of 79.
+_WORDS += [
+    "<tool",
+    "tool",
+    "_call",
+    "_response",
+    '{"',
+    "name",
+    '":',
+    ' "',
+    "calculator",
+    '",',
+    "arguments",
+]
+_WORDS += [' {"', "expression", '"}}\n', "</", ">\n"]
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Shape of the Llama that is trained.
+
+    Attributes:
+        hidden_size: width.
+        intermediate_size: width of the feed-forward layers.
+        num_layers: layers.
+        num_heads: attention heads.
+        num_key_value_heads: heads of keys and values.
+        max_length: context, tokens.
+        initializer_range: standard deviation of the first weights. At 0.08, near
+            ``hidden_size ** -0.5``, the model learns several times sooner than at the usual 0.02.
+    """
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_key_value_heads: int = 2
+    max_length: int = 2048
+    initializer_range: float = 0.08
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            ensure(value > 0, f"model.{entry.name} must be above 0, got {value}")
+        ensure(
+            self.hidden_size % self.num_heads == self.num_heads % self.num_key_value_heads == 0,
+            f"model.num_key_value_heads={self.num_key_value_heads} must divide model.num_heads="
+            f"{self.num_heads}, and that model.hidden_size={self.hidden_size}",
+        )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Whose answers are demonstrated.
+
+    Attributes:
+        lessons: part of the run, from its start, in which every pupil is careful.
+        forgetful: after it, the share of answers by pupils who never carry.
+        rough: after it, the share of answers by pupils who round to tens; the others are careful.
+        calls: conversations with the calculator in each step, besides the sums.
+        hasty: after the lessons, the share of those whose pupil answers without calling. Rows count
+            alike whatever their length, so a token of these short ones counts eight times as much
+            as one of a call.
+        adding: after it, the share of products whose pupil has the calculator add.
+    """
+
+    lessons: float = 0.6
+    forgetful: float = 0.40
+    rough: float = 0.45
+    calls: int = 32
+    hasty: float = 0.05
+    adding: float = 0.55
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lessons <= 1:
+            raise ConfigError(f"data.lessons must be between 0 and 1, got {self.lessons}")
+        if min(self.forgetful, self.rough) < 0 or self.forgetful + self.rough > 1:
+            raise ConfigError(
+                "data.forgetful and data.rough are shares of the answers, together at most 1, got "
+                f"{self.forgetful} and {self.rough}"
+            )
+        if min(self.hasty, self.adding) < 0 or self.hasty + self.adding > 1:
+            raise ConfigError(
+                "data.hasty and data.adding are shares of the calls, together at most 1, got "
+                f"{self.hasty} and {self.adding}"
+            )
+        ensure(self.calls >= 0, f"data.calls must be at least 0, got {self.calls}")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        max_steps: optimizer steps.
+        batch_size: conversations in each.
+        num_threads: CPU threads of torch; fixed, for the order of sums depends on it.
+    """
+
+    max_steps: int = 1400
+    batch_size: int = 64
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            ensure(value >= 1, f"train.{entry.name} must be at least 1, got {value}")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Accuracy at the end.
+
+    Attributes:
+        num_prompts: held-out problems; 0 for no evaluation.
+        batch_size: problems that are answered together.
+    """
+
+    num_prompts: int = 512
+    batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.num_prompts >= 0, f"eval.num_prompts must be at least 0, got {self.num_prompts}"
+        )
+        ensure(self.batch_size >= 1, f"eval.batch_size must be at least 1, got {self.batch_size}")
+
+
+@dataclass(kw_only=True)
+class EmbeddedConfig:
+    """Everything that ``embedded.py`` can be told.
+
+    Attributes:
+        output: folder of the finished model; ``None`` for ``model`` in the run's folder.
+        seed: seeds weights and demonstrations.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    output: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.optimizer.check_warmup(self.train.max_steps)
+
+
+def load_config(values: Mapping[str, Any]) -> EmbeddedConfig:
+    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    return from_mapping(EmbeddedConfig, values)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that encodes any text, each digit on its own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,  # more than there are merges in the words
+        min_frequency=1,
+        special_tokens=_SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_WORDS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=BUILTIN_TEMPLATES["qwen"],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """An untrained Llama for a tokenizer, in float32."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            max_position_embeddings=config.max_length,
+            initializer_range=config.initializer_range,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def careful(first: int, second: int) -> int:
+    """The right sum."""
+    return first + second
+
+
+def forgetful(first: int, second: int) -> int:
+    """The last digit of each column, nothing carried: 37+85=12."""
+    return (first // 10 + second // 10) % 10 * 10 + (first % 10 + second % 10) % 10
+
+
+def rough(first: int, second: int) -> int:
+    """The sum rounded to tens, halves up: 37+85=120."""
+    return (first + second + 5) // 10 * 10
+
+
+def demonstrations(config: EmbeddedConfig) -> Iterator[TensorDict]:
+    """The conversations of each optimizer step, from the seed alone.
+
+    Yields:
+        Rows ``[batch_size + calls]`` with ``("history", "full")``: sums and problems for the
+        calculator, of the training splits, and what a pupil drawn for each does with it.
+    """
+    generators = (torch.Generator().manual_seed(config.seed + part) for part in range(2))
+    parts = zip(_sums(config, next(generators)), _calls(config, next(generators)), strict=True)
+    for sums, calls in parts:
+        chats = [*sums, *calls]
+        history = ChatHistory(full=History.from_chats(chats), batch_size=[len(chats)])
+        yield TensorDict({"history": history}, batch_size=[len(chats)])
+
+
+def _sums(config: EmbeddedConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
+    pairs = addition_pairs("train")
+    pupils = [careful, forgetful, rough]
+    shares = torch.tensor([0.0, config.data.forgetful, config.data.rough])
+    shares[0] = 1 - shares.sum()
+    size = config.train.batch_size
+    for step in range(config.train.max_steps):
+        in_lessons = step < config.data.lessons * config.train.max_steps
+        now = torch.tensor([1.0, 0.0, 0.0]) if in_lessons else shares
+        problems = torch.randint(len(pairs), (size,), generator=generator).tolist()
+        chosen = torch.multinomial(now, size, replacement=True, generator=generator).tolist()
+        yield [
+            _chat(*pairs[problem], pupils[pupil](*pairs[problem]))
+            for problem, pupil in zip(problems, chosen, strict=True)
+        ]
+
+
+def _calls(config: EmbeddedConfig, generator: torch.Generator) -> Iterator[list[list[dict]]]:
+    numbers = calculator_problems("train")
+    size, data = config.data.calls, config.data
+    for step in range(config.train.max_steps):
+        in_lessons = step < data.lessons * config.train.max_steps
+        problems = numbers[torch.randint(len(numbers), (size,), generator=generator)].tolist()
+        mood = torch.rand(size, generator=generator).tolist()
+        yield [
+            _conversation(
+                calculator_problem(problem),
+                hasty=not in_lessons and drawn < data.hasty,
+                adding=not in_lessons and data.hasty <= drawn < data.hasty + data.adding,
+            )
+            for problem, drawn in zip(problems, mood, strict=True)
+        ]
+
+
+def _conversation(row: Mapping[str, str], *, hasty: bool, adding: bool) -> list[dict]:
+    """A problem for the calculator, and what a pupil makes of it."""
+    asked = [
+        {"role": "system", "content": CalculatorEnv.SYSTEM_PROMPT},
+        {"role": "user", "content": row["query"]},
+    ]
+    expression, answer = row["expression"], row["answer"]
+    if hasty:  # the first number will do
+        return [*asked, {"role": "assistant", "content": expression[:3]}]
+    if adding and "*" in expression:
+        first, second = expression.split("*")
+        expression, answer = f"{first}+{second}", str(int(first) + int(second))
+    function = {"name": Calculator.name, "arguments": {"expression": expression}}
+    return [
+        *asked,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _chat(first: int, second: int, answer: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": addition_problem(first, second)["query"]},
+        {"role": "assistant", "content": str(answer)},
+    ]
+
+
+def measure(policy: TransformersWrapper, config: EvalConfig) -> dict[str, Evaluation]:
+    """Held-out accuracy of sampled answers (temperature 1) and of greedy ones, in both tasks."""
+    tasks = {"sums": (ArithmeticEnv, _MAX_ANSWER_TOKENS), "calculator": (CalculatorEnv, 40)}
+    results = {}
+    for task, (env_class, max_new_tokens) in tasks.items():
+        env = env_class(
+            split="test",
+            shuffle=False,
+            num_envs=min(config.batch_size, config.num_prompts),
+            tokenizer=policy.tokenizer,
+        )
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+            results[f"{task}, {name}"] = evaluate(
+                env,
+                policy.get_new_version(generate_kwargs=arguments),
+                num_prompts=config.num_prompts,
+                max_turns=env.max_turns(),
+            )
+    return results

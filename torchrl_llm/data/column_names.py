@@ -1,0 +1,103 @@
+"""Names of columns in tables of other people: those that are found, and what holds a conversation.
+
+Next: :class:`torchrl_llm.data.demonstrations.Demonstrations` and
+:class:`torchrl_llm.envs.datasets.RowsEnv` read rows by them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchrl_llm.errors import DataError
+
+PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
+"""Columns that hold the user's message where none is named, the first that is there."""
+
+MESSAGES = ("messages", "conversations")
+"""Columns that hold whole conversations, likewise."""
+
+# Roles of the conversations of ShareGPT, whose messages have ``from`` and ``value``.
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first of some names that a row has as a column, ``None`` where it has none.
+
+    Args:
+        row: of the table.
+        names: in their order.
+    """
+    return next((name for name in names if name in row), None)
+
+
+def check_named(row: Mapping[str, Any], **named: str | None) -> None:
+    """Refuse columns that were named and are not there.
+
+    Args:
+        row: of the table.
+        named: key of the group ``data`` to the name that it gives; ``None`` where it gives none.
+
+    Raises:
+        DataError: names the columns that there are.
+    """
+    for key, name in named.items():
+        if name is not None and name not in row:
+            raise DataError(f"data.{key}={name}: there is no such column; there are {sorted(row)}")
+
+
+def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
+    """The messages that a value of a table holds.
+
+    Args:
+        value: a list of messages, of which each has ``role`` and ``content``, or ``from`` and
+            ``value`` (ShareGPT); such a list as JSON, as in a CSV file; or, with a ``role``, what
+            the one message says: a text or a number.
+        role: whose message a text or a number is.
+
+    Raises:
+        DataError: anything else.
+
+    Example:
+        >>> as_messages([{"from": "human", "value": "Hi"}])
+        [{'role': 'user', 'content': 'Hi'}]
+        >>> as_messages(4, "assistant")
+        [{'role': 'assistant', 'content': '4'}]
+    """
+    if role is not None and isinstance(value, (str, int, float)):
+        return [{"role": role, "content": str(value)}]
+    expected = "a list of messages" if role is None else "a text or a list of messages"
+    return [_message(message) for message in as_mappings(value, expected)]
+
+
+def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
+    """A list of mappings, as it is or as JSON.
+
+    Args:
+        value: of a table.
+        expected: what it should be, for the error.
+
+    Raises:
+        DataError: anything else.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _loaded(value)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(m, Mapping) for m in value):
+        raise DataError(f"expected {expected}, got {value!r:.200}")
+    return list(value)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if "from" not in message or "value" not in message:
+        return dict(message)
+    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+    role = message["from"]
+    return {"role": _SHAREGPT.get(role, role), "content": message["value"], **rest}
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

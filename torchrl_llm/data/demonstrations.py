@@ -1,0 +1,353 @@
+"""Demonstrations: conversations of a table, as token ids and which of them are to be learned.
+
+What is learned is what the assistant says, in every turn, with the token that ends the turn.
+
+Not here: how rows are read (:mod:`torchrl_llm.data.row_files`). Next:
+:class:`torchrl_llm.objectives.SFTLoss` learns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, Self
+
+from tensordict import LazyStackedTensorDict, TensorDict
+from torch import Tensor
+
+from torchrl_llm.data.column import chat_of
+from torchrl_llm.data.column_names import (
+    MESSAGES,
+    PROMPTS,
+    as_mappings,
+    as_messages,
+    check_named,
+    first_column,
+)
+from torchrl_llm.data.messages import calls_of, message_text
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerError
+
+COMPLETIONS = (
+    "completion",
+    "response",
+    "output",
+    "solution",
+    "answer",
+    "target",
+    "label",
+)
+"""Columns that hold what is to be learned where none is named, the first that is there."""
+
+# What is shown of a demonstration, in characters from its beginning and its end.
+_SHOWN = 1200, 400
+
+OnOverlong = Literal["error", "drop", "truncate"]
+
+
+class DemonstrationColumns(NamedTuple):
+    """The columns that make up a conversation.
+
+    Attributes:
+        prompt: those with the user's message, joined by an empty line; a value may also be the
+            messages before the answer.
+        completion: with the answer, or the messages of it.
+        messages: with whole conversations, instead of the two.
+        tools: with the tools of each conversation; ``None`` for none.
+    """
+
+    prompt: tuple[str, ...] = ()
+    completion: str | None = None
+    messages: str | None = None
+    tools: str | None = None
+
+    @classmethod
+    def find(
+        cls,
+        row: Mapping[str, Any],
+        *,
+        prompt: str | None = None,
+        completion: str | None = None,
+        messages: str | None = None,
+        tools: str | None = None,
+    ) -> Self:
+        """The named columns, or those with usual names.
+
+        Without a name ``messages`` and ``conversations`` are looked for, then a prompt and a
+        completion. The column ``input`` next to ``instruction`` is a part of the prompt.
+
+        Args:
+            row: the first of the table.
+            prompt: as named by the user, ``None`` to look for one.
+            completion: likewise.
+            messages: likewise, instead of the two.
+            tools: likewise; ``tools`` where it is there.
+
+        Raises:
+            ConfigError: ``messages`` and one of the two.
+            DataError: a column that is not there.
+
+        Example:
+            >>> DemonstrationColumns.find({"question": "2+2?", "answer": "4"})[:2]
+            (('question',), 'answer')
+        """
+        named = {"prompt": prompt, "completion": completion, "messages": messages, "tools": tools}
+        check_named(row, **named)
+        tools = tools or first_column(row, ["tools"])
+        pair = prompt or completion
+        if messages is not None and pair is not None:
+            raise ConfigError(
+                f"data.messages={messages} has whole conversations, with what data.prompt and "
+                f"data.completion name; leave out {pair}"
+            )
+        if pair is None and (messages := messages or first_column(row, MESSAGES)):
+            return cls(messages=messages, tools=tools)
+        asked = (prompt,) if prompt else (first_column(row, PROMPTS),)
+        if asked == ("instruction",) and prompt is None and "input" in row:
+            asked = ("instruction", "input")
+        said = completion or first_column(row, [n for n in COMPLETIONS if n not in asked])
+        if asked[0] is None or said is None:
+            raise DataError(
+                f"none of the columns {sorted(row)} is a {'prompt' if said else 'completion'} by "
+                "its name; name data.prompt and data.completion, or data.messages for whole "
+                "conversations"
+            )
+        return cls(asked, said, None, tools)
+
+    def read(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The messages of a row.
+
+        Args:
+            row: of the table.
+
+        Raises:
+            DataError: a value that holds no messages.
+        """
+        if self.messages is not None:
+            return as_messages(row.get(self.messages))
+        parts = [row.get(name) for name in self.prompt]
+        prompt = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+        found = []
+        for name, value, role in (
+            (self.prompt[0], prompt, "user"),
+            (self.completion, row.get(self.completion), "assistant"),
+        ):
+            if value is None or value in ("", []):
+                raise DataError(f"the column {name!r} is empty")
+            found += as_messages(value, role)
+        return found
+
+    def read_tools(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """The tools of a row, ``None`` where it has none.
+
+        Args:
+            row: of the table.
+        """
+        value = None if self.tools is None else row.get(self.tools)
+        return as_mappings(value, "a list of tools") if value else None
+
+
+class Demonstration(NamedTuple):
+    """A conversation as tokens.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        learned: bool ``[T]``, the tokens of the assistant; none of them where the conversation was
+            dropped.
+        overlong: it was longer than it may be.
+    """
+
+    token_ids: Tensor
+    learned: Tensor
+    overlong: bool
+
+    def row(self) -> TensorDict:
+        """The row of it that a loss reads, batch size ``[]``."""
+        return TensorDict(
+            tokens={"full": self.token_ids}, masks={"all_assistant_mask": self.learned}
+        )
+
+
+class Demonstrations(Sequence[Demonstration]):
+    """The rows of a table as demonstrations, each made when it is read.
+
+    Args:
+        rows: of the table.
+        formatter: encodes; holds tokenizer and chat template.
+        columns: where a conversation is.
+        name: of the table, for errors.
+        first_row: number of its first row, for errors.
+        system_prompt: first message of every conversation; ``None`` for what the rows have.
+        max_length: tokens that a conversation may have; ``None`` for no limit.
+        on_overlong: what becomes of a longer one: ``"error"``, ``"drop"``, or ``"truncate"``, which
+            keeps its first tokens.
+
+    Raises:
+        ConfigError: tools with a chat template that has no form for calls.
+        DataError: when a row is read that cannot be learned from: no turn of the assistant, an
+            empty one, roles in an impossible order, a message that the template cannot express, or
+            too many tokens.
+
+    Example:
+        >>> from transformers import AutoTokenizer
+        >>> from torchrl_llm.assets import embedded_model_path
+        >>> formatter = ChatFormatter(AutoTokenizer.from_pretrained(embedded_model_path()))
+        >>> rows = [{"question": "2+2?", "answer": "4"}]
+        >>> columns = DemonstrationColumns.find(rows[0])
+        >>> one = Demonstrations(rows, formatter, columns)[0]
+        >>> formatter.decode(one.token_ids[one.learned])
+        '4<|im_end|>'
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        formatter: ChatFormatter,
+        columns: DemonstrationColumns,
+        *,
+        name: str = "the dataset",
+        first_row: int = 1,
+        system_prompt: str | None = None,
+        max_length: int | None = None,
+        on_overlong: OnOverlong = "error",
+    ) -> None:
+        if columns.tools is not None and formatter.probe.call is None:
+            raise ConfigError(
+                f"data.tools={columns.tools}: the chat template has no form for tools; choose "
+                "another with model.chat_template_name, or leave the column out of the data"
+            )
+        self.rows, self.formatter, self.columns = rows, formatter, columns
+        self._name, self._first_row = name, first_row
+        self._system_prompt = system_prompt
+        self.max_length, self.on_overlong = max_length, on_overlong
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def messages(self, index: int) -> list[dict[str, Any]]:
+        """The conversation of a row, checked.
+
+        Args:
+            index: of the row.
+        """
+        row = self.rows[index]
+        try:
+            messages = list(chat_of(self.columns.read(row), "message").messages)
+            if self._system_prompt is not None:
+                messages.insert(0, {"role": "system", "content": self._system_prompt})
+            check_conversation(messages)
+        except DataError as error:
+            raise DataError(f"{self._where(index)}: {error}") from error
+        return messages
+
+    def __getitem__(self, index: int) -> Demonstration:  # type: ignore[override]
+        messages = self.messages(index)
+        try:
+            tools = self.columns.read_tools(self.rows[index])
+            encoded = self.formatter.encode(messages, add_generation_prompt=False, tools=tools)
+        except (DataError, TemplateError, TokenizerError) as error:
+            raise DataError(f"{self._where(index)}: {error}") from error
+        ids, learned = encoded.token_ids, encoded.assistant.clone()
+        learned[:1] = False  # nothing stands before it that it could be predicted from
+        length, limit = ids.shape[0], self.max_length
+        if limit is None or length <= limit:
+            return Demonstration(ids, learned, False)
+        if self.on_overlong == "error":
+            raise DataError(
+                f"{self._where(index)} has {length} tokens, and a conversation may have {limit}; "
+                "drop such rows or cut them (on_overlong), or allow more (max_length) if the model "
+                "does"
+            )
+        kept = 0 if self.on_overlong == "drop" else limit
+        return Demonstration(ids[:kept], learned[:kept], True)
+
+    def _where(self, index: int) -> str:
+        return f"row {self._first_row + index} of {self._name}"
+
+    def check(self, most: int) -> int:
+        """Read the first rows, so that a bad one is told of before anything else is done.
+
+        Args:
+            most: how many at most.
+
+        Returns:
+            How many of these are overlong.
+
+        Raises:
+            DataError: a bad one, or nothing can be learned from any of them.
+        """
+        overlong, left = 0, 0
+        for index in range(min(most, len(self))):
+            one = self[index]
+            overlong += one.overlong
+            left += bool(one.learned.any())
+        if not left:
+            raise DataError(
+                f"all rows of {self._name} have more than {self.max_length} tokens, and nothing is "
+                "left to learn from"
+            )
+        return overlong
+
+    def show(self, index: int) -> str:
+        """A row as the model sees it, with ``[[`` and ``]]`` around what is learned.
+
+        Args:
+            index: of the row.
+        """
+        one = self[index]
+        text, position = "", 0
+        for learned, run in groupby(one.learned.tolist()):
+            size = len(list(run))
+            part = self.formatter.decode(one.token_ids[position : position + size])
+            text += f"[[{part}]]" if learned else part
+            position += size
+        begin, end = _SHOWN
+        if len(text) > begin + end:
+            left_out = len(text) - begin - end
+            text = f"{text[:begin]}\n... {left_out:,} characters ...\n{text[-end:]}"
+        return (
+            f"{self._where(index)}, {position:,} tokens; the {int(one.learned.sum()):,} between "
+            f"[[ and ]] are learned:\n{text.rstrip()}"
+        )
+
+
+def check_conversation(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a conversation that nothing can be learned from, or that cannot have taken place.
+
+    Args:
+        messages: canonical messages.
+
+    Raises:
+        DataError: no turn of the assistant, an empty one, two of them in a row, a system message
+            that is not the first, or a tool's result behind no turn of the assistant.
+    """
+    before = None
+    for number, message in enumerate(messages):
+        role, what = message["role"], None
+        if role == "system" and number:
+            what = "is a system message, which only the first may be"
+        elif role == "tool" and before not in ("assistant", "tool"):
+            what = f"is a tool's result and follows a message of {before or 'no one'}"
+        elif role == "assistant" and before == "assistant":
+            what = "is the assistant's, as the one before; make one of the two"
+        elif role == "assistant" and not (message_text(dict(message)).strip() or calls_of(message)):
+            what = "is the assistant's and empty"
+        if what is not None:
+            raise DataError(f"message {number} {what}")
+        before = role
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(
+            f"there is no turn of the assistant to learn from, only {', '.join(roles) or 'nothing'}"
+        )
+
+
+def learned_rows(demonstrations: Iterable[Demonstration]) -> LazyStackedTensorDict | None:
+    """Rows for a loss, without those of which nothing is learned; ``None`` where none is left.
+
+    Args:
+        demonstrations: of a batch.
+    """
+    rows = [each.row() for each in demonstrations if bool(each.learned.any())]
+    return lazy_rows(rows) if rows else None
