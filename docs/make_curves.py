@@ -115,16 +115,16 @@ def _any_of(k: int, right: list[bool]) -> float:
     return 1.0 - missed
 
 
-def sweep_by(key: str, column: str) -> Callable[[Path], Figures]:
-    """The mean over the runs of a sweep with one value of a key, as ``torchrl-llm plot`` has it."""
+def sweep_by(keys: list[str], column: str) -> Callable[[Path], Figures]:
+    """The mean over the runs of a sweep with the same keys, as ``torchrl-llm plot --by`` has it."""
 
     def read(place: Path) -> Figures:
         from torchrl_llm.trainers.run_comparison import find_runs, group_runs, mean_curve
 
-        figures: Figures = {}
-        for (value,), runs in group_runs(find_runs([str(place / "run/sweep")])[0], [key]).items():
-            curve = mean_curve([run.metrics[column] for run in runs])
-            figures[str(value)] = list(zip(curve.steps, curve.values, strict=True))
+        runs, figures = find_runs([str(place / "run/sweep")])[0], {}
+        for values, group in group_runs(runs, keys).items():
+            curve = mean_curve([run.metrics[column] for run in group])
+            figures[", ".join(map(str, values))] = list(zip(curve.steps, curve.values, strict=True))
         return figures
 
     return read
@@ -196,10 +196,10 @@ RUNS = {
     ),
     "sweep": Picture(
         {
-            "run": f"{GRPO} -m loss=grpo,gspo,cispo seed=0,1 train.max_steps=40 "
-            "eval.interval=null hydra.sweep.dir=sweep"
+            "run": f"{GRPO} -m loss=grpo,gspo optimizer.lr=1e-4,1e-3 seed=0,1 train.max_steps=30 "
+            "train.optim_batch_size=128 eval.num_prompts=0 hydra.sweep.dir=sweep"
         },
-        sweep_by("loss.type", "train/reward"),
+        sweep_by(["loss.type", "optimizer.lr"], "train/reward"),
         "reward, mean of two seeds",
         smooth=3,
     ),

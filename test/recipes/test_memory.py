@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +20,7 @@ from torchrl_llm.modules.backends.transformers import make_cache
 from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config, memory
 from torchrl_llm.trainers import make_optimizer
 
+ROOT = Path(__file__).parents[2]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 QWEN = {
     "hidden_size": 64,
@@ -253,3 +259,22 @@ def test_what_cannot_be_counted_is_told_in_a_paragraph(arguments, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
+
+
+def test_the_table_of_the_documentation_is_what_the_formulas_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import memory_table
+
+    with memory_table.TABLE.open(encoding="utf-8") as file:
+        assert list(csv.reader(file)) == memory_table.rows()
+
+
+def test_the_commands_that_the_documentation_shows_are_answered(tmp_path, capsys):
+    Qwen2Config(**QWEN).save_pretrained(tmp_path)
+    pages = [*ROOT.glob("docs/source/**/*.rst"), ROOT / "README.rst"]
+    shown = [re.findall(r"^ +torchrl-llm (memory.*)", page.read_text(), re.M) for page in pages]
+    shown = [shlex.split(each) for page in shown for each in page]
+    assert len(shown) >= 4
+    for words in shown:
+        assert main([re.sub(r"^model.name=.*", f"model.name={tmp_path}", w) for w in words]) == 0
+        assert "while it trains" in (said := capsys.readouterr().out) or "the trainer" in said

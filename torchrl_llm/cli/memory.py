@@ -1,4 +1,4 @@
-"""Prints the memory that a run needs: ``torchrl-llm memory grpo model.name=... env.repeats=16``."""
+"""Prints the memory that a run needs: ``torchrl-llm memory model.name=...``; reads no weights."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     config = _load(name, overrides)
 
     from torchrl_llm.recipes import memory
+    from torchrl_llm.trainers.results import text_table
 
     prompt = given.prompt_tokens or config.env.max_prompt_length or _PROMPT
     parts = memory.memory_parts(config, prompt_tokens=prompt)
@@ -48,10 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         "train": "the trainer" if is_async else "while it trains",
     }.items():
         shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "in all"))
-    width = max(len(name) for name, _, _ in shown)
-    sys.stdout.write(f"{config.model.name or 'the model that ships with the package'}\n")
-    sys.stdout.writelines(f"{name:{width}}  {size:>9}  {note}\n" for name, size, note in shown)
     sys.stdout.write(
+        f"{config.model.name or 'the model that ships with the package'}\n"
+        f"{text_table(shown)}\n"
         f"by formula, with prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length); "
         "what torch and CUDA take for themselves comes on top\n"
     )

@@ -425,4 +425,5 @@ def show_bytes(num_bytes: int | None) -> str:
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
-    return f"{size:#.3g} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
+    figures = str(num_bytes) if units[0] == "B" else f"{size:#.3g}".rstrip(".")
+    return f"{figures} {units[0]}"
