@@ -207,8 +207,8 @@ class TrainModelConfig:
         dtype: of the weights.
         gradient_checkpointing: trade compute for memory in the backward.
         attn_implementation: as in ``transformers``; ``None`` for its choice.
-        logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None`` to
-            choose by device.
+        logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None``
+            to choose by device.
         lora: adapters.
     """
 
