@@ -15,6 +15,8 @@ from torchrl_llm.errors import ConfigError
 LINES = (Path(__file__).parent / "import_paths.txt").read_text().splitlines()
 # Helpers of a policy that took it as their first argument are its methods now.
 METHODS = {"score_rows", "whole_distribution", "whole_log_probs"}
+# The live line of a run, whose place another bar has taken (trainers.ProgressBar).
+METHODS |= {"ProgressBar"}
 # TorchRL's stand-ins for classes of vLLM, where that is not installed.
 VLLM_OWN = {"LLM", "Worker"}
 

@@ -389,6 +389,17 @@ def test_a_bar_inside_another_takes_its_place_and_gives_it_back(streams, tmp_pat
     assert len(out.screen()) == 2
 
 
+def test_what_came_before_the_first_step_is_no_pace(streams, tmp_path, clock):
+    _, error = streams(Pipe)
+    with RunLog(tmp_path), ProgressBar("step", 200) as bar:
+        with ProgressBar("evaluating", 1) as inner:
+            clock.now += 60
+            inner.update(1)
+        clock.now += 1
+        bar.update(1)
+    assert error.getvalue().splitlines()[-1] == "step 1/200, 1:01 < 3:19"
+
+
 def test_a_step_that_takes_long_says_what_it_is_at(streams, tmp_path, clock):
     out, _ = streams(Terminal)
     with RunLog(tmp_path), ProgressBar("step", 10) as bar:

@@ -47,12 +47,12 @@ class ProgressBar:
     def __init__(self, what: str, total: int, *, done: int = 0) -> None:
         self.what, self.total, self.done, self.note = what, total, done, ""
         self._first, self._phase = done, ""
-        self._begun = self._changed = time.monotonic()
+        self._begun = self._counted = self._changed = time.monotonic()
         self._drawn = self._told = 0.0
         self._pace_s = 0.0
 
     def __enter__(self) -> Self:
-        self._begun = self._changed = self._told = time.monotonic()
+        self._begun = self._counted = self._changed = self._told = time.monotonic()
         _bars.append(self)
         self._show(always=True)
         return self
@@ -64,10 +64,12 @@ class ProgressBar:
         trace: TracebackType | None,
     ) -> None:
         _bars.remove(self)
+        outer = _bars[-1] if _bars else None
+        if outer is not None and outer.done == outer._first:
+            outer._counted = time.monotonic()  # what came before the first says nothing of the pace
         if not terminal.listens:
             return
         self._phase = ""
-        outer = _bars[-1] if _bars else None
         if outer is not None:
             outer._show(always=True)
         else:
@@ -124,7 +126,8 @@ class ProgressBar:
         if self.done == self.total:
             return clock(elapsed)
         fresh = self.done - self._first
-        left = clock(elapsed / fresh * (self.total - self.done)) if fresh else "?"
+        pace_s = (time.monotonic() - self._counted) / max(fresh, 1)
+        left = clock(pace_s * (self.total - self.done)) if fresh else "?"
         return f"{clock(elapsed)} < {left}"
 
     def _parts(self, width: int = 120) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -25,6 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from torchrl_llm.errors import ConfigError
+
+# A module with more names of its own is not listed.
+_MOST_SHOWN = 12
 
 KINDS: dict[str, tuple[str, ...]] = {
     "losses": ("torchrl_llm.objectives",),
@@ -132,6 +136,8 @@ def find(kind: str, name: str) -> Any:
             ) from error
     near = difflib.get_close_matches(name, names(kind), 1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
+    if name.endswith(".py"):
+        hint = f": name what is in the file, {name}:NAME."
     raise ConfigError(
         f"{name!r} is not among the {kind}{hint} There are {', '.join(names(kind))}, or give "
         "'module:name' of your own"
@@ -276,13 +282,31 @@ def import_named(path: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # a module of the user's may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f" ({last.filename}, line {last.lineno})"
+        if isinstance(error, ImportError):
+            hint = "; a module is found in the working folder and in the folders of PYTHONPATH"
+        elif isinstance(error, SyntaxError):  # its text says where
+            hint = ""
         raise ConfigError(
-            f"{path!r} cannot be imported: {type(error).__name__}: {error}; a module is found in "
-            "the working folder and in the folders of PYTHONPATH"
+            f"{path!r} cannot be imported: {type(error).__name__}: {error}{hint}"
         ) from error
     if not hasattr(module, name):
-        raise ConfigError(f"{path!r}: there is no {name!r} in {module.__name__}")
+        raise ConfigError(
+            f"{path!r}: there is no {name!r} in {module.__name__}{_suggestion(module, name)}"
+        )
     return getattr(module, name)
+
+
+def _suggestion(module: Any, name: str) -> str:
+    """What a module defines itself, where that is little, or what is near to a name."""
+    own = [
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    own = own if len(own) <= _MOST_SHOWN else difflib.get_close_matches(name, own, 1)
+    return f"; it has {', '.join(own)}" if own else ""
 
 
 def is_file(path: str) -> bool:

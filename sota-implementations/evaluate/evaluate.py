@@ -22,11 +22,13 @@ from pathlib import Path
 
 import hydra
 import torch
+import transformers
 from evaluate_utils import answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_llm.errors import RewardError
+from torchrl_llm.recipes.builders import spare_threads
 from torchrl_llm.trainers import show
 
 
@@ -34,6 +36,8 @@ from torchrl_llm.trainers import show
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(OmegaConf.to_container(cfg, resolve=True))
+    transformers.utils.logging.disable_progress_bar()
+    spare_threads(config.model.name)
     torch.manual_seed(config.seed)
     folder = Path(HydraConfig.get().runtime.output_dir)
     policy = make_policy(config)

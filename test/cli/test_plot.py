@@ -100,9 +100,11 @@ def test_a_job_of_a_sweep_that_wrote_nothing_is_named_and_left_out(plot, tmp_pat
 WRONG = {
     "nothing": "DataError: there is no folder nothing",
     "sweeep": "DataError: there is no folder sweeep; did you mean sweep?",
+    "empty/note.txt": "DataError: empty/note.txt is no folder of a run",
     "empty": "DataError: empty has no metrics.csv; it has note.txt",
     "sweep --metric train/rewrd": "did you mean 'train/reward'? There are eval/accuracy, train/",
     "sweep --by los.type": "did you mean 'loss.type'? Keys that differ: loss.type, seed",
+    "sweep --by type": "did you mean 'loss.type'?",
     "sweep --by ,": "--by needs a key",
     "sweep -o no/such.png": "ConfigError: the picture no/such.png cannot be written",
     "sweep -o a.doc": "Format 'doc' is not supported",

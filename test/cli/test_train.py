@@ -32,6 +32,9 @@ def test_an_unknown_recipe_and_one_that_is_not_installed_are_told(tmp_path, monk
     with pytest.raises(SystemExit):
         main(["train", "gropo"])
     assert "there is no recipe 'gropo': did you mean 'grpo'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "ppo"])
+    assert "it is a loss, torchrl-llm train grpo loss=ppo" in capsys.readouterr().err
     monkeypatch.setattr(launch, "PAGES", tmp_path)
     with pytest.raises(SystemExit):
         main(["train", "grpo"])

@@ -29,13 +29,17 @@ bash -c "$(cat command.txt) hydra.run.dir=by_command" > /dev/null
 python - <<'PY'
 import csv
 
+from safetensors.torch import load_file
+
 def rows(folder):
     with open(f"{folder}/metrics.csv", newline="") as file:
         kept = lambda row: {k: v for k, v in row.items() if not k.startswith("perf/")}
         return [kept(row) for row in csv.DictReader(file)]
 
 assert rows("by_python") == rows("by_command")
-from safetensors.torch import load_file
-a, b = (load_file(f"{folder}/checkpoints/step_000100/model.safetensors") for folder in ("by_python", "by_command"))
+a, b = (
+    load_file(f"{folder}/checkpoints/step_000100/model.safetensors")
+    for folder in ("by_python", "by_command")
+)
 assert all((a[name] == b[name]).all() for name in a)
 PY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -52,6 +53,23 @@ def test_what_is_not_there_is_named(tmp_path):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="dtype"):
         load_model(tmp_path, dtype="int8")
+
+
+def test_what_a_folder_lacks_is_said(folder, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="is a file; a tokenizer is named by its folder"):
+        load_tokenizer(folder / "config.json")
+    bare = tmp_path / "bare"
+    load_model(folder).save_pretrained(bare)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: tokenizer\.json .*\(config\.json"):
+        load_tokenizer(bare)
+    (bare / "model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"holds no model that can be loaded: .*model\.safetensors"
+    ):
+        load_model(bare)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, so that nothing is downloaded"):
+        load_model("nobody/nothing")
 
 
 def test_a_policy_loads_by_name(folder):

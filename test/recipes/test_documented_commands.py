@@ -24,15 +24,17 @@ COMMAND = re.compile(
     r"((?:[^\n]*\\\n)*[^\n]*)"
 )
 
-# What the pages have the reader write before.
+# What the pages have the reader write before; most of them show the file whole.
 WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
-    "clock_task.py": "from torchrl_llm.envs.datasets import ArithmeticEnv as ClockEnv\n",
+    "capitals.py": "from torchrl_llm.envs.datasets.rows_env import RowsEnv as CapitalEnv\n",
 }
-# This page shows its files whole.
-FILE = re.compile(r":caption: (my_parts\.py|config/\S+)\n\n((?:    .*\n|\n)+)")
-PARTS = (ROOT / "docs/source/howto/register_your_own.rst").read_text()
-WRITTEN |= {name: textwrap.dedent(text) for name, text in FILE.findall(PARTS)}
+FILE = re.compile(r"\.\. code-block:: .*\n   :caption: (\S+)\n\n((?:   .*\n|\n)+)")
+WRITTEN |= {
+    name: textwrap.dedent(text)
+    for page in ROOT.glob("docs/source/**/*.rst")
+    for name, text in FILE.findall(page.read_text())
+}
 
 
 def documented():

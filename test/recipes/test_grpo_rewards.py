@@ -11,10 +11,11 @@ from hydra import compose, initialize_config_dir
 from recipes.grpo_helper import SCRIPT, column, rows, run_script
 from recipes.script import run_main
 
-from torchrl_llm._registry import _entries
+from torchrl_llm._registry import _entries, find
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
+from torchrl_llm.recipes.reward_config import check_function
 from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
 
@@ -24,6 +25,14 @@ TWO_STEPS = ["train.max_steps=2", "inference_model.max_tokens=6"]
 MINE = """
 def starts_with_a_digit(sample, *, value=1.0):
     return value * sample.response[:1].isdigit()
+
+
+def equal(response, answer):
+    return response == answer
+
+
+def of_row(response, row, *, value):
+    return value * (response == row["answer"])
 
 
 def fails(sample):
@@ -76,9 +85,17 @@ def test_format_length_and_a_function_of_the_user_add_to_the_reward_of_the_task(
         "reward.components.length={longest: 3, cushion: 2, weight: 0.5}",
         f"reward.components.mine._target_={mine}:starts_with_a_digit",
         "reward.components.mine.value=0.5",
+        f"reward.components.equal._target_={mine}:equal",
+        "reward.components.equal.weight=0",
+        f"reward.components.row._target_={mine}:of_row",
+        "reward.components.row.value=3",
+        "reward.components.row.weight=0",
     )
     check_ledger(table)
     for row in table[1:]:
+        # By its signature a function is given the answer, or the row.
+        assert row["train/reward_equal"] == row["train/success"]
+        assert float(row["train/reward_row"]) == pytest.approx(3 * float(row["train/success"]))
         parts = {name: float(row[f"train/reward_{name}"]) for name in ("task", "format", "length")}
         mine = float(row["train/reward_mine"])
         total = 2 * parts["task"] + 0.25 * parts["format"] + 0.5 * parts["length"] + mine
@@ -266,3 +283,18 @@ def test_keys_that_only_the_user_knows_are_new_to_hydra():
     assert passed == ["seed=1", "++env.options.player=X", "+env.options.a=1", given[3]]
     config = load_config(composed("env=tic_tac_toe", "env.options.player=X"))
     assert config.env.options["player"] == "X"
+
+
+def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
+    file = tmp_path / "own_rewards.py"
+    file.write_text("import math\nWEIGHT = 2\ndef exactly(response, answer): return 1.0\n")
+    with pytest.raises(ConfigError, match=r"there is no 'exact' in own_rewards; it has exactly$"):
+        find("rewards", f"{file}:exact")
+    with pytest.raises(ConfigError, match=r"name what is in the file, .*own_rewards\.py:NAME"):
+        find("rewards", str(file))
+    with pytest.raises(ConfigError, match=r"own_rewards\.py:WEIGHT is 2, and no function"):
+        check_function(f"{file}:WEIGHT")
+    raising = tmp_path / "own_raising.py"
+    raising.write_text("import math\nWEIGHT = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"division by zero \(.*own_raising\.py, line 2\)$"):
+        find("rewards", f"{raising}:WEIGHT")

@@ -60,6 +60,7 @@ MEANT = {
     "load_in_4bit": "train_model.lora.enabled=true",
     "banana": "--help",
     "optimizer.foo": "--help",
+    "optimizer.model": "optimizer has name, lr, weight_decay",
 }
 
 
@@ -91,6 +92,13 @@ REFUSED = {
     "loss.type=gspo": "choose it with its settings, loss=gspo",
     "loss.tau_pos=2": "has no effect with loss=grpo; it is a key of sapo",
     "ray.num_collectors=2": "a key of grpo-async.py",
+    "foo": "'foo': settings are written KEY=VALUE, .*; unknown key 'foo'",
+    "train.max_steps": "without dashes or spaces; train.max_steps=VALUE is meant",
+    "=5": "KEY=VALUE is meant",
+    "--max_steps": "without dashes.*here it is 'train.max_steps'",
+    "--optimizer.lr=1": "without dashes.*; optimizer.lr=VALUE is meant",
+    "env.tools=[calculator": r"cannot be read.*quoted: \"env\.tools='\.\.\.'\"",
+    "logging.backend=csv,wandb": r"'logging\.backend=\[csv,wandb\]'.*needs the flag -m",
 }
 
 
@@ -98,6 +106,14 @@ REFUSED = {
 def test_values_of_groups_and_keys_without_effect_are_refused(argument):
     with pytest.raises(ConfigError, match=REFUSED[argument]):
         launch.check_arguments([argument], GRPO, "grpo", siblings={"grpo-async": "grpo-async.py"})
+
+
+def test_a_run_in_a_file_is_refused_with_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*file is no folder"):
+            launch.check_arguments([f"hydra.run.dir={path}"], GRPO, "grpo")
+    assert launch.check_arguments([f"hydra.run.dir={tmp_path}/a/b"], GRPO, "grpo")
 
 
 def test_a_loss_of_the_users_own_folder_is_known_by_its_name(tmp_path):
@@ -115,6 +131,8 @@ def test_a_loss_of_the_users_own_folder_is_known_by_its_name(tmp_path):
 def test_hydras_own_words_pass_and_names_of_the_user_are_marked_as_new(table):
     own = ["-m", "--cfg", "job", "hydra.run.dir=x", "hydra/job_logging=none", "~logging.project"]
     assert check_overrides(own, table) == own
+    sweep = ["--multirun", "loss=grpo,gspo", "--config-dir", "mine"]
+    assert launch.check_arguments(sweep, GRPO, "grpo") == sweep
     assert check_overrides(["env.options.size=3"], table) == ["++env.options.size=3"]
     assert check_overrides(["+env.options.size=3"], table) == ["+env.options.size=3"]
 

@@ -69,7 +69,10 @@ WRONG_TYPES = [
     ({"optimizer": 3}, "'optimizer' is a group of keys, got 3"),
     ({"filter": {"truncated": "cut"}}, "must be one of 'keep', 'mask', 'drop'"),
     ({"loss": {"clip_epsilon": [0.2]}}, "must have 2 entries"),
-    ({"logging": {"backend": "csv"}}, "logging.backend must be a list of str"),
+    (
+        {"logging": {"backend": "csv"}},
+        "logging.backend must be a list of str, got 'csv'; write logging.backend=[csv]",
+    ),
     ({"seed": None}, "seed must be int, got None"),
     ({"advantage": {"positive_only": "yes"}}, "must be bool or 'before_std', got 'yes'"),
 ]

@@ -36,6 +36,8 @@ def test_a_folder_without_a_model_is_refused_with_what_it_has(tmp_path):
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match=r"no finished model .*; it has logs/"):
         model_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no folder .*gone"):
+        model_folder(tmp_path / "gone")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert model_folder(tmp_path) == tmp_path / "model"

@@ -74,7 +74,7 @@ def _conversation(given: argparse.Namespace) -> Any:
     import transformers
 
     from torchrl_llm import modules
-    from torchrl_llm.recipes.builders import present_device
+    from torchrl_llm.recipes.builders import present_device, spare_threads
     from torchrl_llm.recipes.chat_settings import make_conversation
     from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
@@ -88,6 +88,7 @@ def _conversation(given: argparse.Namespace) -> Any:
         config = {"model": {"name": name}}
     env = config.get("env") or {}
     config = {**config, "env": {**env, "tools": [*(env.get("tools") or ()), *given.tool]}}
+    spare_threads(name)
     device = present_device("auto", "device")
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     conversation = make_conversation(

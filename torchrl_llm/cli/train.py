@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if (launch.PAGES / "grpo" / "config" / "loss" / f"{name}.yaml").is_file():
+            hint = f"it is a loss, torchrl-llm train grpo loss={name}. "
         raise ConfigError(f"there is no recipe {name!r}: {hint}There are {', '.join(RECIPES)}")
     run_page(RECIPES[name], f"torchrl-llm train {name}", overrides)
     return 0

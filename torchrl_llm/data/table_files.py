@@ -68,7 +68,15 @@ def read_table(
         return read_csv(path, columns=columns, delimiter=_CSV[kind])
     if kind in _PARQUET:
         return _load("parquet", str(path), data_files=str(path), split="train")
-    return read_jsonl(path, columns=columns)
+    try:
+        return read_jsonl(path, columns=columns)
+    except DataError as error:
+        if kind in _JSON:
+            raise
+        raise DataError(
+            f"{error}. The end of a name says how a file is read: {', '.join(KINDS)}; others are "
+            "JSON lines"
+        ) from error
 
 
 def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm._imports import require
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
+
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
 
 
 def load_model(
@@ -106,6 +109,14 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         >>> load_tokenizer().is_fast
         True
     """
+    folder = None if name_or_path is None else Path(name_or_path)
+    # transformers makes an empty tokenizer of some models without a file of one.
+    if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
+        files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise ConfigError(
+            f"{str(name_or_path)!r} holds no tokenizer: tokenizer.json is not among its files "
+            f"({files})"
+        )
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
 
@@ -141,16 +152,28 @@ def _load(
             f"the {kind} {str(name_or_path)!r} cannot be loaded{how}: a package is missing; "
             f"{str(error).splitlines()[0]}"
         ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"there is no {kind} {str(name_or_path)!r}: neither a folder with one nor a name that "
-            f"the hub could deliver ({str(error).splitlines()[0]})"
-        ) from error
-    except ValueError as error:  # of a folder that is empty, or holds only a part
-        raise ConfigError(
-            f"{str(name_or_path)!r} holds no {kind} that can be loaded: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(_missing(kind, str(name_or_path), error)) from error
+
+
+def _missing(kind: str, name: str, error: Exception) -> str:
+    """Why a model or tokenizer cannot be loaded: from a folder, a file or the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
+    path, why = Path(name), str(error).splitlines()[0]
+    if path.is_dir():  # empty, or with a part only
+        return f"{name!r} holds no {kind} that can be loaded: {why}"
+    if path.is_file():
+        return f"{name!r} is a file; a {kind} is named by its folder, or by its name on the hub"
+    if isinstance(error, ValueError) and not isinstance(error, HFValidationError):
+        return f"{name!r} holds no {kind} that can be loaded: {why}"
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set, so that nothing is downloaded, and it is in no cache"
+    return (
+        f"there is no {kind} {name!r}: neither a folder with one nor a name that the hub could "
+        f"deliver ({why})"
+    )
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -22,6 +22,7 @@ from torchrl._utils import logger
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm import modules
+from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.scoring import TokenScorer
@@ -42,6 +43,8 @@ from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.trainers.batch_source import trained_rows
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run import EvalConfig
+
+_TINY_BYTES = 2**23
 
 
 class TrainedConfig(Protocol):
@@ -82,14 +85,26 @@ def seed_everything(seed: int) -> None:
 
 
 def set_threads(config: TrainedConfig) -> None:
-    """Give torch the configured number of CPU threads, and one for the model of the package.
+    """Give torch the configured number of CPU threads, or what :func:`spare_threads` leaves.
 
     Args:
         config: its ``train.num_threads`` and ``model.name``.
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
-    elif config.model.name is None:  # for which a second one mostly waits, at full load
+    else:
+        spare_threads(config.model.name)
+
+
+def spare_threads(name: str | Path | None) -> None:
+    """Leave torch one CPU thread for a tiny model: a second one mostly waits, at full load.
+
+    Args:
+        name: folder or hub name; ``None`` for the model of the package. Others than tiny ones in a
+            folder keep torch's choice.
+    """
+    weights = Path(name or embedded_model_path()) / "model.safetensors"
+    if weights.is_file() and weights.stat().st_size < _TINY_BYTES:
         torch.set_num_threads(1)
 
 

@@ -27,6 +27,13 @@ SHORT = {"data": "data.source", "reward": "reward.function"}
 _SHARED = "shared"
 # From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
 _SIMILAR = 0.7
+# Flags of Hydra, and those that take the word behind them.
+_FLAG = re.compile(
+    "--(help|hydra-help|version|resolve|run|multirun|shell-completion|info)|-(h|r|m|sc|i)"
+)
+_FLAG_WITH_WORD = re.compile(
+    "--(cfg|package|config-path|config-name|config-dir|experimental-rerun)|-(c|p|cp|cn|cd)"
+)
 # What Hydra reads as one word without quotes.
 _ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*")
 
@@ -123,7 +130,7 @@ def check_overrides(
 ) -> list[str]:
     """Refuse overrides ``key=value`` whose key or group value a recipe does not have.
 
-    Flags (``--cfg``, ``-m``) and Hydra's own keys (``hydra.run.dir``) pass.
+    Hydra's own flags (``--cfg``, ``-m``) and keys (``hydra.run.dir``) pass.
 
     Args:
         arguments: of the command line.
@@ -136,12 +143,15 @@ def check_overrides(
 
     Raises:
         ConfigError: a key is unknown, was renamed, or has no effect with the option that its group
-            has been given; an option that there is not.
+            has been given; an option that there is not; a word that is no override.
     """
-    checked, given = [], {}
+    checked, given, before = [], {}, ""
     for argument in arguments:
         key, separator, value = argument.partition("=")
         name = key.lstrip("+~").partition("@")[0]
+        if not key or name.startswith("-") or not (separator or key.startswith("~")):
+            _check_word(argument, before, table)
+        before = argument
         if not separator or name == "hydra" or name.startswith(("-", "hydra.", "hydra/")):
             checked.append(argument)
             continue
@@ -153,6 +163,19 @@ def check_overrides(
     for name, value in given.items():
         _check_key(name, value, given, table, elsewhere or {})
     return checked + _implied(given, table)
+
+
+def _check_word(argument: str, before: str, table: KeyTable) -> None:
+    """Refuse what is neither an override nor a flag of Hydra nor the word behind one."""
+    flag = argument.partition("=")[0]
+    if any(_FLAG_WITH_WORD.fullmatch(word) for word in (before, flag)) or _FLAG.fullmatch(flag):
+        return
+    key = flag.lstrip("-")
+    known = key in table.keys or not key
+    meant = f"{key or 'KEY'}=VALUE is meant" if known else refusal(key, table.keys)
+    raise ConfigError(
+        f"{argument!r}: settings are written KEY=VALUE, without dashes or spaces; {meant}"
+    )
 
 
 def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
@@ -224,7 +247,7 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
     """Why a key is refused, and what was probably meant.
 
     A key is another library's, or put into the wrong group, or mistyped: within its own group most
-    often. Nothing is suggested where nothing is near.
+    often. Nothing is suggested where nothing is near: the keys of its group are listed.
 
     Args:
         key: an unknown dotted key.
@@ -244,7 +267,8 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
         return f"{key!r} was renamed to {target!r}" if target in keys else f"{key!r}: {target}"
     group, _, leaf = key.rpartition(".")
     leaves: dict[str, list[str]] = {}
-    for each in keys:
+    groups = {each.rpartition(".")[0] for each in keys}
+    for each in set(keys) - groups if group else keys:
         leaves.setdefault(each.rpartition(".")[2], []).append(each)
     if (target := _other_name(key, keys)) is not None:
         return f"unknown key {key!r}; {target}"
@@ -258,7 +282,8 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
             return f"unknown key {key!r}; {target}"
     for name in _near(leaf, leaves, 0.8):
         return f"unknown key {key!r}; did you mean {' or '.join(map(repr, leaves[name][:3]))}?"
-    return f"unknown key {key!r}; --help lists all keys"
+    own = f"{group} has {', '.join(siblings)}; " if siblings and group else ""
+    return f"unknown key {key!r}; {own}--help lists all keys"
 
 
 def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list[str]:

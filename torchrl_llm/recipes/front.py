@@ -1,6 +1,6 @@
 """Recipes as objects: three lines of Python that run the same page as the command.
 
-:class:`GRPO` and ``SFT`` turn their arguments into the configuration of a recipe, import its
+:class:`GRPO` and :class:`SFT` turn their arguments into the configuration of a recipe, import its
 page from ``sota-implementations`` and hand out its steps. There is no second loop: what the page
 does is what happens here.
 """

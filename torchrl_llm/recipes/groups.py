@@ -119,8 +119,8 @@ class ForwardConfig:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA when there is one.
         num_threads: threads of torch on the CPU; ``None`` for torch's choice, and 1 for the model
-            that ships with the package: it gains little from a second one, which waits at full load
-            where cores are shared.
+            that ships with the package, and others as small in a folder: they gain little from a
+            second one, which waits at full load where cores are shared.
     """
 
     micro_token_budget: int | None = 16384

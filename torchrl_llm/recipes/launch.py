@@ -109,7 +109,45 @@ def check_arguments(
         for other, whose in (siblings or {}).items()
         for key in KeyTable.read(folder, other).keys
     }
-    return check_overrides(arguments, table, elsewhere=elsewhere)
+    checked = check_overrides(arguments, table, elsewhere=elsewhere)
+    _check_syntax(checked)
+    return checked
+
+
+def _check_syntax(arguments: Iterable[str]) -> None:
+    """Refuse what Hydra cannot read, and several values where there is no sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    arguments = list(arguments)
+    sweeps = bool({"-m", "--multirun"} & set(arguments))
+    parser = OverridesParser.create()
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if argument.startswith("-") or not separator:
+            continue
+        if key == "hydra.run.dir":
+            _check_folder(Path(value.strip("'\"")))
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{argument!r} cannot be read ({why}); a text with signs is quoted: \"{key}='...'\""
+            ) from error
+        if override.is_sweep_override() and not sweeps:
+            raise ConfigError(
+                f"{argument!r} has several values: a list is written '{key}=[{value}]', and a "
+                "sweep over them needs the flag -m"
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder of a run that Hydra could not make."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "nothing can be written there" if there.is_dir() else f"{there} is no folder"
+        raise ConfigError(f"hydra.run.dir={folder} cannot be the folder of a run: {why}")
 
 
 def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:

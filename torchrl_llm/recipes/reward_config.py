@@ -132,6 +132,7 @@ def check_function(name: str) -> rewards.RewardParser:
     """
     with naming("reward.function"):
         found = find("rewards", name)
+        ensure(callable(found) or ":" not in name, f"{name} is {found!r}, and no function")
         needed = [
             key
             for key, parameter in constructor_arguments(found).items()
@@ -231,7 +232,8 @@ def _of_user(path: str, target: Any, options: Mapping[str, Any], *, make: bool) 
     if not inspect.isroutine(target):
         ensure(not options, f"{path} is an object already and takes no arguments: {options}")
         return target
-    _check_call(target, options, None)
+    # What else it needs, Component finds by its signature: an answer, a row.
+    _check_call(target, options, None, whole=False)
     return partial(target, **options) if options else target
 
 
@@ -246,11 +248,13 @@ def _in_place_of(target: type) -> Any:
     return rewards.FormatReward()
 
 
-def _check_call(target: Callable[..., Any], options: Mapping[str, Any], *before: Any) -> None:
-    """Refuse arguments that a target does not take."""
+def _check_call(
+    target: Callable[..., Any], options: Mapping[str, Any], *before: Any, whole: bool = True
+) -> None:
+    """Refuse arguments that a target does not take, and, if they are all, too few of them."""
     signature = inspect.signature(target)
     try:
-        signature.bind(*before, **options)
+        (signature.bind if whole else signature.bind_partial)(*before, **options)
     except TypeError as error:
         names = list(signature.parameters)[len(before) :]
         takes = ", ".join(names) or "no arguments"

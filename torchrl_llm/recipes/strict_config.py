@@ -452,7 +452,9 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             pass
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise ConfigError(f"{path} must be {_name(hint)}, got {masked(_as_plain(value))!r}")
+    shown = masked(_as_plain(value))
+    how = f"; write {path}=[{shown}]" if get_origin(hint) is list and shown is value else ""
+    raise ConfigError(f"{path} must be {_name(hint)}, got {shown!r}{how}")
 
 
 def _as_plain(value: Any) -> Any:

@@ -188,4 +188,5 @@ def _make(name: str) -> Tool:
             return found()
         return as_tool(found)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"env.tools: {name!r}: {error}") from error
+        named = str(error).startswith(repr(name))
+        raise ConfigError(f"env.tools: {error if named else f'{name!r}: {error}'}") from error

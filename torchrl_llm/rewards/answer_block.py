@@ -90,6 +90,8 @@ class AnswerBlockParser(RewardParser):
         1.0
     """
 
+    needs_answer = True
+
     def __init__(
         self,
         tokenizer: Any = None,

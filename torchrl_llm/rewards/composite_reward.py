@@ -124,6 +124,7 @@ class CompositeReward(RewardParser):
             for name, part in components.items()
         }
         parts = list(self.components.values())
+        self.needs_answer = any(part.scorer.needs_answer for part in parts)
         if not parts or not any(part.weight for part in parts):
             raise ConfigError("a reward needs a component with a weight")
         if parts[0].optional:

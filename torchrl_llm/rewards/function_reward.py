@@ -41,6 +41,7 @@ class FunctionReward(RewardParser):
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
         self.scorer = as_scorer(function)
+        self.needs_answer = self.scorer.needs_answer
 
     def score(self, response: str, answer: Any) -> Any:
         """What the function says of a response, where there is no row."""

@@ -293,6 +293,8 @@ class ArithmeticRewardParser(RewardParser):
         (1.0, 0.0)
     """
 
+    needs_answer = True
+
     def score(self, response: str, answer: Any) -> RewardScore:
         """Compare the last number of ``response`` with ``answer``.
 

@@ -55,6 +55,7 @@ class Scorer(ABC):
     Attributes:
         columns: names of the columns of the rows that it reads, ``"query"`` for example.
         per_token: whether a score is a sequence of numbers, one for each token of the response.
+        needs_answer: whether it compares with an answer, so that rows must have some.
 
     Example:
         >>> class Polite(Scorer):
@@ -66,6 +67,7 @@ class Scorer(ABC):
 
     columns: Sequence[str] = ()
     per_token: bool = False
+    needs_answer: bool = False
 
     @abstractmethod
     def score(self, sample: Sample) -> float | RewardScore | Sequence[float]:
@@ -88,9 +90,11 @@ class BatchScorer(ABC):
 
     Attributes:
         columns: names of the columns of the rows that it reads.
+        needs_answer: as of a :class:`Scorer`.
     """
 
     columns: Sequence[str] = ()
+    needs_answer: bool = False
 
     @abstractmethod
     def score_batch(
@@ -112,6 +116,7 @@ class _Function(Scorer):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.takes = function, _taken(function)
         self.columns = ("row",) if self.takes == "row" else ()
+        self.needs_answer = self.takes == "answer"
 
     def score(self, sample: Sample) -> Any:
         if self.takes == "sample":
@@ -174,7 +179,7 @@ def as_scorer(scorer: Any) -> Scorer | BatchScorer:
 
 class _Parser(Scorer):
     def __init__(self, parser: RewardParser) -> None:
-        self.parser = parser
+        self.parser, self.needs_answer = parser, parser.needs_answer
 
     def score(self, sample: Sample) -> Any:
         return self.parser.score(sample.response, sample.answer)

@@ -153,6 +153,9 @@ class RewardParser(Transform):
         tensor([[[1.]]])
     """
 
+    needs_answer = False
+    """Whether it compares with an answer, so that rows must have some."""
+
     def __init__(
         self,
         tokenizer: Any = None,

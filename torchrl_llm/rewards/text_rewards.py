@@ -18,6 +18,8 @@ class ExactReward(RewardParser):
         (1.0, 0.0)
     """
 
+    needs_answer = True
+
     def score(self, response: str, answer: Any) -> float:
         """See :class:`ExactReward`."""
         return float(_plain(response) == _plain(answer))
@@ -32,6 +34,8 @@ class ContainsReward(RewardParser):
         >>> reward.score("It is Paris.", "paris"), reward.score("Parisian", "Paris")
         (1.0, 0.0)
     """
+
+    needs_answer = True
 
     def score(self, response: str, answer: Any) -> float:
         """See :class:`ContainsReward`; an empty answer is contained in nothing."""

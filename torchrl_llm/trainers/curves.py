@@ -10,6 +10,7 @@ import io
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Series = tuple[Sequence[int], Sequence[float]]
@@ -93,6 +94,20 @@ def draw_curves(series: Mapping[str, Series]) -> Any:
         A matplotlib figure.
     """
     return draw_panels({"": {name: Curve(*pair) for name, pair in series.items()}})
+
+
+def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
+    """Draw named series over the steps into a picture.
+
+    Args:
+        path: the file to write.
+        series: name to (steps, values).
+
+    Returns:
+        The path.
+    """
+    draw_curves(series).savefig(path)
+    return Path(path)
 
 
 class Curve(NamedTuple):

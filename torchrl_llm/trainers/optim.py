@@ -80,7 +80,8 @@ def make_optimizer(
     names = [key for key, kind in kinds if issubclass(kind, torch.optim.Optimizer)]
     names = [key for key in names if key not in _UNUSABLE]
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, 1, 0.0)[0]
+        alike = [key for key in names if key.lower() == name.lower()]
+        nearest = (alike or difflib.get_close_matches(name, names, 1, 0.0))[0]
         raise ConfigError(
             f"optimizer.name: torch.optim has no usable {name!r}; nearest: {nearest!r}"
         )

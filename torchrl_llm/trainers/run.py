@@ -35,7 +35,7 @@ from torchrl_llm.trainers.checkpoint import (
     rng_state,
     save_pretrained,
 )
-from torchrl_llm.trainers.curves import Series, draw_curves, terminal_curve
+from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
@@ -407,8 +407,7 @@ class TrainingRun:
         steps, values = self._table.read(metric)
         with self._log:
             show(terminal_curve(steps, values, title=f"{metric} over steps"))
-            picture = self.folder / f"{name}.png"
-            draw_curves(self.curves()).savefig(picture)
+            picture = save_curves(self.folder / f"{name}.png", self.curves())
             if self._before and self._after:
                 show(compare_conversations(self._before, self._after))
             for logger, number in self._table.failures.items():

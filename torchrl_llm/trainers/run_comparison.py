@@ -93,6 +93,8 @@ def _folder(path: Path) -> Path:
         )
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise DataError(f"there is no folder {path}{hint}")
+    if path.name != METRICS_FILE and not path.is_dir():
+        raise DataError(f"{path} is no folder of a run")
     return path.parent if path.name == METRICS_FILE else path
 
 
@@ -175,7 +177,8 @@ def group_runs(
         lacking = [run for run in runs if key not in run.config]
         if len(lacking) == len(runs):
             known = sorted({each for run in runs for each in run.config})
-            near = difflib.get_close_matches(key, known, 1)
+            near = [each for each in known if each.endswith(f".{key}")]
+            near = near or difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             differ = ", ".join(varying_keys(runs)) or "none"
             raise ConfigError(f"no run has the key {key!r}: {hint}Keys that differ: {differ}")

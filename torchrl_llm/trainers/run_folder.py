@@ -54,7 +54,7 @@ def model_folder(path: Path) -> Path:
             finished model.
 
     Raises:
-        ConfigError: it holds neither.
+        ConfigError: it holds neither, or is no folder.
 
     Example:
         >>> from torchrl_llm.assets import embedded_model_path
@@ -69,6 +69,8 @@ def model_folder(path: Path) -> Path:
         return checkpoint_path(path, steps[-1])
     if (path / "model" / "config.json").is_file():
         return path / "model"
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}")
     raise ConfigError(
         f"{path} holds no model (config.json), no checkpoint ({CHECKPOINTS}/step_N) and no "
         f"finished model (model); it has {_listing(path)}"

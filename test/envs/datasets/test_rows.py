@@ -8,6 +8,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl_llm.data import History
 from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards import ExactReward
 
 QA = [{"question": f"{n}+1?", "answer": str(n + 1), "id": n} for n in range(4)]
 CHATS = [
@@ -79,6 +80,16 @@ def test_columns_are_found_by_usual_names_unless_they_are_named(row, named, chos
 def test_wrong_columns_are_answered_with_those_that_there_are(given, error, message):
     with pytest.raises(error, match=message):
         RowsEnv(**({"dataset": QA, "reward": right} | given))
+
+
+def test_a_reward_that_compares_is_refused_where_no_row_has_an_answer():
+    rows = [{"instruction": "1+1?", "result": "2"}]
+    for reward in (right, ExactReward(), {"exact": ExactReward(), "right": (right, 0.5)}):
+        with pytest.raises(DataError, match=r"columns \['instruction', 'result'\].*data\.answer="):
+            RowsEnv(dataset=rows, reward=reward)
+        assert RowsEnv(dataset=rows, reward=reward, answer="result").reset()["answer"][0] == "2"
+    by_row = {"row": lambda response, row: response == row["result"], "short": len}
+    assert RowsEnv(dataset=rows, reward=by_row).reset()["answer"][0] is None
 
 
 def test_a_row_without_a_prompt_is_found_before_training():

@@ -139,7 +139,7 @@ def _by_name(tokenizer: Any, name: str) -> TemplateSpec:
     known = [*_USERS, *FAMILIES, *(own if isinstance(own, dict) else ())]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise TemplateError(f"unknown chat template {name!r}: {hint}{_names()}")
+    raise TemplateError(f"unknown chat template chat_template_name={name}: {hint}{_names()}")
 
 
 def _names() -> str:

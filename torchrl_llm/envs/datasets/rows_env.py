@@ -16,6 +16,7 @@ from torchrl_llm.data.column_names import (
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.function_reward import as_reward
 from torchrl_llm.rewards.reward_parser import RewardParser
 
 ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
@@ -43,7 +44,8 @@ class RowsEnv(TaskEnv):
 
     Raises:
         ConfigError: ``prompt`` and ``messages`` are both given, or there is no reward.
-        DataError: a column that is not there, with those that are.
+        DataError: a column that is not there, with those that are; no answers, and a reward that
+            compares with them.
 
     Example:
         >>> rows = [{"question": "What is 3 + 4?", "answer": "7"}]
@@ -76,7 +78,22 @@ class RowsEnv(TaskEnv):
         # Rows in memory are all looked at; those of another sequence may have to be read.
         for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
             _query(row, self._columns[0], f"row {number}")
+        if kwargs.get("reward") is not None:
+            kwargs["reward"] = as_reward(kwargs["reward"])
+            self._check_answer(rows[0], kwargs["reward"])
         super().__init__(dataset=rows, **kwargs)
+
+    def _check_answer(self, row: Mapping[str, Any], reward: RewardParser) -> None:
+        if (
+            reward.needs_answer
+            and self._columns[1] is None
+            and self.make_row(row)["answer"] is None
+        ):
+            raise DataError(
+                f"the reward compares with an answer, and none of the columns {sorted(row)} is one "
+                "by its name; name it, data.answer=..., or take a reward of (response) or "
+                "(response, row)"
+            )
 
     def make_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the data as ``query``, ``answer`` and ``row``."""
