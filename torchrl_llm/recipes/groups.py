@@ -313,7 +313,7 @@ class OptimizerConfig:
     Attributes:
         name: a class of ``torch.optim``.
         lr: learning rate; 0 runs everything and changes nothing. ``None`` chooses by model: see
-            :data:`REINFORCEMENT_RATES` and :data:`SUPERVISED_RATES`.
+            ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
         betas: ``None`` for the optimizer's default.
