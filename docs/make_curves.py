@@ -115,6 +115,21 @@ def _any_of(k: int, right: list[bool]) -> float:
     return 1.0 - missed
 
 
+def sweep_by(keys: list[str], column: str) -> Callable[[Path], Figures]:
+    """The mean over the runs of a sweep with the same keys, as ``torchrl-llm plot --by`` has it."""
+
+    def read(place: Path) -> Figures:
+        from torchrl_llm.trainers.run_comparison import find_runs, group_runs, mean_curve
+
+        runs, figures = find_runs([str(place / "run/sweep")])[0], {}
+        for values, group in group_runs(runs, keys).items():
+            curve = mean_curve([run.metrics[column] for run in group])
+            figures[", ".join(map(str, values))] = list(zip(curve.steps, curve.values, strict=True))
+        return figures
+
+    return read
+
+
 def context_strategies(place: Path) -> Figures:
     """Tokens of each turn's prompt in one walk through the maze, by context strategy."""
     from torchrl_llm.envs import KeyDoorEnv
@@ -177,6 +192,15 @@ RUNS = {
         },
         every_run("train/success"),
         "share of right answers",
+        smooth=3,
+    ),
+    "sweep": Picture(
+        {
+            "run": f"{GRPO} -m loss=grpo,gspo optimizer.lr=1e-4,1e-3 seed=0,1 train.max_steps=30 "
+            "train.optim_batch_size=128 eval.num_prompts=0 hydra.sweep.dir=sweep"
+        },
+        sweep_by(["loss.type", "optimizer.lr"], "train/reward"),
+        "reward, mean of two seeds",
         smooth=3,
     ),
     "game": Picture(

@@ -44,6 +44,8 @@ def documented():
         for command, rest in COMMAND.findall(page.read_text()):
             script = _script(command)
             words = shlex.split(rest.replace("\\\n", " ").partition("``")[0], comments=True)
+            if "-m" in words:  # of a sweep the first run
+                words = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in words]
             arguments = tuple(word for word in words if "=" in word and "$" not in word)
             if "/pico/" not in script:
                 found.setdefault(script, {})[arguments] = None

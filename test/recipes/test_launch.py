@@ -158,6 +158,24 @@ def test_a_wrong_key_and_help_are_answered_without_a_heavy_import():
         assert not any(f"import {name}" in before for name in HEAVY), page
 
 
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["train", "grpo", "--help"], ["memory", "--help"]], ids=" ".join
+)
+def test_the_package_and_the_help_of_its_commands_import_nothing_heavy(arguments):
+    program = (
+        "import sys, torchrl_llm\n"
+        f"arguments = {arguments}\n"
+        "if arguments:\n"
+        "    from torchrl_llm.cli import main\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as ended: assert not ended.code\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_an_error_of_ours_is_a_paragraph_unless_a_traceback_is_asked_for(monkeypatch, capsys):
     @launch.tells_errors
     def fail():

@@ -49,6 +49,38 @@ class HeadSettings(NamedTuple):
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
 
+def logits_bytes(
+    num_tokens: int, num_entries: int, *, chunk_size: int | None = None, kind: str = "cpu"
+) -> int:
+    """Bytes of the float32 logits that a head holds at once, with a backward to come.
+
+    They do not grow with tokens times vocabulary: that is a tile, and all of them only where they
+    fit into ``chunk_size``.
+
+    Args:
+        num_tokens: tokens of the forward.
+        num_entries: of the vocabulary.
+        chunk_size: as of :class:`HeadSettings`.
+        kind: type of the device, ``"cpu"`` or ``"cuda"``.
+
+    Example:
+        >>> logits_bytes(16_384, 151_936) < 16_384 * 151_936 * 4 // 1000
+        True
+    """
+    rows, columns = _tile_shape(num_tokens, num_entries, chunk_size, kind)
+    kept = num_tokens * num_entries
+    return 4 * (rows * columns + (kept if kept <= (chunk_size or _KEPT) else 0))
+
+
+def _tile_shape(
+    num_tokens: int, num_entries: int, chunk_size: int | None, kind: str
+) -> tuple[int, int]:
+    """Tokens and vocabulary entries of a tile."""
+    tile = chunk_size or _TILE.get(kind, _TILE["cuda"])
+    rows = max(1, min(num_tokens, _MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile))
+    return rows, max(1, min(num_entries, tile // rows))
+
+
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Type of the factors of the matrix products; see ``chunked_log_probs``.
 
@@ -131,10 +163,9 @@ class HeadTiles:
         self.settings = settings
         num_rows, num_columns = hidden.shape[0], weight.shape[0]
         kind = hidden.device.type
-        tile = settings.chunk_size or _TILE.get(kind, _TILE["cuda"])
-        max_rows = min(_MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile)
-        self.rows = _slices(num_rows, max(1, max_rows))
-        self.columns = _slices(num_columns, max(1, tile // max(1, min(num_rows, max_rows))))
+        height, width = _tile_shape(num_rows, num_columns, settings.chunk_size, kind)
+        self.rows = _slices(num_rows, height)
+        self.columns = _slices(num_columns, width)
         self._buffer = None
         # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
         self.late = None

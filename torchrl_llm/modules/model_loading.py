@@ -64,6 +64,39 @@ def load_model(
     return model.eval()
 
 
+def empty_model(
+    name_or_path: str | PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    lora: Mapping[str, Any] | Any | None = None,
+) -> nn.Module:
+    """A model's layers without their numbers, on torch's ``meta`` device: for counting.
+
+    Only the configuration is read, so that a folder with ``config.json`` alone will do.
+
+    Args:
+        name_or_path: as of :func:`load_model`.
+        dtype: as there.
+        lora: as there.
+
+    Raises:
+        ConfigError: as there.
+
+    Example:
+        >>> sum(p.numel() for p in empty_model().parameters())
+        337792
+    """
+    config = _load(AutoConfig, "model", name_or_path, {})
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
+        except ValueError as error:  # a model of another kind
+            raise ConfigError(
+                f"{str(name_or_path)!r} is no causal language model: {str(error).splitlines()[0]}"
+            ) from error
+        return model if lora is None else _with_lora(model, lora)
+
+
 def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     """A fast tokenizer.
 

@@ -119,6 +119,16 @@ def device_of(config: TrainedConfig) -> torch.device:
     return present_device(config.train.device, "train.device")
 
 
+def device_kind(config: TrainedConfig) -> str:
+    """Kind of the device, ``"cpu"`` or ``"cuda"``, whether or not this machine has it.
+
+    Args:
+        config: its ``train.device``.
+    """
+    name = config.train.device
+    return device_of(config).type if name == "auto" else torch.device(name).type
+
+
 @functools.cache
 def present_device(name: str, key: str) -> torch.device:
     """A device of this machine.
@@ -182,7 +192,7 @@ def samples_in_bfloat16(config: TrainedConfig) -> bool:
         config: its ``train.mixed_precision`` and ``train.device``.
     """
     precision = config.train.mixed_precision
-    return precision == "bfloat16" or (precision == "auto" and device_of(config).type == "cuda")
+    return precision == "bfloat16" or (precision == "auto" and device_kind(config) == "cuda")
 
 
 def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
@@ -284,20 +294,13 @@ def load_policy(
         with_values: give it a value head.
         options: of the wrapper.
     """
-    wanted, lora = config.train_model, None
-    if wanted.lora.enabled:
-        lora = {
-            "r": wanted.lora.r,
-            "lora_alpha": wanted.lora.alpha,
-            "lora_dropout": wanted.lora.dropout,
-            "target_modules": wanted.lora.target_modules or "all-linear",
-        }
+    wanted = config.train_model
     model = modules.load_model(
         config.model.name,
         dtype=wanted.dtype,
         attn_implementation=wanted.attn_implementation,
         gradient_checkpointing=wanted.gradient_checkpointing,
-        lora=lora,
+        lora=wanted.lora.arguments,
         device=device_of(config),
     )
     return modules.TransformersWrapper(

@@ -186,6 +186,18 @@ class LoraConfig:
         )
         check_least(self, "train_model.lora", 1, "r")
 
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Argument ``lora`` of :func:`~torchrl_llm.modules.load_model`."""
+        if not self.enabled:
+            return None
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules or "all-linear",
+        }
+
 
 @dataclass(kw_only=True)
 class TrainModelConfig:
@@ -195,7 +207,8 @@ class TrainModelConfig:
         dtype: of the weights.
         gradient_checkpointing: trade compute for memory in the backward.
         attn_implementation: as in ``transformers``; ``None`` for its choice.
-        logprob_chunk_size: tokens whose logits are held at once; ``None`` to choose by vocabulary.
+        logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None``
+            to choose by device.
         lora: adapters.
     """
 

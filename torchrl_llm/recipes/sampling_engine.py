@@ -42,7 +42,7 @@ def sync_type(config: SamplerConfig) -> str:
     if config.train_model.lora.enabled:
         return "adapter"
     engine = config.inference_model
-    one_memory = builders.device_of(config).type == "cpu" and engine.num_devices == 1
+    one_memory = builders.device_kind(config) == "cpu" and engine.num_devices == 1
     one_memory = one_memory and engine.backend == "vllm"
     return "shared" if one_memory else "load"
 

@@ -94,7 +94,8 @@ def make_optimizer(
     for key in given:
         if key not in accepted:
             raise ConfigError(f"optimizer.{key} has no effect: {name} does not take it")
-    if "fused" in accepted and all(p.is_floating_point() and p.numel() for p in trained):
+    fits = (p.is_floating_point() and p.numel() and not p.is_meta for p in trained)
+    if "fused" in accepted and all(fits):
         # One kernel for all parameters: on small models a plain loop outweighs the backward.
         given.setdefault("fused", True)
     return optimizer(trained, lr=lr, **given)

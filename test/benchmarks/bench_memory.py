@@ -1,0 +1,109 @@
+"""Peak memory of a training step against what ``torchrl-llm memory`` says by formula.
+
+    python test/benchmarks/bench_memory.py
+
+A Qwen2 of 45 million parameters in float32 on the CPU, 4 rows of 512 tokens: forward, backward and
+a step of AdamW. Measured are the bytes that torch's allocator has given out at once, above those
+of the model; and what the process holds, which is more: the C library keeps freed memory for later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from harness import peak_memory
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from torchrl_llm.functional.chunked_head import chunked_log_probs
+from torchrl_llm.functional.head_tiles import logits_bytes
+from torchrl_llm.modules import empty_model, load_model
+from torchrl_llm.recipes import memory
+from torchrl_llm.trainers import make_optimizer
+
+ROWS, LENGTH = 4, 512
+CONFIG = Qwen2Config(
+    hidden_size=512,
+    num_hidden_layers=10,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    intermediate_size=1536,
+    vocab_size=30_000,
+    tie_word_embeddings=True,
+)
+OPTIMIZER = {"name": "AdamW", "lr": 1e-5}
+
+
+def setup(folder: str, checkpointing: bool, lora: bool) -> Callable[[], None]:
+    """The model, and the step that is measured."""
+    torch.set_num_threads(1)
+    adapters = {"r": 8, "target_modules": "all-linear"} if lora else None
+    model = load_model(folder, gradient_checkpointing=checkpointing, lora=adapters).train()
+    if lora and checkpointing:
+        model.enable_input_require_grads()
+    optimizer = make_optimizer(model.parameters(), **OPTIMIZER)
+    base = model.get_base_model() if lora else model
+
+    def step() -> None:
+        ids = torch.randint(0, CONFIG.vocab_size, (ROWS, LENGTH))
+        hidden = base.model(ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        scores = chunked_log_probs(hidden, base.lm_head.weight, ids[:, 1:].flatten())
+        scores.log_probs.mean().backward()
+        del hidden, scores
+        optimizer.step()
+
+    return step
+
+
+def most_allocated(work: Callable[[], None]) -> float:
+    """MiB of tensors that a piece of work holds at once, above those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, num_bytes in changes:
+        held += num_bytes
+        most = max(most, held)
+    return most / 2**20
+
+
+def by_formula(folder: str, checkpointing: bool, lora: bool) -> float:
+    """MiB that the step adds."""
+    adapters = {"r": 8, "target_modules": "all-linear"} if lora else None
+    model = empty_model(folder, lora=adapters)
+    trained = memory.trained(model)
+    shape, tokens = memory.DecoderShape.of(model), ROWS * LENGTH
+    width = 8 * len(trained) // 2 if lora else 0
+    backward = logits_bytes(tokens, shape.vocabulary) + memory.activation_bytes(
+        shape, tokens, "float32", gradient_checkpointing=checkpointing, adapter_width=width
+    )
+    if not lora:
+        backward += memory.tensor_bytes([model.get_output_embeddings().weight])
+    states = memory.optimizer_bytes(trained, OPTIMIZER)
+    return (memory.tensor_bytes(trained) + max(backward, states)) / 2**20
+
+
+def main() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
+        for lora in (False, True):
+            for checkpointing in (False, True):
+                measured = most_allocated(setup(folder, checkpointing, lora))
+                held, _ = peak_memory(partial(setup, folder, checkpointing, lora))
+                told = by_formula(folder, checkpointing, lora)
+                sys.stdout.write(
+                    f"{'LoRA' if lora else 'all weights':<12} checkpointing {checkpointing!s:<6} "
+                    f"measured {measured:6.0f} MiB   formula {told:6.0f}   "
+                    f"measured/formula {measured / told:5.2f}"
+                    f"   process {held:6.0f} MiB\n"
+                )
+
+
+if __name__ == "__main__":
+    main()

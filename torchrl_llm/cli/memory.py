@@ -1,0 +1,101 @@
+"""Prints the memory that a run needs: ``torchrl-llm memory model.name=...``; reads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_llm.errors import ConfigError
+
+RECIPES = {"grpo": "grpo", "grpo-async": "grpo-async"}
+"""Recipes whose memory can be counted, with the file of ``config/`` that composes each."""
+
+_PROMPT = 512
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table of what takes memory in a run, by formula; no weights are read.
+
+    Args:
+        arguments: a recipe, overrides of its keys, and options.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: no such recipe or key, or a model that is not here.
+    """
+    given = _parser().parse_intermixed_args(arguments)
+    name, overrides = "grpo", given.words
+    if overrides and "=" not in overrides[0]:
+        name, *overrides = overrides
+    if name not in RECIPES:
+        raise ConfigError(f"memory is counted for {' and '.join(RECIPES)}, not for {name!r}")
+    if given.prompt_tokens is not None and given.prompt_tokens < 1:
+        raise ConfigError(f"--prompt-tokens must be at least 1, got {given.prompt_tokens}")
+    config = _load(name, overrides)
+
+    from torchrl_llm.recipes import memory
+    from torchrl_llm.trainers.results import text_table
+
+    prompt = given.prompt_tokens or config.env.max_prompt_length or _PROMPT
+    parts = memory.memory_parts(config, prompt_tokens=prompt)
+    shown = [(part.name, memory.show_bytes(part.num_bytes), part.note) for part in parts]
+    is_async = name == "grpo-async"
+    for where, what in {
+        "sample": "all collectors" if is_async else "while it samples",
+        "train": "the trainer" if is_async else "while it trains",
+    }.items():
+        shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "in all"))
+    sys.stdout.write(
+        f"{config.model.name or 'the model that ships with the package'}\n"
+        f"{text_table(shown)}\n"
+        f"by formula, with prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length); "
+        "what torch and CUDA take for themselves comes on top\n"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm memory",
+        usage="torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N]",
+        description="print the memory that a run needs, by formula: model.name may be a folder "
+        "with config.json alone",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RECIPE KEY=VALUE",
+        help=f"{' or '.join(RECIPES)} (default: grpo), and its keys as for torchrl-llm train",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of a prompt; default: env.max_prompt_length, or {_PROMPT}",
+    )
+    return parser
+
+
+def _load(name: str, overrides: Sequence[str]) -> Any:
+    """The configuration that a run with these keys has."""
+    from torchrl_llm.recipes import launch
+
+    folder = launch.PAGES / "grpo" / "config"
+    siblings = {other: f"recipe {other}" for other in RECIPES if other != name}
+    checked = launch.check_arguments(list(overrides), folder, RECIPES[name], siblings=siblings)
+
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config
+
+    try:
+        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+            composed = compose(RECIPES[name], checked)
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    return load_config(composed, AsyncGRPOConfig if name == "grpo-async" else GRPOConfig)

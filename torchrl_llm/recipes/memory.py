@@ -1,0 +1,429 @@
+"""Memory of a run in bytes, by formula: from its settings and the model's ``config.json`` alone.
+
+No weights are read. Parameters are counted exactly, on the model's layers without their numbers
+(:func:`~torchrl_llm.modules.empty_model`); so are the states of the optimizer, which takes a step
+on them. Activations and the cache of sampling are formulas for a decoder of the Llama family
+(Llama, Qwen2, Mistral, ...), with attention that does not hold its scores. What torch, CUDA and
+Python take for themselves is not counted; on a GPU, leave a GB for it.
+
+Next: ``torchrl-llm memory`` prints it; :doc:`/howto/hardware_and_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm import modules
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional.head_tiles import logits_bytes
+from torchrl_llm.recipes import builders, grpo_config
+from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
+from torchrl_llm.trainers import make_optimizer
+
+Precision = Literal["float32", "mixed", "bfloat16"]
+"""Float32 throughout; float32 weights and bfloat16 products (autocast); bfloat16 weights."""
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+class DecoderShape(NamedTuple):
+    """Sizes of a decoder, as its ``config.json`` gives them.
+
+    Attributes:
+        layers: number of layers.
+        hidden: width of the hidden states.
+        heads: heads of the queries.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        intermediate: width of the feed-forward part.
+        vocabulary: entries of the vocabulary.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DecoderShape:
+        """The shape of a causal model.
+
+        Args:
+            model: from :func:`~torchrl_llm.modules.load_model` or
+                :func:`~torchrl_llm.modules.empty_model`.
+
+        Raises:
+            ConfigError: its configuration lacks one of the sizes.
+
+        Example:
+            >>> DecoderShape.of(modules.empty_model()).hidden
+            128
+        """
+        config = model.config.get_text_config(decoder=True)
+        try:
+            heads = config.num_attention_heads
+            return cls(
+                config.num_hidden_layers,
+                config.hidden_size,
+                heads,
+                getattr(config, "num_key_value_heads", None) or heads,
+                getattr(config, "head_dim", None) or config.hidden_size // heads,
+                config.intermediate_size,
+                config.vocab_size,
+            )
+        except AttributeError as error:
+            raise ConfigError(
+                f"the memory of a {config.model_type} model is not known: its configuration has no "
+                f"{error.name}"
+            ) from error
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors; one that is there twice, as a tied embedding, counts once.
+
+    Args:
+        tensors: of any device, ``meta`` included.
+
+    Example:
+        >>> tensor_bytes(modules.empty_model().parameters())
+        1351168
+    """
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that take gradients.
+
+    Args:
+        model: the policy.
+    """
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def optimizer_bytes(parameters: Iterable[nn.Parameter], arguments: Mapping[str, Any]) -> int:
+    """Bytes of the states of an optimizer after its first step.
+
+    Args:
+        parameters: those that are trained.
+        arguments: of :func:`~torchrl_llm.trainers.make_optimizer`.
+
+    Raises:
+        ConfigError: the optimizer's memory depends on more than shapes.
+
+    Example:
+        >>> weight = nn.Parameter(torch.empty(10, 10, device="meta"))
+        >>> optimizer_bytes([weight], {"name": "AdamW", "lr": 1e-4})  # two moments, and its step
+        804
+    """
+    empty = [nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters]
+    optimizer = make_optimizer(empty, **arguments)
+    for each in empty:
+        each.grad = torch.empty_like(each)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the memory of optimizer.name={arguments['name']} is not known without running it"
+        ) from error
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return tensor_bytes(value for value in states if isinstance(value, Tensor))
+
+
+def cache_bytes(shape: DecoderShape, num_tokens: int, precision: Precision) -> int:
+    """Bytes of the keys and values of tokens in all layers: ``layers x kv_heads x head_dim`` each.
+
+    With autocast keys are float32, for the rotation of positions makes them so, and values
+    bfloat16.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of all rows together.
+        precision: of sampling.
+
+    Example:
+        >>> cache_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
+        1024
+    """
+    pair = {"float32": 2 * _FLOAT32, "mixed": _FLOAT32 + _BFLOAT16, "bfloat16": 2 * _BFLOAT16}
+    return shape.layers * shape.kv_heads * shape.head_dim * pair[precision] * num_tokens
+
+
+def activation_bytes(
+    shape: DecoderShape,
+    num_tokens: int,
+    precision: Precision,
+    *,
+    gradient_checkpointing: bool = False,
+    adapter_width: int = 0,
+) -> int:
+    """Bytes that a forward of the layers keeps for its backward; the head's logits are not here.
+
+    A layer keeps, a token, with ``d`` the hidden width, ``q`` that of the queries, ``k`` that of
+    the keys, ``f`` the intermediate one: what the two norms need, ``4 d`` in float32; the inputs of
+    the projections, ``2 d``; queries, keys, values and the result of attention, ``2 q + 2 k``; and
+    the feed-forward part, ``4 f``. Autocast keeps an input once for each projection, ``5 d``. With
+    gradient checkpointing a layer keeps its input, ``d``, and one layer at a time is whole.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of the forward, with its padding.
+        precision: of training.
+        gradient_checkpointing: whether layers are computed again in the backward.
+        adapter_width: sum of the ranks of all LoRA adapters; 0 without.
+
+    Example:
+        >>> embedded = DecoderShape.of(modules.empty_model())
+        >>> activation_bytes(embedded, 1, "float32")
+        18484
+        >>> activation_bytes(embedded, 1, "float32", gradient_checkpointing=True)
+        10780
+    """
+    size = _FLOAT32 if precision == "float32" else _BFLOAT16
+    # A frozen norm keeps what it normalises alone; else also the result, in the type of weights.
+    norm = shape.hidden * _FLOAT32 + _FLOAT32
+    if not adapter_width:
+        norm += shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
+    casts = precision == "mixed" or (precision == "bfloat16" and adapter_width)
+    inner = (5 if casts else 2) * shape.hidden + 4 * shape.intermediate
+    inner += 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    adapters = adapter_width * size
+    layer = 2 * norm + inner * size + shape.heads * _FLOAT32
+    if not gradient_checkpointing:
+        return num_tokens * (shape.layers * layer + adapters + norm)
+    stream = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
+    return num_tokens * (shape.layers * stream + layer + adapters // shape.layers + norm)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A line of the table.
+
+    Attributes:
+        name: what takes the memory.
+        num_bytes: how much; ``None`` where it cannot be known.
+        where: ``train``, ``sample`` or ``both``: when it is held; ``disk``.
+        note: what it was counted from.
+    """
+
+    name: str
+    num_bytes: int | None
+    where: Literal["train", "sample", "both", "disk"]
+    note: str
+
+
+class _Counts:
+    """The models of a configuration, without their numbers, and what they are trained on."""
+
+    def __init__(self, config: grpo_config.GRPOGroups, prompt_tokens: int) -> None:
+        self.config = config
+        wanted = config.train_model
+        with builders.naming("model.name"):
+            name, lora = config.model.name, wanted.lora.arguments
+            self.model = modules.empty_model(name, dtype=wanted.dtype, lora=lora)
+            self.shape = DecoderShape.of(self.model)
+        self.trained = trained(self.model)
+        if config.loss.type == "ppo":
+            self.trained += modules.ValueHead.for_model(self.model).parameters()
+        self.low = builders.samples_in_bfloat16(config)
+        self.precision: Precision = "mixed" if self.low else "float32"
+        if wanted.dtype == "bfloat16":
+            self.precision = "bfloat16"
+        context = modules.context_length(name)
+        length = prompt_tokens + builders.max_turns(config) * config.inference_model.max_tokens
+        self.row_tokens = length if context is None else min(length, context)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of all conversations of a step."""
+        return self.config.rows_per_batch * self.row_tokens
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of one forward in training."""
+        train = self.config.train
+        rows = train.optim_batch_size or self.config.rows_per_batch
+        return min(rows * self.row_tokens, train.micro_token_budget or rows * self.row_tokens)
+
+
+def memory_parts(config: grpo_config.GRPOGroups, *, prompt_tokens: int) -> list[MemoryPart]:
+    """What a run needs, part by part.
+
+    Args:
+        config: of ``grpo`` or ``grpo-async``.
+        prompt_tokens: tokens of a prompt; a conversation of several turns has ``max_tokens`` more
+            for each.
+
+    Raises:
+        ConfigError: no such model, or one of unknown shape.
+
+    Example:
+        >>> parts = memory_parts(grpo_config.GRPOConfig(), prompt_tokens=64)
+        >>> next(part.num_bytes for part in parts if part.name == "gradients")
+        1351168
+    """
+    counts = _Counts(config, prompt_tokens)
+    return [*_weights(counts), *_forward(counts), *_sampling(counts), _checkpoint(counts)]
+
+
+def peak_bytes(parts: Iterable[MemoryPart], where: Literal["train", "sample"]) -> int:
+    """Sum of what is held at once.
+
+    Args:
+        parts: from :func:`memory_parts`.
+        where: in training, or in sampling.
+    """
+    return sum(part.num_bytes or 0 for part in parts if part.where in (where, "both"))
+
+
+def _held(counts: _Counts) -> Literal["train", "both"]:
+    """Where trainer and sampler are one process, its weights are there while it samples."""
+    is_async = isinstance(counts.config, grpo_config.AsyncGRPOConfig)
+    return "train" if is_async else "both"
+
+
+def _weights(counts: _Counts) -> Iterable[MemoryPart]:
+    config, here = counts.config, _held(counts)
+    total = sum(each.numel() for each in counts.model.parameters())
+    of_training = sum(each.numel() for each in counts.trained)
+    how = f"{total:,} parameters, {config.train_model.dtype}"
+    yield MemoryPart("weights", tensor_bytes(counts.model.parameters()), here, how)
+    how = f"{of_training:,} parameters are trained"
+    yield MemoryPart("gradients", tensor_bytes(counts.trained), "train", how)
+    yield MemoryPart("optimizer states", _states(counts), here, config.optimizer.name)
+    if config.needs_reference:
+        yield _reference(counts)
+
+
+def _states(counts: _Counts) -> int | None:
+    try:
+        return optimizer_bytes(counts.trained, counts.config.optimizer.arguments)
+    except ConfigError as error:
+        if isinstance(error.__cause__, RuntimeError):
+            return None
+        raise
+
+
+def _reference(counts: _Counts) -> MemoryPart:
+    config = counts.config
+    if config.train_model.lora.enabled and config.ref_model.name is None:
+        return MemoryPart("reference model", 0, "train", "the policy with its adapters off")
+    name = config.ref_model.name or config.model.name
+    with builders.naming("ref_model.name"):
+        model = modules.empty_model(name, dtype=config.train_model.dtype)
+    alone = "on a GPU of its own" if config.ref_model.num_devices else "next to the policy"
+    return MemoryPart("reference model", tensor_bytes(model.parameters()), _held(counts), alone)
+
+
+def _forward(counts: _Counts) -> Iterable[MemoryPart]:
+    config, shape, tokens = counts.config, counts.shape, counts.micro_tokens
+    wanted = config.train_model
+    linear = {n: m for n, m in counts.model.named_modules() if isinstance(m, nn.Linear)}
+    if counts.precision == "mixed":
+        cast = sum(m.weight.numel() for n, m in linear.items() if not n.endswith("lm_head"))
+        how = "of weights, by autocast"
+        yield MemoryPart("bfloat16 copies", cast * _BFLOAT16, _held(counts), how)
+    width = sum(m.out_features for n, m in linear.items() if ".lora_A." in n)
+    sizes = {
+        is_on: activation_bytes(
+            shape, tokens, counts.precision, gradient_checkpointing=is_on, adapter_width=width
+        )
+        for is_on in (False, True)
+    }
+    is_on = wanted.gradient_checkpointing
+    how = f"a forward of {tokens:,} tokens; {show_bytes(sizes[not is_on])} "
+    how += "without" if is_on else "with"
+    yield MemoryPart("activations", sizes[is_on], "train", f"{how} gradient_checkpointing")
+    size = logits_bytes(
+        tokens,
+        shape.vocabulary,
+        chunk_size=wanted.logprob_chunk_size,
+        kind=builders.device_kind(config),
+    )
+    how = f"{show_bytes(tokens * shape.vocabulary * _FLOAT32)} would be all of the forward"
+    yield MemoryPart("logits, a chunk", size, "train", how)
+    head = counts.model.get_output_embeddings().weight
+    if head.requires_grad:
+        yield MemoryPart(
+            "gradient of the head", tensor_bytes([head]), "train", "before it is added"
+        )
+
+
+def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
+    config = counts.config
+    backend = config.inference_model.backend
+    size, dtype, how = 0, counts.precision, "the trained weights themselves"
+    if isinstance(config, grpo_config.AsyncGRPOConfig):
+        number = config.ray.num_collectors
+        size, how = number * _model_bytes(counts, backend), f"a copy in each of {number} collectors"
+    elif backend != "transformers":
+        sync = sync_type(config)
+        if sync == "shared":
+            how += ", in the engine"
+        else:
+            size, how = _model_bytes(counts, backend), f"a copy, weight_sync.type={sync}"
+    if backend == "vllm":
+        dtype = "bfloat16" if _engine_dtype(counts) == "bfloat16" else "float32"
+    yield MemoryPart("weights of the sampler", size, _sampler_holds(counts), how)
+    rows = config.rows_per_batch
+    how = f"{rows:,} conversations of {counts.row_tokens:,} tokens"
+    if backend == "vllm":
+        how += "; vLLM takes gpu_memory_utilization of its GPU, whatever is needed"
+    size = cache_bytes(counts.shape, counts.batch_tokens, dtype)
+    yield MemoryPart("cache of sampling", size, "sample", how)
+
+
+def _sampler_holds(counts: _Counts) -> Literal["sample", "both"]:
+    return "sample" if _held(counts) == "train" else "both"
+
+
+def _engine_dtype(counts: _Counts) -> str:
+    config = counts.config
+    if isinstance(config, grpo_config.AsyncGRPOConfig):
+        return "bfloat16" if counts.low else config.train_model.dtype
+    return engine_arguments(config, sync_type(config))["dtype"]
+
+
+def _model_bytes(counts: _Counts, backend: str) -> int:
+    """A model with its adapters merged, in the type that it is sampled in."""
+    dtype = _engine_dtype(counts) if backend == "vllm" else counts.config.train_model.dtype
+    model = modules.empty_model(counts.config.model.name, dtype=dtype)
+    return tensor_bytes(model.parameters())
+
+
+def _checkpoint(counts: _Counts) -> MemoryPart:
+    """The model as others open it, what is trained as it is resumed from, and the optimizer."""
+    config, states = counts.config, _states(counts)
+    plain = modules.empty_model(config.model.name, dtype=config.train_model.dtype)
+    size = tensor_bytes(plain.parameters()) + tensor_bytes(counts.trained)
+    if config.train_model.lora.enabled:
+        size += tensor_bytes(trained(counts.model))
+    kept = config.checkpoint.keep_last
+    how = f"each; checkpoint.keep_last={kept} and the one that is being written"
+    return MemoryPart("checkpoint", None if states is None else size + states, "disk", how)
+
+
+def show_bytes(num_bytes: int | None) -> str:
+    """A number of bytes with three figures.
+
+    Args:
+        num_bytes: how many; ``None`` where it is not known.
+
+    Example:
+        >>> show_bytes(18_484), show_bytes(1_353_216), show_bytes(None)
+        ('18.1 KiB', '1.29 MiB', 'unknown')
+    """
+    if num_bytes is None:
+        return "unknown"
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    figures = str(num_bytes) if units[0] == "B" else f"{size:#.3g}".rstrip(".")
+    return f"{figures} {units[0]}"
