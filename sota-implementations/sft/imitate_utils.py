@@ -80,10 +80,11 @@ def make_game_env(config: ImitateConfig, tokenizer: Any, *, held_out: bool = Fal
     )
 
 
-def player(config: PlayerConfig, seed: int) -> Agent:
+def player(config: PlayerConfig, seed: int | str) -> Agent:
     """The scripted player."""
     generator = random.Random(seed)
-    careful, careless = expert(seed), random_agent(seed)
+    # Each draws from a stream of its own: with one seed for all, what is drawn would go together.
+    careful, careless = expert(generator.getrandbits(32)), random_agent(generator.getrandbits(32))
 
     def act(game: Game, state: Any) -> str:
         agent = careless if generator.random() < config.careless else careful
@@ -99,6 +100,6 @@ def games(config: ImitateConfig) -> MappedRows:
 
     def game(seed: int) -> dict[str, Any]:
         # The player's moves follow from its game alone, whenever it is read.
-        return {"messages": env.demonstrate(player(config.player, config.seed + seed), seed)}
+        return {"messages": env.demonstrate(player(config.player, f"{config.seed}/{seed}"), seed)}
 
     return MappedRows(seeds, game)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from cli.run_folders import write_run
@@ -128,7 +129,10 @@ def test_what_cannot_be_is_a_paragraph(chat, tmp_path, arguments, said):
 def test_in_a_terminal_ctrl_c_ends_without_a_traceback():
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "torchrl_llm", "chat"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    # Whoever runs tests in the background has Ctrl-C ignored, which children inherit.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **streams, preexec_fn=heard) as child:
         os.close(theirs)
         said, prompts = b"", 0
         while True:
