@@ -153,7 +153,7 @@ FEW = f"{GRPO} train.max_steps=30 train.optim_batch_size=128 eval.interval=null"
 GAME = (
     f"{GRPO} env=tic_tac_toe model.name=../player/run/checkpoints/step_000200 "
     "env.options.actions=bare env.system_prompt='Play tic-tac-toe.' inference_model.max_tokens=4 "
-    "train.num_threads=1 train.prompts_per_batch=8 train.max_steps=40 optimizer.lr=4e-4 "
+    "train.num_threads=1 train.prompts_per_batch=16 train.max_steps=60 optimizer.lr=4e-4 "
     "optimizer.scheduler=linear optimizer.warmup_steps=5 eval.num_prompts=256 eval.interval=20"
 )
 REFERENCE = f"{GRPO} train.max_steps=60 eval.interval=null train.kl_to_ref_coeff"

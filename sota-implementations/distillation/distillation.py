@@ -17,7 +17,6 @@ from torchrl_llm.recipes import launch
 if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
     launch.begin(__file__, "distillation")
 
-import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -106,8 +105,6 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         watch=make_watch(config, reads_reward=config.loss.outcome_coeff > 0),
     )
     yield run
-    # Half a million objects of the imports need not be searched for garbage at every step.
-    gc.freeze()
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -16,7 +16,6 @@ from torchrl_llm.recipes import launch
 if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
     launch.begin(__file__, "expert-iteration")
 
-import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -94,8 +93,6 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         watch=make_watch(config),
     )
     yield run
-    # Half a million objects of the imports need not be searched for garbage at every step.
-    gc.freeze()
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -86,8 +85,6 @@ def train_async(
         if config.weight_sync.verify and config.inference_model.backend == "vllm":
             collector.canary = make_canary(config, policy, "load")
         begin(collector, policy.model)
-        # Half a million objects of the imports need not be searched for garbage at every step.
-        gc.freeze()
         for step in run.steps():
             with run.timed("sample"), autocast(config):
                 rows = source.fill()

@@ -23,7 +23,6 @@ from torchrl_llm.recipes import launch
 if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
     launch.begin(__file__, "grpo", siblings={"grpo-async": "grpo-async.py"})
 
-import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -112,8 +111,6 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     yield run
     if sampler is not policy:
         collector.update_policy_weights_()  # an engine has none yet, or not those of the checkpoint
-    # Half a million objects of the imports need not be searched for garbage at every step.
-    gc.freeze()
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages

@@ -19,7 +19,6 @@ from torchrl_llm.recipes import launch
 if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
     launch.begin(__file__, "sft")
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -93,8 +92,6 @@ def fine_tune(
     )
     run.say(demonstrations.show(0))
     yield run
-    # Half a million objects of the imports need not be searched for garbage at every step.
-    gc.freeze()
     rows = batches(loader)
     for _ in run.steps():
         batch = next(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
@@ -87,17 +88,29 @@ def only_reads(monkeypatch):
     monkeypatch.setattr(hydra, "main", main)
 
 
-def test_the_documentation_shows_commands():
-    assert sum(map(len, documented().values())) > 30
-
-
-@pytest.mark.parametrize("script", documented())
-def test_the_documented_commands_are_accepted(script, only_reads, monkeypatch, tmp_path):
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """The files of the pages, in the working folder; their names are free for them."""
     for name, text in WRITTEN.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    modules = [name.removesuffix(".py") for name in WRITTEN if name.endswith(".py")]
+    before = {name: sys.modules.pop(name, None) for name in modules}
+    yield
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def test_the_documentation_shows_commands():
+    assert sum(map(len, documented().values())) > 30
+
+
+@pytest.mark.parametrize("script", documented())
+def test_the_documented_commands_are_accepted(script, only_reads, written, monkeypatch, tmp_path):
     for arguments in documented()[script]:
         folder = f"hydra.run.dir={tmp_path}"
         with pytest.raises(Accepted):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import signal
 import sys
+import weakref
 
 import pytest
 import torch
@@ -280,3 +282,18 @@ def test_the_model_as_it_is_now_is_pushed_with_the_command_that_made_it(tmp_path
     assert (folder.name, name, options["private"]) == ("step_000001", "ann/adder", True)
     assert (folder / "model.safetensors").is_file()
     assert options["command"].startswith("torchrl-llm train grpo")
+
+
+@pytest.mark.parametrize("steps", [3, 1])
+def test_a_run_that_is_over_or_was_left_gives_its_memory_back(tmp_path, steps):
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(20, 60)]
+    run = GRPO(data=rows, reward="exact", folder=tmp_path / "a", **SMALL)
+    for number, _ in enumerate(run.steps(), start=1):
+        if number == steps:
+            break
+    if steps == 3:
+        run.train()
+    model = weakref.ref(run.run.model)
+    del run
+    gc.collect()
+    assert model() is None
