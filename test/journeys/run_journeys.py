@@ -11,6 +11,7 @@ it. It never sees the repository: it runs in a folder of its own, with the ``tor
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2
 LIMIT_S = 600
+
+
+def hears_ctrl_c() -> None:
+    """Undo what whoever runs this in the background has set, and children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def walk(script: Path) -> tuple[Path, bool, float, str]:
@@ -40,6 +46,7 @@ def walk(script: Path) -> tuple[Path, bool, float, str]:
                 text=True,
                 timeout=LIMIT_S,
                 check=False,
+                preexec_fn=hears_ctrl_c,
             )
             well, said = done.returncode == 0, done.stdout
         except subprocess.TimeoutExpired as error:
