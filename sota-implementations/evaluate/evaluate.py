@@ -1,6 +1,6 @@
 """Score a model on GSM8K, IFEval, HumanEval, or any other task: answers, figures, a table.
 
-    python sota-implementations/evaluate/evaluate.py model.name=outputs/.../step_000500 \
+    python sota-implementations/evaluate/evaluate.py model.name=outputs/grpo/... \
         tasks=[gsm8k] data_files.gsm8k=test.jsonl
     python sota-implementations/evaluate/evaluate.py model.name=Qwen/Qwen2.5-0.5B-Instruct \
         inference_model.backend=vllm data_files.humaneval=HumanEval.jsonl.gz \
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import hydra
 import torch
-import transformers
 from evaluate_utils import answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +35,6 @@ from torchrl_llm.trainers import show
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(OmegaConf.to_container(cfg, resolve=True))
-    transformers.utils.logging.disable_progress_bar()
     spare_threads(config.model.name)
     torch.manual_seed(config.seed)
     folder = Path(HydraConfig.get().runtime.output_dir)

@@ -29,6 +29,7 @@ from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.run_folder import model_folder
 
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
@@ -165,12 +166,15 @@ class EvaluateConfig:
 
 
 def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
-    """The configuration, checked.
+    """The configuration, checked; the folder of a run stands for its newest checkpoint.
 
     Raises:
         ConfigError: what it says cannot be.
     """
-    return from_mapping(EvaluateConfig, values)
+    config = from_mapping(EvaluateConfig, values)
+    if config.model.name is not None and (path := Path(config.model.name)).is_dir():
+        config.model.name = str(model_folder(path))
+    return config
 
 
 def make_policy(config: EvaluateConfig) -> LLMWrapperBase:

@@ -222,6 +222,17 @@ def test_instruction_level_accuracy_counts_instructions_and_not_prompts(recipe):
     assert (result["prompt"], result["inst"]) == (0.5, 0.5)
 
 
+def test_the_folder_of_a_run_is_its_newest_checkpoint(tmp_path, recipe):
+    for step in (5, 10):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text("{}")
+    config = recipe.load_config({"model": {"name": str(tmp_path / "run")}})
+    assert config.model.name == str(checkpoint)
+    with pytest.raises(ConfigError, match="holds no model"):
+        recipe.load_config({"model": {"name": str(tmp_path)}})
+
+
 def test_the_table_names_every_figure(recipe):
     text = recipe.table({"gsm8k": recipe.figures([record(0, True)])})
     assert [line.split() for line in text.splitlines()][:2] == [["gsm8k"], ["accuracy", "1.0000"]]

@@ -323,7 +323,7 @@ def _tell_small_model(config: RecipeConfig) -> None:
         return
     how = "model.name=Qwen/Qwen2.5-0.5B-Instruct for example, or a folder"
     if issubclass(task, GameEnv):
-        how += "; or teach it the game first, by sota-implementations/sft/imitate.py"
+        how += "; or teach it the game first, by torchrl-llm train imitate"
     logger.warning(
         f"env={config.env.dataset} is a task for a larger model. Without model.name this run "
         "trains the model of the package, whose 0.33 million parameters only know sums of two "
