@@ -277,10 +277,10 @@ def from_mapping(
         >>> Config = make_dataclass("Config", [group])
         >>> from_mapping(Config, {"optimizer": {"lr": 1}}).optimizer.lr
         1.0
-        >>> from_mapping(Config, {"optimizer": {"rl": 1}})
+        >>> from_mapping(Config, {"optimizer": {"lrr": 1}})
         Traceback (most recent call last):
         ...
-        torchrl_llm.errors.ConfigError: unknown key 'optimizer.rl'; did you mean 'optimizer.lr'?
+        torchrl_llm.errors.ConfigError: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?
     """
     return _build(schema, values, "", list(valid_keys(schema)), renamed or {})
 
