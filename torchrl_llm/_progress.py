@@ -131,7 +131,7 @@ class ProgressBar:
         left = clock(pace_s * (self.total - self.done)) if fresh else "?"
         return f"{clock(elapsed)} < {left}"
 
-    def _parts(self, width: int = 120) -> list[tuple[str, str]]:
+    def _parts(self, width: int = 84) -> list[tuple[str, str]]:
         """Texts and their styles; where a line is short the bar gives way, then the note."""
         count = f"{self._count()} "
         notes = "  ".join(filter(None, (f" {self._times()}", self._phase, self.note)))
