@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -144,7 +145,8 @@ def test_a_reward_that_fails_in_every_collector_is_shown_here(tmp_path, run, mon
     with pytest.raises(RewardError, match="none of the 16 rows of this step has a valid reward"):
         run(tmp_path / "run", "train.max_steps=2", f"reward.components.mine._target_={file}:fails")
     [shown] = [line for line in warned if "AttributeError" in line]
-    assert "component 'mine' failed 16 times in a batch of 16 rows" in shown
+    # Whichever collector delivers first: its batch, or that of both.
+    assert re.search(r"component 'mine' failed (\d+) times in a batch of \1 rows", shown)
     assert f'  File "{file}", line 2, in fails\n    return sample.nothing' in shown
     assert "\n  query:    What is " in shown
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import gc
 import importlib
 import os
 import random
@@ -290,6 +291,9 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
     _check_devices(options.get("num_devices", 1), cpu)
     arguments = engine_arguments(model, cpu=cpu, **options)
     _check_names(arguments)
+    # An engine that is garbage takes the process's groups with it when it is collected: now, and
+    # not while the next one samples.
+    gc.collect()
     with undisturbed():
         try:
             _add_expert_group()
