@@ -26,7 +26,7 @@ from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.data_config import ROWS, DataConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
-from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import model_folder
@@ -173,7 +173,8 @@ def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
     """
     config = from_mapping(EvaluateConfig, values)
     if config.model.name is not None and (path := Path(config.model.name)).is_dir():
-        config.model.name = str(model_folder(path))
+        with naming("model.name"):
+            config.model.name = str(model_folder(path))
     return config
 
 
