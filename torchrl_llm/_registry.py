@@ -323,6 +323,18 @@ def is_file(path: str) -> bool:
     return bool(separator) and (where.endswith(".py") or "/" in where)
 
 
+def absolute_path(path: str | None) -> str | None:
+    """``file.py:name`` with a path that means the same in another working folder.
+
+    Args:
+        path: as it was typed; anything else than a file stays as it is.
+    """
+    if path is None or not is_file(path):
+        return path
+    file, _, name = path.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"
+
+
 def _module_of(file: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"there is no file {file}")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torchrl_llm.errors import ConfigError
 
-RECIPES = {"grpo": "grpo", "grpo-async": "grpo-async"}
-"""Recipes whose memory can be counted, with the file of ``config/`` that composes each."""
+RECIPES = ("grpo", "grpo-async")
+"""Recipes whose memory can be counted; each is named as the file that composes its keys."""
 
 _PROMPT = 512
 
@@ -86,16 +86,9 @@ def _load(name: str, overrides: Sequence[str]) -> Any:
 
     folder = launch.PAGES / "grpo" / "config"
     siblings = {other: f"recipe {other}" for other in RECIPES if other != name}
-    checked = launch.check_arguments(list(overrides), folder, RECIPES[name], siblings=siblings)
-
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    checked = launch.check_arguments(list(overrides), folder, name, siblings=siblings)
 
     from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config
 
-    try:
-        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            composed = compose(RECIPES[name], checked)
-    except HydraException as error:
-        raise ConfigError(str(error)) from error
+    composed = launch.compose_files(folder, name, checked)
     return load_config(composed, AsyncGRPOConfig if name == "grpo-async" else GRPOConfig)

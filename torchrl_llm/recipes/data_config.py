@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torchrl_llm._registry import import_named, is_file
+from torchrl_llm._registry import absolute_path, import_named
 from torchrl_llm.data.row_files import MappedRows, Row, load_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import ensure, naming
@@ -200,7 +200,6 @@ def _absolute(source: Source) -> Source:
     if source is None or isinstance(source, list):
         return source and [_absolute(each) for each in source]
     if _names_python(source):
-        file, _, name = source.rpartition(":")
-        return f"{Path(file).resolve()}:{name}" if is_file(source) else source
+        return absolute_path(source)
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source

@@ -19,7 +19,6 @@ from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes import given, launch
 from torchrl_llm.recipes.chat_settings import make_conversation
 from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides
-from torchrl_llm.recipes.strict_config import dotted
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.curves import draw_curves
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
@@ -28,6 +27,7 @@ from torchrl_llm.trainers.run_folder import (
     CHECKPOINTS,
     checkpoint_path,
     checkpoint_steps,
+    dotted,
     read_config,
 )
 
@@ -123,21 +123,13 @@ class _Recipe(ABC):
 
     def _compose(self, settings: Mapping[str, Any]) -> Any:
         """The recipe's files with these settings, checked."""
-        from hydra import compose, initialize_config_dir
-        from hydra.core.global_hydra import GlobalHydra
         from omegaconf import OmegaConf
 
         files = (launch.PAGES / self.PAGE).parent / "config"
         table = KeyTable.read(files, self.FILE)
         check_overrides([f"{key}={_typed(value)}" for key, value in settings.items()], table)
         chosen = [f"{key}={value}" for key, value in settings.items() if key in table.groups]
-        before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
-        GlobalHydra.instance().hydra = None
-        try:
-            with initialize_config_dir(str(files.resolve()), version_base="1.3"):
-                composed = compose(self.FILE, chosen)
-        finally:
-            GlobalHydra.instance().hydra = before
+        composed = launch.compose_files(files, self.FILE, chosen)
         for key, value in settings.items():
             if key not in table.groups:
                 OmegaConf.update(composed, key, value, merge=False, force_add=True)
@@ -264,32 +256,22 @@ class _Recipe(ABC):
         return push_to_hub(saved, name, private=private, command=repr(self.config))
 
 
-def _settings(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as dotted keys: a dict is a group, whose ``type`` chooses its file."""
-    found: dict[str, Any] = {}
-    for name, value in groups.items():
-        if isinstance(value, Mapping) and name not in _OPEN:
-            own = dict(value)
-            if name in ("loss", "advantage") and "type" in own:
-                found[name] = own.pop("type")
-            found |= {f"{name}.{key}": each for key, each in _settings_within(name, own).items()}
-        else:
-            found[name] = value
-    return found
-
-
+# Mappings whose names are the user's stay one value.
 _OPEN = ("env.options", "reward.components")
 
 
-def _settings_within(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys within a group; a mapping with names of the user's stays one value."""
+def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keyword arguments as dotted keys: a dict is a group, whose ``type`` may choose its file."""
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and f"{group}.{key}" not in _OPEN:
-            inner = _settings_within(f"{group}.{key}", value)
-            found |= {f"{key}.{name}": each for name, each in inner.items()}
-        else:
+    for name, value in values.items():
+        key = prefix + name
+        if not isinstance(value, Mapping) or key in _OPEN:
             found[key] = value
+            continue
+        own = dict(value)
+        if key in ("loss", "advantage") and "type" in own:
+            found[key] = own.pop("type")
+        found |= _settings(own, f"{key}.")
     return found
 
 

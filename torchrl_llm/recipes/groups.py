@@ -22,7 +22,7 @@ class EnvConfig:
     """Task and prompts.
 
     Attributes:
-        dataset: name of the task, one of ``TASKS``.
+        dataset: name of the task (``torchrl-llm list tasks``), or ``module:class`` of your own.
         data_files: local JSON-lines file with the training problems, packed by gzip or not;
             ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,

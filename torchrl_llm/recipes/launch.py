@@ -114,6 +114,37 @@ def check_arguments(
     return checked
 
 
+def compose_files(folder: Path, name: str, overrides: Iterable[str]) -> Any:
+    """What a recipe's files say with these overrides, as Hydra composes them.
+
+    Nothing of Hydra's is left behind, and a program that uses Hydra itself goes on with its own.
+
+    Args:
+        folder: the recipe's ``config``.
+        name: as of :func:`begin`.
+        overrides: as of Hydra.
+
+    Returns:
+        An ``omegaconf.DictConfig``.
+
+    Raises:
+        ConfigError: Hydra refuses an override.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().hydra = None
+    try:
+        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+            return compose(name, list(overrides))
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
 def _check_syntax(arguments: Iterable[str]) -> None:
     """Refuse what Hydra cannot read, and several values where there is no sweep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -9,17 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchrl_llm._registry import find
+from torchrl_llm._registry import absolute_path, find
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.objectives import Correction, SFTLoss
 from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
 from torchrl_llm.recipes.groups import RefModelConfig
-from torchrl_llm.recipes.reward_config import (
-    absolute_path,
-    check_components,
-    check_function,
-    has_token_rewards,
-)
+from torchrl_llm.recipes.reward_config import check_components, check_function, has_token_rewards
 from torchrl_llm.recipes.strict_config import (
     Component,
     Variants,

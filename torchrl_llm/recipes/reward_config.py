@@ -15,11 +15,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torchrl_llm import rewards
-from torchrl_llm._registry import constructor_arguments, find, import_named, is_file, names
+from torchrl_llm._registry import absolute_path, constructor_arguments, find, import_named, names
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import ensure, from_mapping, naming
@@ -47,18 +46,6 @@ def __getattr__(name: str) -> object:
     if name != "SCORERS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return {each: find("rewards", each) for each in names("rewards")}
-
-
-def absolute_path(path: str | None) -> str | None:
-    """``file.py:name`` with a path that means the same in another working folder.
-
-    Args:
-        path: as it was typed; anything else than a file stays as it is.
-    """
-    if path is None or not is_file(path):
-        return path
-    file, _, name = path.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
 
 
 def check_components(settings: Settings) -> dict[str, dict[str, Any]]:

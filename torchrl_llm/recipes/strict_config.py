@@ -25,7 +25,7 @@ from torchrl_llm._redis import masked
 from torchrl_llm._registry import constructor_arguments, names
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
-from torchrl_llm.trainers.run_folder import dotted  # noqa: F401 (recipes take it from here)
+from torchrl_llm.trainers.run_folder import dotted  # noqa: F401 (its published path is here)
 
 _PLAIN = (bool, int, float, str, type(None))
 

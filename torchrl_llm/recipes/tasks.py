@@ -106,15 +106,16 @@ def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.opt
         torchrl_llm.errors.ConfigError: env.options.answer_format must be one of ['tags', 'auto', \
 'flexible-extract', 'strict-match'], got 'automatic'
     """
+    if not options:
+        return
+    allowed, task = task_options(name), task_class(name)
+    made = constructor_arguments(task.make if isinstance(task, ChatEnvTask) else task)
     for option, value in options.items():
-        allowed = task_options(name)
         if option not in allowed:
             raise ConfigError(
                 f"{path}.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
             )
-        task = task_class(name)
-        made = task.make if isinstance(task, ChatEnvTask) else task
-        hint = constructor_arguments(made)[option].annotation
+        hint = made[option].annotation
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(
                 f"{path}.{option} must be one of {list(get_args(hint))}, got {value!r}"
