@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows
 from torchrl_llm.envs import ChatEnv, DatasetChatEnv, RewardParser, RewardScore
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards import reward_runner
 from torchrl_llm.rewards.reward_parser import extract_block, extract_tags
 
 MODES = ("history", "text", "tokens")
@@ -290,17 +292,19 @@ def test_a_score_that_takes_too_long_is_invalid_and_the_others_are_not(answer):
         Scripted(timeout=1.0)
 
 
-def test_seconds_are_those_of_each_row(answer):
+def test_seconds_are_those_of_each_row(answer, monkeypatch):
+    clock = SimpleNamespace(now=5.0, perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    monkeypatch.setattr(reward_runner, "time", clock)
+
     class Slow(RewardParser):
         def score(self, response, answer):
-            time.sleep(float(response))
+            clock.now += float(response)
             return 1.0
 
     env = make_env(["", ""], Slow())
-    seconds = env.step(answer(env.reset(), "0", "0.1"))["next", "reward_seconds"]
-    assert seconds.shape == (2,)
+    seconds = env.step(answer(env.reset(), "0.25", "2"))["next", "reward_seconds"]
     assert seconds.dtype == torch.float32
-    assert seconds[0] < seconds[1] >= 0.1
+    assert seconds.tolist() == [0.25, 2.0]
 
 
 def test_keys_can_be_renamed(answer):
