@@ -238,9 +238,31 @@ def test_values_are_typed_as_hydra_reads_them():
         "g": 1e-05,
         "h": "module:name",
         "i": "/a/b-c.csv",
+        "j": ["null", "true", "12", "1e3", ".5", "~", "a.b/c@d"],
+        "k": "Größe <x>! `y`\nline\ttwo",
+        "l": [r"it\'s", "end\\", r"\\'"],
     }
     parsed = OverridesParser.create().parse_overrides(Command("grpo", values).overrides)
     assert {each.key_or_group: each.value() for each in parsed} == values
+
+
+AWKWARD = [
+    {"reward": {"right": "exact", "short": (len, 0.5)}},
+    {"data": ["qa.csv", "a b.csv", "it's, é.csv"], "reward": "exact"},
+    {"data": "Größe.csv", "reward": "exact", "prompt": "12"},
+    {"data": "qa.csv", "reward": "exact", "env.system_prompt": "null"},
+    {"env": "countdown", "env.options": {"num_count": 3}},
+]
+
+
+@pytest.mark.parametrize("settings", AWKWARD)
+def test_the_printed_command_is_accepted_and_means_the_same(settings):
+    run = GRPO(**settings)
+    folder = (launch.PAGES / run.PAGE).parent / "config"
+    typed = shlex.split(repr(run.config).partition("\n#")[0])[3:]
+    checked = launch.check_arguments(typed, folder, run.FILE)
+    composed = launch.compose_files(folder, run.FILE, checked)
+    assert run._page.load_config(composed).flat() == run._config.flat()
 
 
 def test_the_model_is_talked_to_as_it_is_now_and_a_conversation_may_go_on(tmp_path):

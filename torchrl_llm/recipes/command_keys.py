@@ -34,8 +34,8 @@ _FLAG = re.compile(
 _FLAG_WITH_WORD = re.compile(
     "--(cfg|package|config-path|config-name|config-dir|experimental-rerun)|-(c|p|cp|cn|cd)"
 )
-# What Hydra reads as one word without quotes.
-_ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*")
+# What Hydra reads as one word, or as a list, without quotes.
+_ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*|\[.*\]", re.ASCII)
 
 
 @dataclass
@@ -156,9 +156,10 @@ def check_overrides(
             checked.append(argument)
             continue
         if (whole := SHORT.get(name)) in table.plain:
-            argument, name = f"{whole}={_quoted(value)}", whole
+            argument, name = f"{whole}={_as_it_stands(value)}", whole
         given[name] = value
-        new = table.is_open(name) and not argument.startswith(("+", "~"))
+        free = name in table.open or table.is_open(name)
+        new = free and not argument.startswith(("+", "~"))
         checked.append(f"++{argument}" if new else argument)
     for name, value in given.items():
         _check_key(name, value, given, table, elsewhere or {})
@@ -187,11 +188,24 @@ def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
     return ["tasks=[rows]"] if "tasks" in table.plain and "tasks" not in given else []
 
 
-def _quoted(value: str) -> str:
-    """A value that Hydra reads as it stands."""
-    if _ONE_WORD.fullmatch(value) or value.startswith(("'", '"')):
-        return value
-    return "'" + value.replace("'", r"\'") + "'"
+def quoted(text: str) -> str:
+    r"""A text as Hydra reads it, whatever is in it.
+
+    Args:
+        text: what is meant.
+
+    Example:
+        >>> print(quoted("it's"))
+        'it\'s'
+    """
+    # Hydra reads a backslash as a sign of its own unless a quote follows.
+    inner = re.sub(r"(\\+)('|\Z)", r"\1\1\2", text).replace("'", r"\'")
+    return f"'{inner}'"
+
+
+def _as_it_stands(value: str) -> str:
+    """A value that Hydra reads as it was typed."""
+    return value if _ONE_WORD.fullmatch(value) or value.startswith(("'", '"')) else quoted(value)
 
 
 def _check_key(

@@ -7,6 +7,7 @@ does is what happens here.
 
 from __future__ import annotations
 
+import re
 import shlex
 from abc import ABC
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes import given, launch
 from torchrl_llm.recipes.chat_settings import make_conversation
-from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides
+from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides, quoted
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.curves import draw_curves
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
@@ -80,6 +81,10 @@ class Command(Mapping[str, Any]):
         return "\n".join(lines)
 
 
+# A text that Hydra takes for nothing else.
+_WORD = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:\.*/)?[a-z_][\w./:@%+*?-]*", re.A | re.I)
+
+
 def _typed(value: Any) -> str:
     """A value as Hydra reads it from the command line."""
     if value is None:
@@ -91,9 +96,7 @@ def _typed(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_typed, value)) + "]"
     text = str(value)
-    if isinstance(value, str) and (not text or set(text) & set(" ,[]{}()=\\'\"#")):
-        return "'" + text.replace("'", r"\'") + "'"
-    return text
+    return quoted(text) if isinstance(value, str) and not _WORD.fullmatch(text) else text
 
 
 class _Recipe(ABC):
@@ -132,7 +135,7 @@ class _Recipe(ABC):
         composed = launch.compose_files(files, self.FILE, chosen)
         for key, value in settings.items():
             if key not in table.groups:
-                OmegaConf.update(composed, key, value, merge=False, force_add=True)
+                OmegaConf.update(composed, key, value, force_add=True)
         return self._page.load_config(composed)
 
     @property
