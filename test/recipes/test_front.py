@@ -7,7 +7,9 @@ import shlex
 import signal
 import sys
 import weakref
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -19,6 +21,7 @@ from torchrl_llm import GRPO, SFT
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes import front, given, launch
 from torchrl_llm.recipes.front import Command
+from torchrl_llm.recipes.reward_config import check_function
 
 SMALL = {
     "train": {"max_steps": 3, "prompts_per_batch": 4},
@@ -178,6 +181,12 @@ WRONG = [
     ({"env": "rows", "reward": "exact"}, "needs rows: data=FILE"),
     ({"reward": "length"}, r"write it as a part of the reward: reward\.components\.length"),
     ({"tools": [3]}, "env.tools"),
+    ({"tools": "calculator"}, "tools is a list"),
+    ({"tools": len}, "tools is a list"),
+    ({"reward": [len, len]}, "several rewards have names"),
+    ({"reward": {"short": (len, 0.5, 2)}}, "'short' is a function and its weight"),
+    ({"model": torch.nn.Linear(1, 1)}, "got Linear; save"),
+    ({"logging": {"backend": {"csv"}}}, r"logging\.backend=\{'csv'\} is no setting"),
     ({"model": "m", **{"model.name": "n"}}, "model.name is given twice"),
 ]
 
@@ -244,6 +253,25 @@ def test_values_are_typed_as_hydra_reads_them():
     }
     parsed = OverridesParser.create().parse_overrides(Command("grpo", values).overrides)
     assert {each.key_or_group: each.value() for each in parsed} == values
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    run = GRPO(train={"max_steps": torch.tensor(3)}, optimizer={"lr": np.float64(1e-5)})
+    assert (run._config.train.max_steps, run._config.optimizer.lr) == (3, 1e-5)
+    assert run.config.overrides == ["train.max_steps=3", "optimizer.lr=1e-05"]
+
+
+class Weighted:
+    """A reward with a state."""
+
+    def __call__(self, response, answer):
+        return 2.0 * (response == answer)
+
+
+@pytest.mark.parametrize("reward", [Weighted(), partial(Weighted.__call__, Weighted())])
+def test_a_reward_may_be_any_object_that_is_called(reward):
+    run = GRPO(data="qa.csv", reward=reward)
+    assert check_function(run.config["reward.function"]).score("4", "4") == 2.0
 
 
 AWKWARD = [

@@ -127,6 +127,7 @@ class _Recipe(ABC):
     def _compose(self, settings: Mapping[str, Any]) -> Any:
         """The recipe's files with these settings, checked."""
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
         files = (launch.PAGES / self.PAGE).parent / "config"
         table = KeyTable.read(files, self.FILE)
@@ -135,7 +136,10 @@ class _Recipe(ABC):
         composed = launch.compose_files(files, self.FILE, chosen)
         for key, value in settings.items():
             if key not in table.groups:
-                OmegaConf.update(composed, key, value, force_add=True)
+                try:
+                    OmegaConf.update(composed, key, value, force_add=True)
+                except OmegaConfBaseException as error:  # a set, a tensor
+                    raise ConfigError(f"{key}={value!r} is no setting: {error.msg}") from error
         return self._page.load_config(composed)
 
     @property
@@ -269,7 +273,8 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         key = prefix + name
         if not isinstance(value, Mapping) or key in _OPEN:
-            found[key] = value
+            number = getattr(value, "ndim", None) == 0  # NumPy's and torch's
+            found[key] = value.item() if number else value
             continue
         own = dict(value)
         if key in ("loss", "advantage") and "type" in own:
@@ -345,7 +350,7 @@ class GRPO(_Recipe):
             "data.messages": messages,
             **_env_settings(env, own=data is not None),
             **_reward_settings(reward),
-            "env.tools": None if tools is None else [given.path_of(tool) for tool in tools],
+            "env.tools": None if tools is None else _tool_paths(tools),
         }
         chosen = {"loss": loss, "advantage": advantage}
         super().__init__(own, {k: v for k, v in chosen.items() if v is not None} | keys, folder)
@@ -412,7 +417,18 @@ class SFT(_Recipe):
         super().__init__(own, keys, folder)
 
 
+def _tool_paths(tools: Any) -> list[str]:
+    if not isinstance(tools, (list, tuple)):
+        raise ConfigError(f"tools is a list, as in tools=[lookup]; got {tools!r}")
+    return [given.path_of(tool) for tool in tools]
+
+
 def _model_and_data(model: str | Path | None, data: Any, eval_data: Any) -> dict[str, Any]:
+    if not isinstance(model, (str, Path, type(None))):
+        raise ConfigError(
+            f"model is a folder or a hub name, got {type(model).__name__}; save a model and its "
+            "tokenizer with save_pretrained, and give the folder"
+        )
     return {
         "model.name": None if model is None else str(model),
         "data.source": _source(data),
@@ -444,11 +460,20 @@ def _env_settings(env: Any, *, own: bool) -> dict[str, Any]:
 def _reward_settings(reward: Any) -> dict[str, Any]:
     if reward is None:
         return {}
+    if isinstance(reward, (list, tuple)):
+        raise ConfigError(
+            "several rewards have names, each alone or with its weight behind it: "
+            'reward={"right": right, "short": (short, 0.1)}'
+        )
     if not isinstance(reward, Mapping):
         return {"reward.function": given.path_of(reward)}
     parts = {}
     for name, part in reward.items():
         part, *weight = part if isinstance(part, (tuple, list)) else (part,)
+        if len(weight) > 1:
+            raise ConfigError(
+                f"reward {name!r} is a function and its weight, got {weight} behind it"
+            )
         path = given.path_of(part)
         parts[name] = {"_target_" if ":" in path else "type": path}
         if weight:

@@ -120,11 +120,8 @@ def check_function(name: str) -> rewards.RewardParser:
     with naming("reward.function"):
         found = find("rewards", name)
         ensure(callable(found) or ":" not in name, f"{name} is {found!r}, and no function")
-        needed = [
-            key
-            for key, parameter in constructor_arguments(found).items()
-            if inspect.isclass(found) and parameter.default is inspect.Parameter.empty
-        ]
+        arguments = constructor_arguments(found) if inspect.isclass(found) else {}
+        needed = [key for key, each in arguments.items() if each.default is each.empty]
         ensure(
             not needed and (":" in name or inspect.isclass(found)),
             f"{name!r} has settings ({', '.join(needed) or 'see the docs'}); write it as a part of "
