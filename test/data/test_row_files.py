@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +144,15 @@ def test_sequences_are_taken_as_they_are_and_checked():
         load_rows([{"a": 1}, {"b": 2}], columns=["a"])
     with pytest.raises(DataError, match="from_dataloader"):
         load_rows(iter(ROWS))
+
+
+def test_columns_are_no_rows_and_splits_are_chosen():
+    rows = [{"query": "Hi"}]
+    assert load_rows({"train": rows, "test": []}) == rows
+    frame = SimpleNamespace(keys=lambda: ["query"])  # pandas' are no mappings
+    for columns in ({"query": ["Hi", "Ho"]}, frame):
+        with pytest.raises(DataError, match=r'holds columns; .*to_dict\("records"\)'):
+            load_rows(columns)
 
 
 def test_the_hub_needs_the_datasets_package(monkeypatch):

@@ -231,6 +231,8 @@ def test_objects_have_paths_that_this_process_imports():
     equal = [given.rows_path([{"a": n}]) for n in (1, 1, 2)]
     assert equal[0] == equal[1] != equal[2]
     assert import_named(equal[2]) == [{"a": 2}]
+    odd = [object(), (row for row in "ab"), {"train": [{"a": 1}]}]
+    assert [import_named(given.rows_path(each)) for each in odd] == odd
     assert "only" in repr(Command("grpo", {"reward.function": paths[0]}))
 
 

@@ -64,7 +64,8 @@ def load_rows(
         return rows if isinstance(rows, list) else load_rows(rows, columns=columns)
     if isinstance(source, str):
         return _load_hub(source, columns, name, split)
-    if hasattr(source, "keys"):  # a DatasetDict
+    if hasattr(source, "keys"):
+        _check_splits(source)
         source = choose_split(source, split)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DataError(
@@ -83,6 +84,16 @@ def load_rows(
             raise DataError(f"{where} must be a dict, got {type(row).__name__}")
         check_columns(row, columns, where)
     return source
+
+
+def _check_splits(source: Any) -> None:
+    """Refuse columns where a ``DatasetDict`` or another mapping of names to rows is meant."""
+    first = next(iter(source.values()), ()) if isinstance(source, Mapping) else [None]
+    if isinstance(first, (list, tuple)) and first and not isinstance(first[0], Mapping):
+        raise DataError(
+            f"a dataset is a sequence of dicts, and this {type(source).__name__} holds columns; "
+            'of a pandas frame, pass frame.to_dict("records")'
+        )
 
 
 def _is_path(source: str) -> bool:

@@ -45,17 +45,19 @@ def path_of(thing: Any) -> str:
 
 
 def rows_path(rows: Any) -> str:
-    """A path that imports rows in this process; equal rows have the same.
+    """A path that imports rows in this process; equal ones have the same.
 
     Args:
-        rows: a list of dicts, a ``datasets.Dataset`` or another sequence of them.
+        rows: a list of dicts, a ``datasets.Dataset``, or whatever else may be rows.
     """
     known = getattr(rows, "_fingerprint", None)
+    if known is None and not isinstance(rows, (list, tuple)):
+        return keep(rows, "rows")  # it may compute its rows, or read them
     if known is None:
-        listed = rows if isinstance(rows, (list, tuple)) else [rows[0], rows[len(rows) - 1]]
-        text = json.dumps([len(rows), *listed], default=str, sort_keys=True)
+        text = json.dumps(rows, default=str)
         known = xxhash.xxh64_hexdigest(text.encode())
-    return keep(rows, f"rows_{known}")
+    globals()[name := f"rows_{known}"] = rows
+    return f"{__name__}:{name}"
 
 
 def keep(thing: Any, name: str) -> str:
@@ -71,7 +73,7 @@ def keep(thing: Any, name: str) -> str:
     wanted = "".join(sign if sign.isidentifier() or sign.isdigit() else "_" for sign in name)
     wanted = {"_lambda_": "function"}.get(wanted, wanted)
     kept, number = wanted, 1
-    while kept in globals() and globals()[kept] is not thing and not kept.startswith("rows_"):
+    while kept in globals() and globals()[kept] is not thing:
         number += 1
         kept = f"{wanted}_{number}"
     globals()[kept] = thing
