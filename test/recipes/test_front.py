@@ -18,7 +18,7 @@ from recipes.grpo_helper import SCRIPT, rows, weights
 from recipes.script import run_alone
 
 from torchrl_llm import GRPO, SFT
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.recipes import front, given, launch
 from torchrl_llm.recipes.front import Command
 from torchrl_llm.recipes.reward_config import check_function
@@ -106,7 +106,7 @@ def test_fine_tuning_in_python_is_the_command_bit_for_bit(table, tmp_path, monke
     assert not any("lora" in name for name, _ in saved.named_parameters())
 
 
-def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp_path):
+def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp_path, capsys):
     def right(response, answer):
         return response.strip() == answer
 
@@ -121,7 +121,11 @@ def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp
     assert run.run.step == 1
     assert [round(m["train/reward"], 3) >= 0 for m in run.steps()] == [True, True]
     assert list(run.steps()) == []
+    capsys.readouterr()
     assert run.train() is run  # nothing is left to do
+    assert "this run is over, after step 3 of 3; another goes on with more steps" in (
+        capsys.readouterr().err
+    )
     assert 0.0 <= before <= 1.0
 
     from transformers import AutoModelForCausalLM
@@ -132,6 +136,30 @@ def test_steps_may_be_left_and_gone_on_with_and_signals_are_ours_only_inside(tmp
     whole = GRPO(data=sums, prompt="q", answer="sum", reward=right, folder=tmp_path / "b", **SMALL)
     whole.train()
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_a_run_that_failed_says_so_when_it_is_trained_again(tmp_path, capsys):
+    def broken(response, answer):
+        raise ValueError("broken")
+
+    sums = [{"q": f"What is {n}+{n}?", "sum": str(2 * n)} for n in range(20, 60)]
+    run = GRPO(data=sums, answer="sum", prompt="q", reward=broken, folder=tmp_path, **SMALL)
+    with pytest.raises(RewardError, match="broken"):
+        run.train()
+    capsys.readouterr()
+    run.train()
+    assert "this run is over, after step 1 of 3; another goes on from" in capsys.readouterr().err
+
+
+def test_each_run_has_a_folder_of_its_own_wherever_the_program_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [GRPO() for _ in range(3)]
+    assert len({run.folder for run in runs}) == 3
+    (tmp_path / "elsewhere").mkdir()
+    run = GRPO(folder="own", **SMALL)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run.train()
+    assert (tmp_path / "own" / "metrics.csv").is_file()
 
 
 def test_hydra_is_as_it_was(tmp_path):
@@ -180,6 +208,7 @@ WRONG = [
     ({"prompt": "question"}, "data.prompt has no effect without data.source"),
     ({"env": "rows", "reward": "exact"}, "needs rows: data=FILE"),
     ({"reward": "length"}, r"write it as a part of the reward: reward\.components\.length"),
+    ({"folder": __file__}, "folder=.* cannot be the folder of a run: .*py is no folder"),
     ({"tools": [3]}, "env.tools"),
     ({"tools": "calculator"}, "tools is a list"),
     ({"tools": len}, "tools is a list"),

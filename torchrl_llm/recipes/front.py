@@ -106,6 +106,8 @@ class _Recipe(ABC):
     PAGE: ClassVar[str]
     FILE: ClassVar[str]
 
+    _folders: ClassVar[set[Path]] = set()
+
     def __init__(
         self, own: dict[str, Any], keys: Mapping[str, Any], folder: str | Path | None
     ) -> None:
@@ -117,12 +119,23 @@ class _Recipe(ABC):
         self.config = Command(self.NAME, settings)
         self._page = launch.load_page(self.PAGE)
         self._config = self._compose(settings)
-        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-        self.folder = Path(f"outputs/{self.NAME}/{now}" if folder is None else folder)
+        self.folder = self._new_folder() if folder is None else Path(folder).absolute()
+        launch.check_folder(self.folder, "folder")
         self._steps: Iterator[TrainingRun] | None = None
         self._run: TrainingRun | None = None
         self._done = False
         self._conversation: Conversation | None = None
+
+    def _new_folder(self) -> Path:
+        """Date and time, as for the command; a number tells runs of the same second apart."""
+        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+        folder = first = Path(f"outputs/{self.NAME}/{now}").absolute()
+        number = 1
+        while folder in self._folders or folder.exists():
+            number += 1
+            folder = first.with_name(f"{first.name}_{number}")
+        self._folders.add(folder)
+        return folder
 
     def _compose(self, settings: Mapping[str, Any]) -> Any:
         """The recipe's files with these settings, checked."""
@@ -164,10 +177,17 @@ class _Recipe(ABC):
             The metrics of the step, as :meth:`torchrl_llm.trainers.TrainingRun.record` wrote them.
         """
         run = self.run
+        if self._done:
+            more = "" if run.step < run.max_steps else "with more steps "
+            run.say(
+                f"this run is over, after step {run.step} of {run.max_steps}; another goes on "
+                f"{more}from what is saved:\n  {run.how_to_resume}"
+            )
         while not self._done:
+            self._done = True  # also where a step raises
             if next(self._steps, None) is None:
-                self._done = True
                 return
+            self._done = False
             with run.stop.released():
                 yield run.metrics
 
@@ -184,7 +204,7 @@ class _Recipe(ABC):
             for _ in self.steps():
                 pass
         except SystemExit:  # stopped by a signal, and saved: the program goes on
-            self._done = True
+            pass
         return self
 
     def evaluate(self) -> EvalResult:

@@ -158,7 +158,7 @@ def _check_syntax(arguments: Iterable[str]) -> None:
         if argument.startswith("-") or not separator:
             continue
         if key == "hydra.run.dir":
-            _check_folder(Path(value.strip("'\"")))
+            check_folder(Path(value.strip("'\"")), key)
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
@@ -173,12 +173,20 @@ def _check_syntax(arguments: Iterable[str]) -> None:
             )
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder of a run that Hydra could not make."""
+def check_folder(folder: Path, key: str) -> None:
+    """Refuse a folder of a run that cannot be made.
+
+    Args:
+        folder: of the run.
+        key: what it was given by.
+
+    Raises:
+        ConfigError: it is a file, or nothing can be written there.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "nothing can be written there" if there.is_dir() else f"{there} is no folder"
-        raise ConfigError(f"hydra.run.dir={folder} cannot be the folder of a run: {why}")
+        raise ConfigError(f"{key}={folder} cannot be the folder of a run: {why}")
 
 
 def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:

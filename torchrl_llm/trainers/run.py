@@ -254,7 +254,7 @@ class TrainingRun:
         if saved and self._checkpoint.resume == "never":
             raise CheckpointError(
                 f"{self.folder} holds a run up to step {saved[-1]}; continue it with "
-                "checkpoint.resume=auto, or choose another hydra.run.dir"
+                "checkpoint.resume=auto, or choose another folder (hydra.run.dir)"
             )
         self._seconds: dict[str, float] = {}
         self._accuracy: float | None = None
