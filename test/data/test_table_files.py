@@ -85,8 +85,16 @@ BROKEN = {
     "a missing value": ("a,b\n1,2\n3\n", "line 3 has 1 values for the 2 columns"),
     "an unquoted comma": ("a,b\n1,2,3\n", "line 2 has 3 values.*needs quotes"),
     "an open quote": ('a,b\n"1,2\n', "line 2 is not CSV"),
+    "another delimiter": ("a;b\n1;2,5\n", "one column, 'a;b': ',' stands between.*not ';'"),
     "a missing column": ("b\n1\n", "lacks the column 'a'; it has \\['b'\\]"),
 }
+
+
+def test_a_cell_of_a_csv_file_may_hold_a_book(tmp_path):
+    book = "a word " * 50_000
+    path = tmp_path / "rows.csv"
+    path.write_text(f'a,b\n"{book}",1\n')
+    assert read_csv(path) == [{"a": book, "b": "1"}]
 
 
 @pytest.mark.parametrize("what", BROKEN)

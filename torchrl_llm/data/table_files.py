@@ -130,12 +130,21 @@ def read_csv(
         [{'question': 'What is 1,000 + 1?', 'answer': '1,001'}]
     """
     path = Path(path).expanduser()
-    lines = csv.reader(io.StringIO(_read_text(path), newline=""), delimiter=delimiter, strict=True)
+    text = _read_text(path)
+    # The limit is the process's; a cell may hold a book.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows: list[dict[str, str]] = []
     try:
         header = next(lines, [])
         if not any(header):
             raise DataError(f"the data file {path} has no rows: its first line names no columns")
+        other = next((sign for sign in ";\t|," if sign in header[0]), delimiter)
+        if len(header) == 1 and other != delimiter:
+            raise DataError(
+                f"{path} names one column, {header[0]!r}: {delimiter!r} stands between values, and "
+                f"not {other!r}; tabs do in a file whose name ends in .tsv"
+            )
         if len(set(header)) < len(header):
             raise DataError(f"{path} has two columns of one name: {header}")
         check_columns(dict.fromkeys(header), tuple(columns), f"{path}")
