@@ -136,6 +136,7 @@ REFUSED = [
     (lambda prompts, completions, **kwargs: [0.0], r"one of TRL's.*def reward\(response, answer\)"),
     (lambda completions, **kwargs: [0.0], "one of TRL's"),
     (lambda response, answer, third: 0.0, r"must take \(response, answer\)"),
+    (lambda answer, response: 0.0, "would get the response first"),
     (lambda: 0.0, "cannot be called"),
     (later, "is a coroutine"),
     (3, "a reward is a function of"),

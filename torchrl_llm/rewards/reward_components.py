@@ -144,6 +144,11 @@ def _taken(function: Callable[..., Any]) -> Literal["sample", "response", "answe
             f"the reward {name}{inspect.signature(function)} is one of TRL's, which gets lists; "
             "here a reward sees one row: def reward(response, answer) or def reward(response, row)"
         )
+    if "response" in names[1:]:
+        raise ConfigError(
+            f"the reward {name}{inspect.signature(function)} would get the response first: write "
+            "(response, answer) or (response, row)"
+        )
     if needed > 2 or not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         raise ConfigError(
             f"the reward {name}{inspect.signature(function)} cannot be called: it must take "
