@@ -66,6 +66,9 @@ def test_what_a_folder_lacks_is_said(folder, tmp_path, monkeypatch):
     load_model(folder).save_pretrained(bare)
     with pytest.raises(ConfigError, match=r"holds no tokenizer: tokenizer\.json .*\(config\.json"):
         load_tokenizer(bare)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="a run's are in its checkpoints"):
+        load_tokenizer(tmp_path / "run")
     (bare / "model.safetensors").unlink()
     with pytest.raises(
         ConfigError, match=r"holds no model that can be loaded: .*model\.safetensors"

@@ -117,6 +117,7 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         raise ConfigError(
             f"{str(name_or_path)!r} holds no tokenizer: tokenizer.json is not among its files "
             f"({files})"
+            + ("; a run's are in its checkpoints" if (folder / "checkpoints").is_dir() else "")
         )
     return _load(AutoTokenizer, "tokenizer", name_or_path, {})
 
