@@ -4,10 +4,10 @@
     python sota-implementations/grpo/grpo-async.py train.max_policy_age=2 train.on_stale=drop
     python sota-implementations/grpo/grpo-async.py ray.address=auto ray.num_collectors=8
 
-Collectors are actors of Ray (``pip install -e ".[ray]"``), each with environments and a sampler of
-its own; new weights reach them through Ray's object store. Every key is in config/common.yaml,
-config/grpo-async.yaml, and the files of config/loss, config/advantage and config/env. Ctrl-C saves
-after the step; ``checkpoint.resume=auto`` goes on.
+Collectors are actors of Ray (``pip install "torchrl_llm[ray]"``), each with environments and a
+sampler of its own; new weights reach them through Ray's object store. Every key is in
+config/common.yaml, config/grpo-async.yaml, and the files of config/loss, config/advantage and
+config/env. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class EnvConfig:
 
     Attributes:
         dataset: name of the task (``torchrl-llm list tasks``), or ``module:class`` of your own.
-        data_files: local JSON-lines file with the training problems, packed by gzip or not;
+        data_files: CSV, JSON, JSON-lines or Parquet file (``.gz`` too) with the training problems;
             ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
             or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
