@@ -235,6 +235,20 @@ def test_an_error_of_ours_is_a_paragraph_unless_a_traceback_is_asked_for(monkeyp
         fail()
 
 
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_users_code_that_exits_ends_no_run_in_silence(code, capsys):
+    @launch.tells_errors
+    def run():
+        sys.exit(code)
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == (code or 1)
+    said = capsys.readouterr().err
+    assert said.startswith(f"SystemExit: {code} at {__file__}:")
+    assert said.endswith(", in run: it ended the program before its end\n")
+
+
 def test_the_pages_of_the_package_are_those_of_the_repository():
     root = Path(__file__).parents[2]
     assert launch.PAGES.resolve() == root / "sota-implementations"
