@@ -130,7 +130,7 @@ def find(kind: str, name: str) -> Any:
     if (entry := _installed(kind).get(name)) is not None:
         try:
             return _entries[kind].setdefault(name, entry.load())
-        except Exception as error:  # another package may raise anything
+        except (Exception, SystemExit) as error:  # another package may raise anything
             raise ConfigError(
                 f"{name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -281,7 +281,7 @@ def import_named(path: str) -> Any:
         module = _module_of(Path(where)) if is_file(path) else import_module(where)
     except ConfigError:
         raise
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         hint = f" ({last.filename}, line {last.lineno})"
         if isinstance(error, ImportError):

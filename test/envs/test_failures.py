@@ -151,6 +151,29 @@ def test_a_judge_that_raises_is_shown_with_the_row_that_it_was_to_judge(said):
     assert "ConnectionError: the judge is down\n  query:    0?\n  response: a" in text
 
 
+def test_a_message_without_end_hides_neither_its_type_nor_its_place(said):
+    class Endless(RewardParser):
+        def score(self, response, answer):
+            try:
+                return 1 / 0
+            except ZeroDivisionError as error:
+                raise ValueError("x" * 100_000) from error
+
+    out = stepped(Endless(), ["a"])
+    where = place('ValueError("x"')
+    assert list(out["error", "place"]) == [where]
+    [text] = said
+    assert f"{printed(where)}\n" in text
+    assert "\nValueError: xxx" in text
+    assert "ZeroDivisionError: division by zero\n\nThe above" in text
+    assert len(text) < 5000
+
+
+def test_what_failed_in_an_evaluation_is_not_said_to_be_counted_in_training(said):
+    stepped(Silent(), ["a"])
+    assert "train/reward_errors counts them, or eval/invalid in an evaluation" in said[0]
+
+
 def test_causes_are_shown_too(said):
     stepped(Chained(), ["a"])
     assert "ZeroDivisionError: division by zero\n\nThe above exception was the direct" in said[0]

@@ -298,3 +298,7 @@ def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
     raising.write_text("import math\nWEIGHT = 1 / 0\n")
     with pytest.raises(ConfigError, match=r"division by zero \(.*own_raising\.py, line 2\)$"):
         find("rewards", f"{raising}:WEIGHT")
+    leaving = tmp_path / "own_leaving.py"
+    leaving.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"SystemExit: 0 \(.*own_leaving\.py, line 2\)$"):
+        find("rewards", f"{leaving}:exact")

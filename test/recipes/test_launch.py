@@ -61,6 +61,31 @@ MEANT = {
     "banana": "--help",
     "optimizer.foo": "--help",
     "optimizer.model": "optimizer has name, lr, weight_decay",
+    # the same name in another group is another thing
+    "reward_model.enable": "--help",
+    "algorithm.filter_groups.enabled": "--help",
+    "algorithm.kl_ctrl.type": "--help",
+    "custom_reward_function.name": "--help",
+    "reward.name": "reward has components, function",
+    "log.level": "--help",
+    "data.gen_batch_size": "data has source",
+    "micro_rollout_batch_size": "--help",
+    "cache_implementation": "--help",
+    "lora.enable": "'train_model.lora.enabled'",
+    "trainer.model.name": "'model.name'?",
+    "orchestrator.eval.interval": "'eval.interval'?",
+    "trainer.device": "'train.device'",
+    # a group is no key
+    "load_checkpoint": "--help",
+    "sync_ref_model": "--help",
+    "do_train": "--help",
+    # what evaluation does is no key of training
+    "eval.temperature": "eval has interval",
+    "eval_n_samples_per_prompt": "--help",
+    "eval.num_examples": "eval has interval",
+    "actor_rollout_ref.rollout.val_kwargs.n": "--help",
+    "eval.dataset": "eval has interval",
+    "val.batch_size": "'eval.batch_size'?",
 }
 
 
@@ -70,6 +95,19 @@ def test_a_refusal_names_what_was_meant_or_nothing(key, table):
     assert said.startswith(f"unknown key {key!r}; ")
     assert MEANT[key] in said
     assert ("did you mean" in said or "here it is" in said) == MEANT[key].startswith("'")
+
+
+def test_what_another_recipe_has_is_not_named_where_it_is_not():
+    sft = KeyTable.read(launch.PAGES / "sft" / "config", "sft")
+    assert "here it is" not in refusal("loss_type", sft.keys)
+    assert "here it is 'loss'" in refusal("loss_type", KeyTable.read(GRPO, "grpo").keys)
+
+
+def test_a_group_that_is_given_a_value_names_each_of_its_keys_once():
+    imitate = KeyTable.read(launch.PAGES / "sft" / "config", "imitate")
+    with pytest.raises(ConfigError) as refused:
+        check_overrides(["loss=grpo"], imitate)
+    assert str(refused.value).count("loss.reduction") == 1
 
 
 def test_what_other_libraries_call_a_key_leads_to_a_key_of_a_recipe_or_a_sentence():
@@ -85,6 +123,8 @@ def test_what_other_libraries_call_a_key_leads_to_a_key_of_a_recipe_or_a_sentenc
 
 REFUSED = {
     "loss=gsop": r"did you mean 'gspo'\?",
+    "loss=DAPO": r"did you mean 'dapo'\?",
+    "loss=reinforce++": r"did you mean 'reinforce_plus_plus'\?",
     "env=gsmk8": r"did you mean 'gsm8k'\?.*env.dataset=module:class",
     "advantage=banana": "There are batch, constant",
     "loss=grpo,gsop": r"did you mean 'gspo'\?",
@@ -193,6 +233,20 @@ def test_an_error_of_ours_is_a_paragraph_unless_a_traceback_is_asked_for(monkeyp
     monkeypatch.setenv(launch.TRACEBACK_VARIABLE, "1")
     with pytest.raises(ConfigError):
         fail()
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_users_code_that_exits_ends_no_run_in_silence(code, capsys):
+    @launch.tells_errors
+    def run():
+        sys.exit(code)
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == (code or 1)
+    said = capsys.readouterr().err
+    assert said.startswith(f"SystemExit: {code} at {__file__}:")
+    assert said.endswith(", in run: it ended the program before its end\n")
 
 
 def test_the_pages_of_the_package_are_those_of_the_repository():

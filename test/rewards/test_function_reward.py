@@ -16,6 +16,7 @@ from torchrl_llm.rewards import (
     FunctionReward,
     GSM8KRewardParser,
     RewardScore,
+    Scorer,
     as_reward,
 )
 
@@ -152,3 +153,19 @@ def test_what_cannot_be_a_reward_is_refused_before_anything_is_scored(reward, me
         return
     with pytest.raises(ConfigError, match=message):
         as_reward(reward)
+
+
+@pytest.mark.parametrize("error", [KeyError("table"), SystemExit(0), TypeError("no table")])
+def test_a_class_that_fails_while_it_is_made_is_told_with_its_line(error):
+    class Lookup(Scorer):
+        def __init__(self):
+            raise error
+
+        def score(self, sample):
+            return 1.0
+
+    with pytest.raises(
+        ConfigError, match=rf"Lookup\(\) raised {type(error).__name__}: .*{error}"
+    ) as told:
+        as_reward(Lookup)
+    assert f"{__file__}:" in str(told.value)

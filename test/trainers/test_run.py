@@ -31,6 +31,16 @@ class Result:
         return {"eval/accuracy": self.accuracy}
 
 
+@dataclass
+class Invalid:
+    accuracy: float
+    invalid: float
+    conversations: tuple[str, ...] = ()
+
+    def metrics(self):
+        return {"eval/accuracy": self.accuracy, "eval/invalid": self.invalid}
+
+
 class Model(nn.Module):
     """One trained weight, one frozen one, and the two methods that saving needs."""
 
@@ -536,6 +546,16 @@ def test_where_it_is_to_go_on_it_does_and_what_failed_most_is_told_at_the_end(tm
     toy.run.finish()
     told = capsys.readouterr().err
     assert "3 times, 3 of them by KeyError: 'x' at reward.py:3, in f, in the whole run" in told
+
+
+def test_held_out_prompts_without_a_reward_are_told_at_the_end(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=2, evaluate=True)
+    shares = iter((0.0, 0.25))
+    toy.run._evaluate = lambda: Invalid(0.0, next(shares))
+    toy.train().run.finish()
+    told = capsys.readouterr().err
+    assert "step 2: 25% of the held-out prompts have no valid reward and count as wrong" in told
+    assert "step 0" not in told
 
 
 def test_steps_without_a_signal_are_counted_over_a_resume_and_told_once(tmp_path, capsys):

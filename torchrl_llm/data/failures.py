@@ -48,7 +48,10 @@ _FATES = {
     "tool": "the model reads what went wrong, and train/tool_errors counts such rows",
     WORLD: "such episodes end and are not trained on, and train/env_errors counts them",
 }
-_NO_REWARD = "rows without a reward are not trained on, and train/reward_errors counts them"
+_NO_REWARD = (
+    "rows without a reward are not trained on, and train/reward_errors counts them, or "
+    "eval/invalid in an evaluation"
+)
 
 
 class Failure(NamedTuple):
@@ -167,7 +170,8 @@ def _printed(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
     ours = isinstance(error, TorchRLLLMError) and not _of_user(told.stack)
     _leave_out_ours(told)
-    return _last("".join(told.format(chain=not ours)).rstrip("\n"))
+    # A long message must not push out its type, nor the frames above it.
+    return _last("".join(map(_short, told.format(chain=not ours))).rstrip("\n"))
 
 
 def _leave_out_ours(told: traceback.TracebackException) -> None:
@@ -185,7 +189,7 @@ def _of_user(stack: traceback.StackSummary | None) -> traceback.StackSummary | N
 
 def _short(text: str) -> str:
     if len(text) > _LONGEST_MESSAGE:
-        text = text[: _LONGEST_MESSAGE - 3] + "..."
+        text = text[: _LONGEST_MESSAGE - 3] + "..." + "\n" * text.endswith("\n")
     return _storable(text)
 
 

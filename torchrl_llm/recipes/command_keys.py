@@ -27,6 +27,8 @@ SHORT = {"data": "data.source", "reward": "reward.function"}
 _SHARED = "shared"
 # From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
 _SIMILAR = 0.7
+# The same for names that may be of another group, or of a whole one.
+_ALIKE = 0.85
 # Flags of Hydra, and those that take the word behind them.
 _FLAG = re.compile(
     "--(help|hydra-help|version|resolve|run|multirun|shell-completion|info)|-(h|r|m|sc|i)"
@@ -221,7 +223,7 @@ def _check_key(
         if name in elsewhere:
             raise ConfigError(f"{name!r}: {elsewhere[name]}")
         raise ConfigError(refusal(name, table.keys))
-    if inner := [key for key in table.plain if key.startswith(f"{name}.")]:
+    if inner := dict.fromkeys(key for key in table.plain if key.startswith(f"{name}.")):
         if not (table.open_options or value.startswith(("{", "$"))):
             raise ConfigError(f"{name!r} is a group of keys, {', '.join(inner)}; got {value!r}")
         return
@@ -251,7 +253,7 @@ def check_option(group: str, option: str, table: KeyTable) -> None:
     options = table.groups[group]
     if option in options or table.open_options:
         return
-    near = _near(option, options)
+    near = _near(option.lower().replace("+", "_plus"), options)
     hint = f"did you mean {near[0]!r}? " if near else ""
     own = " A task of your own is env.dataset=module:class." if group == "env" else ""
     raise ConfigError(f"{group}={option}: {hint}There are {', '.join(sorted(options))}.{own}")
@@ -282,22 +284,44 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
     group, _, leaf = key.rpartition(".")
     leaves: dict[str, list[str]] = {}
     groups = {each.rpartition(".")[0] for each in keys}
-    for each in set(keys) - groups if group else keys:
-        leaves.setdefault(each.rpartition(".")[2], []).append(each)
+    for each in keys:
+        if not group or each not in groups:
+            leaves.setdefault(each.rpartition(".")[2], []).append(each)
     if (target := _other_name(key, keys)) is not None:
         return f"unknown key {key!r}; {target}"
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == group}
     begun = [name for name in siblings if len(leaf) > 2 and name.startswith(leaf)]
-    for name in [leaf] if leaf in leaves else begun[:1] or _near(leaf, siblings):
-        meant = [siblings[name]] if name in siblings else leaves[name][:3]
-        return f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
-    for name in _near(leaf, OTHER_NAMES, 0.85):
-        if (target := _other_name(name, keys)) is not None:
+    near = begun[:1] or _near(leaf, siblings, _SIMILAR if group else _ALIKE)
+    for name in [leaf] if leaf in leaves else near:
+        if meant := [siblings[name]] if name in siblings else _elsewhere(key, leaves[name]):
+            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
+    for name in _near(leaf, OTHER_NAMES, _ALIKE if group and group in groups else 0.9):
+        if (target := _other_name(f"{group}.{name}".lstrip("."), keys)) is not None:
             return f"unknown key {key!r}; {target}"
-    for name in _near(leaf, leaves, 0.8):
-        return f"unknown key {key!r}; did you mean {' or '.join(map(repr, leaves[name][:3]))}?"
+    for name in _near(leaf, leaves, _ALIKE):
+        if meant := _elsewhere(key, leaves[name]):
+            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?"
     own = f"{group} has {', '.join(siblings)}; " if siblings and group else ""
     return f"unknown key {key!r}; {own}--help lists all keys"
+
+
+def _elsewhere(key: str, named: Sequence[str]) -> Sequence[str]:
+    """Keys of the same name in other groups, as far as they mean the same there."""
+    group = key.rpartition(".")[0]
+    if whole := [each for each in named if key.endswith(f".{each}")]:
+        return whole
+    if _is_of_evaluation(key):
+        named = [each for each in named if each.startswith("eval.")]
+    if not group:
+        return named[:3]
+    # A name that several groups have, or one within a group's group, means something only there.
+    inner = [part for each in named for part in each.split(".")[1:-1]]
+    return named if len(named) == 1 and {*inner} <= {*group.split(".")} else ()
+
+
+def _is_of_evaluation(key: str) -> bool:
+    """Whether a key says itself that it is of evaluation, whose settings are its own."""
+    return not {"eval", "val"}.isdisjoint(re.split(r"[._]", key))
 
 
 def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list[str]:
@@ -306,13 +330,15 @@ def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list
 
 def _other_name(key: str, keys: Sequence[str]) -> str | None:
     """What another library's key is called here, where this recipe has it."""
-    parts = key.split(".")
+    parts, groups = key.split("."), {each.rpartition(".")[0] for each in keys}
+    # A group takes a value where its options are files, which say their type.
+    valued = {each for each in keys if each not in groups or f"{each}.type" in keys}
     for start in range(len(parts)):
         target = OTHER_NAMES.get(".".join(parts[start:]))
-        if target is None:
+        if target is None or (_is_of_evaluation(key) and "eval" not in target):
             continue
         named = [each.partition("=")[0] for each in target.split(" and ")]
-        if set(named) <= set(keys):
+        if set(named) <= valued:
             return "here it is " + " and ".join(map(repr, target.split(" and ")))
         if " " in target and " and " not in target:
             return target

@@ -8,12 +8,14 @@ Next: :mod:`torchrl_llm.recipes.command_keys` checks the keys.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib.util
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -250,9 +252,10 @@ def _without_hydra(lines: Iterable[str]) -> list[str]:
 def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make an error that this package raises on purpose a paragraph on the terminal, without trace.
 
-    The process ends with exit code 1. With ``TORCHRL_LLM_TRACEBACK=1`` the error is raised as it
-    is. What nobody foresaw keeps its traceback. Where Hydra has made a folder for the run, its
-    ``run.log`` holds all of it, and what the terminal says until then.
+    The process ends with exit code 1, also where code of the user's would end it with 0. With
+    ``TORCHRL_LLM_TRACEBACK=1`` the error is raised as it is. What nobody foresaw keeps its
+    traceback. Where Hydra has made a folder for the run, its ``run.log`` holds all of it, and what
+    the terminal says until then.
 
     Args:
         function: of a command.
@@ -269,6 +272,18 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 sys.stdout.flush()
                 sys.stderr.write(f"{type(error).__name__}: {error}\n")
                 raise SystemExit(_FAILED) from None
+            except SystemExit as ended:
+                *_, (last, _) = traceback.walk_tb(ended.__traceback__)
+                if last.f_code.co_filename.startswith((str(PAGES.parent), argparse.__file__)):
+                    raise  # help that was shown, a run that was stopped by a signal
+                from torchrl_llm.data.failures import place_of
+
+                sys.stdout.flush()
+                sys.stderr.write(
+                    f"SystemExit: {ended.code} at {place_of(ended)}: it ended the program before "
+                    "its end\n"
+                )
+                raise SystemExit(ended.code or _FAILED) from None
 
     return call
 

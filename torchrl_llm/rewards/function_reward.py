@@ -11,7 +11,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.data.failures import place_of
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.rewards.composite_reward import CompositeReward
 from torchrl_llm.rewards.reward_components import BatchScorer, Component, Sample, Scorer, as_scorer
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, checked_score
@@ -97,10 +98,7 @@ def as_reward(reward: Any) -> RewardParser:
         1.5
     """
     if inspect.isclass(reward) and issubclass(reward, (RewardParser, Scorer, BatchScorer)):
-        try:
-            reward = reward()
-        except TypeError as error:
-            raise ConfigError(f"{reward.__name__} needs arguments: {error}") from error
+        reward = _made(reward)
     if isinstance(reward, RewardParser):
         return reward
     if isinstance(reward, (Scorer, BatchScorer, Component)):
@@ -113,6 +111,21 @@ def as_reward(reward: Any) -> RewardParser:
         f"a reward is a function of (response, answer) or (response, row), a RewardParser, or a "
         f"mapping of names to several, got {reward!r}"
     )
+
+
+def _made(cls: type) -> Any:
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(f"{cls.__name__} needs arguments: {error}") from error
+    try:
+        return cls()
+    except TorchRLLLMError:
+        raise
+    except (Exception, SystemExit) as error:  # one of the user's may raise anything
+        raise ConfigError(
+            f"{cls.__name__}() raised {type(error).__name__}: {error} at {place_of(error)}"
+        ) from error
 
 
 def _component(part: Any) -> Component:

@@ -415,6 +415,12 @@ class TrainingRun:
                 say(f"{logger} raised {number} times, and may lack what it was given then")
             if failed := self._watch.failures.most_frequent():
                 say(f"{failed}, in the whole run")
+            for step, share in zip(*self._table.read("eval/invalid"), strict=True):
+                if share > 0:
+                    say(
+                        f"step {step}: {share:.0%} of the held-out prompts have no valid reward "
+                        "and count as wrong"
+                    )
             show(text_table(self._results(picture)))
         if values and all(map(math.isnan, values)):
             raise RewardError(

@@ -73,8 +73,9 @@ def _shown(title: str, episode: Trajectory) -> str:
 def _reward(episode: Trajectory) -> str:
     if not episode.valid:
         errors = (row.get(("next", "error"), None) for row in episode.rows)
-        told = [f"{error['type']}: {error['message']}" for error in errors if error is not None]
-        return " ".join(["no reward", *(text for text in told if text != ": ")])
+        told = [(error["type"], error["message"]) for error in errors if error is not None]
+        texts = (": ".join(" ".join(text.split()) for text in each if text) for each in told)
+        return " ".join(["no reward", *filter(None, texts)])
     parts = episode.rows[-1].get(("next", "rewards"), None)
     values = [] if parts is None else [(name, _total(episode.rows, name)) for name in parts.keys()]
     named = ", ".join(f"{name} {value:.3f}" for name, value in values)
