@@ -209,6 +209,33 @@ def test_a_world_that_fails_is_shown(said, monkeypatch):
     assert f"\n  response: {MOVE}" in text
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"reward": None}, "a reward must be one number, got None"),
+        ({"reward": "1"}, "a reward must be one number, got '1'"),
+        ({"reward": [1.0, 2.0]}, "a reward must be one number, got list"),
+        ({"reward": float("nan")}, "a reward must be finite in float32, got nan"),
+        ({"reward": 10**400}, "a reward must be finite in float32, got inf"),
+        ({"terminated": None}, "terminated must be True or False, got None"),
+    ],
+)
+def test_what_a_world_returns_and_no_world_may_is_shown_and_ends_its_episode_only(
+    said, monkeypatch, told, message
+):
+    env = TicTacToeEnv(num_envs=2, player="X")
+    step = env.game.step
+    monkeypatch.setattr(env.game, "step", lambda *given: step(*given)._replace(**told))
+    td = env.reset()
+    answer(td, [MOVE] * 2)
+    out = env.step(td)["next"]
+    assert not out["reward_valid"].any()
+    assert out["done"].all()
+    assert list(out["error", "message"]) == [message] * 2
+    [text] = said
+    assert text.startswith("environment failed 2 times in a batch of 2 rows.")
+
+
 def hermes(tool, **arguments):
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 

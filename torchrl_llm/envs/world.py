@@ -11,7 +11,6 @@ drives remote worlds.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,10 +74,18 @@ class Reaction:
     error: Exception | None = None
 
     def checked(self) -> Self:
-        """Itself, or a failure where the reward is no finite number."""
-        if self.error is None and math.isfinite(self.reward):
-            return self
-        error = self.error or RewardError(f"a reward must be finite, got {self.reward}")
+        """Itself, or a failure where the reward is no finite number or a flag no bool."""
+        error = self.error
+        if error is None:
+            names = ("terminated", "truncated", "success")
+            try:
+                reward = reward_parser.checked_score(self.reward).reward
+                flags = {
+                    name: reward_parser.checked_flag(name, getattr(self, name)) for name in names
+                }
+                return replace(self, reward=reward, **flags)
+            except RewardError as raised:
+                error = raised
         return replace(self, error=error, terminated=True, truncated=False, success=False)
 
 

@@ -526,9 +526,22 @@ def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
     return mask.nonzero().flatten().tolist()
 
 
-def _flag(name: str, value: Any) -> bool:
+def checked_flag(name: str, value: Any) -> bool:
+    """What somebody returned for a bool.
+
+    Args:
+        name: what it says.
+        value: anything that is true or false.
+
+    Raises:
+        RewardError: for ``None`` and texts.
+
+    Example:
+        >>> checked_flag("success", 1)
+        True
+    """
     if value is None or isinstance(value, (str, bytes)):
-        raise RewardError(f"{name} of a score must be True or False, got {value!r}")
+        raise RewardError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
@@ -552,9 +565,9 @@ def checked_score(score: Any) -> RewardScore:
         if kinds == (float, bool, bool, bool) and abs(value) <= _FLOAT32_MAX:
             return full  # as nearly always
         full = full._replace(
-            success=_flag("success", full.success),
-            has_answer=_flag("has_answer", full.has_answer),
-            has_think=_flag("has_think", full.has_think),
+            success=checked_flag("success", full.success),
+            has_answer=checked_flag("has_answer", full.has_answer),
+            has_think=checked_flag("has_think", full.has_think),
         )
     if isinstance(value, Tensor):
         if value.numel() != 1:
