@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from cli.run_folders import write_run
@@ -126,6 +128,12 @@ def test_what_cannot_be_is_a_paragraph(chat, tmp_path, arguments, said):
     assert "Traceback" not in err
 
 
+def wait_until_asleep(pid):
+    """Python misses a signal between the prompt that it prints and its wait for a line."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)
+
+
 def test_in_a_terminal_ctrl_c_ends_without_a_traceback():
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "torchrl_llm", "chat"]
@@ -145,6 +153,7 @@ def test_in_a_terminal_ctrl_c_ends_without_a_traceback():
                 if prompts == 1:
                     os.write(terminal, b"What is 66+85?\n")
                 else:
+                    wait_until_asleep(child.pid)
                     child.send_signal(signal.SIGINT)
     assert child.returncode == 130
     assert b"the model that ships with the package; /reset begins anew" in said

@@ -280,7 +280,7 @@ def test_credit_that_reads_no_reward_refuses_components_that_count():
 def test_keys_that_only_the_user_knows_are_new_to_hydra():
     given = ["seed=1", "env.options.player=X", "+env.options.a=1", "reward.components={}"]
     passed = check_arguments(given)
-    assert passed == ["seed=1", "++env.options.player=X", "+env.options.a=1", given[3]]
+    assert passed == ["seed=1", "++env.options.player=X", "+env.options.a=1", f"++{given[3]}"]
     config = load_config(composed("env=tic_tac_toe", "env.options.player=X"))
     assert config.env.options["player"] == "X"
 
