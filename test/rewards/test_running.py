@@ -117,7 +117,7 @@ def test_what_an_exception_says_is_kept_short_and_can_be_stored():
     assert Outcome.failed(ValueError("x" * 10_000_000)).message == "x" * 1997 + "..."
     assert Outcome.failed(OSError("no file \udcff")).message == "no file ?"
     assert Outcome.failed(OSError("no file \udcff")).traceback == "OSError: no file ?"
-    assert len(Outcome.failed(ValueError("x" * 10_000_000)).traceback) == 4000
+    assert Outcome.failed(ValueError("x" * 10_000_000)).traceback == f"ValueError: {'x' * 1985}..."
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,7 +325,10 @@ def _is_of_evaluation(key: str) -> bool:
     return not {"eval", "val"}.isdisjoint(re.split(r"[._]", key))
 
 
-def _near(name: str, names: Iterable[str], similarity: float = _SIMILAR) -> list[str]:
+def _near(name: str, names: Collection[str], similarity: float = _SIMILAR) -> list[str]:
+    """The name that is likest, if one is like enough: the same letters in another order always."""
+    if swapped := [each for each in names if sorted(each) == sorted(name)]:
+        return swapped[:1]
     return difflib.get_close_matches(name, names, 1, similarity)
 
 
