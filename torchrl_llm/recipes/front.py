@@ -464,6 +464,11 @@ def _source(data: Any) -> Any:
         return [str(path) for path in data]
     if callable(data):
         return given.path_of(data)
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            "data is rows (a list of dicts, a datasets.Dataset) or names them (a file, a folder, a "
+            f"dataset on the hub), got {data!r}"
+        )
     return given.rows_path(data)
 
 
