@@ -20,15 +20,16 @@ found = {event.step: event.value for event in board.Scalars("train/reward")}
 assert found.keys() == expected.keys(), found
 assert all(abs(found[step] - expected[step]) < 1e-6 for step in expected), found
 
-# W&B writes blocks of 32 KiB that begin with 7 bytes of their own; a name stands before its value.
+# W&B writes blocks of 32 KiB that begin with 7 bytes of their own; behind a name stand the number
+# of bytes of its value, and the value.
 (file,) = glob.glob("run/wandb/offline-run-*/run-*.wandb")
 data = open(file, "rb").read()
 data = b"".join(data[start + 7 : start + 32768] for start in range(0, len(data), 32768))
 
 
 def values(name):
-    pattern = re.escape(name.encode()) + rb'\x82\x01.([-\d.e]+|"\w+")'
-    return [json.loads(text) for text in re.findall(pattern, data, re.DOTALL)]
+    names = re.finditer(re.escape(name.encode()) + rb"\x82\x01(.)", data, re.DOTALL)
+    return [json.loads(data[each.end() : each.end() + each[1][0]]) for each in names]
 
 
 assert set(values("train/reward")) == set(expected.values()), values("train/reward")
