@@ -303,7 +303,7 @@ def test_a_server_that_does_not_answer_is_invalid_in_time_and_the_others_are_not
     judge = JudgeReward(EndpointGrader(url(server), "judge", timeout=0.5), "{response}", retries=0)
     start = time.monotonic()
     slow, fine = judge.score_batch([sample("slow"), sample("fine")])
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 2.5
     assert "no answer within 0.5 s" in str(slow)
     assert fine == 0.8
 

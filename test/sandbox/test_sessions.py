@@ -109,7 +109,7 @@ def test_output_is_cut_for_each_piece(sandbox):
 def test_a_timeout_ends_the_session(session):
     start = time.monotonic()
     result = session.run("print('a', flush=True)\nwhile True: pass", wall_s=1)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 3
     assert (result.status, result.exit_code, result.stdout) == ("timeout", -9, "a\n")
     assert not session.alive
     after = session.run("print(1)")

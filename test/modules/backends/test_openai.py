@@ -277,7 +277,7 @@ def test_a_server_that_is_not_there_is_an_error_within_the_limit():
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"no answer in .* attempts: ConnectionRefusedError"):
         connect("http://127.0.0.1:9", start_timeout_s=0.6)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
 
 
 def test_a_server_that_comes_up_late_is_waited_for(serve):

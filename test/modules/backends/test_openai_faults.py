@@ -40,7 +40,7 @@ def test_the_server_says_when_to_come_back(serve):
     fake.faults.append(refuse(429, headers=[("Retry-After", "1")]))
     start = time.monotonic()
     ask(backend)
-    assert time.monotonic() - start >= 1.0
+    assert 1.0 <= time.monotonic() - start < 3.0
 
 
 def test_a_broken_connection_is_tried_again_with_the_same_seed(serve):
@@ -71,7 +71,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again(serve):
     assert backend.num_retries == 0
 
 
-@pytest.mark.parametrize("fault", [sleep(20), drip(20)], ids=["silent", "dripping"])
+@pytest.mark.parametrize("fault", [sleep(5), drip(5)], ids=["silent", "dripping"])
 def test_an_answer_that_takes_too_long_is_an_error_and_never_asked_for_again(serve, fault):
     fake, url = serve()
     backend = connect(url, timeout_s=0.5)
@@ -79,7 +79,7 @@ def test_an_answer_that_takes_too_long_is_an_error_and_never_asked_for_again(ser
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"no answer within 0.5 s"):
         ask(backend)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
     assert backend.num_retries == 0
 
 
@@ -115,11 +115,11 @@ def test_the_first_error_ends_the_other_requests_at_once(serve):
     fake, url = serve()
     backend = connect(url)
     fake.faults.append(refuse(400))
-    fake.faults.extend([sleep(20)] * 7)
+    fake.faults.extend([sleep(5)] * 7)
     start = time.monotonic()
     with pytest.raises(BackendError, match="400"):
         ask(backend, num_samples=8)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2
     fake.faults.clear()
     assert len(ask(backend, num_samples=2)) == 2
 

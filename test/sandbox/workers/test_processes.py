@@ -71,7 +71,7 @@ def test_a_computation_that_looks_at_no_signal_is_stopped_in_time_and_replaced(p
     start = time.monotonic()
     with pytest.raises(RemoteTimeoutError, match=r"within 0\.5 s"):
         pool.call("power", 9, timeout=0.5)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 2.5
     assert pool.call("return", 1.0) == 1.0
 
 
