@@ -65,7 +65,7 @@ def load_rows(
     if isinstance(source, str):
         return _load_hub(source, columns, name, split)
     if hasattr(source, "keys"):
-        _check_splits(source)
+        _check_not_columns(source)
         source = choose_split(source, split)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DataError(
@@ -86,10 +86,15 @@ def load_rows(
     return source
 
 
-def _check_splits(source: Any) -> None:
-    """Refuse columns where a ``DatasetDict`` or another mapping of names to rows is meant."""
-    first = next(iter(source.values()), ()) if isinstance(source, Mapping) else [None]
-    if isinstance(first, (list, tuple)) and first and not isinstance(first[0], Mapping):
+def _check_not_columns(source: Any) -> None:
+    """Refuse columns where a ``DatasetDict`` or another mapping of splits to rows is meant."""
+    if isinstance(source, Mapping):
+        values = next(iter(source.values()), ())
+        is_plain = isinstance(values, (list, tuple)) and len(values) > 0
+        has_columns = is_plain and not isinstance(values[0], Mapping)
+    else:
+        has_columns = True  # a frame of pandas
+    if has_columns:
         raise DataError(
             f"a dataset is a sequence of dicts, and this {type(source).__name__} holds columns; "
             'of a pandas frame, pass frame.to_dict("records")'

@@ -7,10 +7,12 @@ does is what happens here.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,9 +123,8 @@ class _Recipe(ABC):
         self._config = self._compose(settings)
         self.folder = self._new_folder() if folder is None else Path(folder).absolute()
         launch.check_folder(self.folder, "folder")
-        self._steps: Iterator[TrainingRun] | None = None
+        self._steps: Generator[TrainingRun] | None = None
         self._run: TrainingRun | None = None
-        self._done = False
         self._conversation: Conversation | None = None
 
     def _new_folder(self) -> Path:
@@ -177,17 +178,13 @@ class _Recipe(ABC):
             The metrics of the step, as :meth:`torchrl_llm.trainers.TrainingRun.record` wrote them.
         """
         run = self.run
-        if self._done:
+        if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
             more = "" if run.step < run.max_steps else "with more steps "
             run.say(
                 f"this run is over, after step {run.step} of {run.max_steps}; another goes on "
                 f"{more}from what is saved:\n  {run.how_to_resume}"
             )
-        while not self._done:
-            self._done = True  # also where a step raises
-            if next(self._steps, None) is None:
-                return
-            self._done = False
+        while next(self._steps, None) is not None:
             with run.stop.released():
                 yield run.metrics
 
@@ -200,11 +197,9 @@ class _Recipe(ABC):
         Raises:
             RewardError: no step of the run had a valid reward.
         """
-        try:
+        with suppress(SystemExit):  # stopped by a signal, and saved: the program goes on
             for _ in self.steps():
                 pass
-        except SystemExit:  # stopped by a signal, and saved: the program goes on
-            pass
         return self
 
     def evaluate(self) -> EvalResult:
