@@ -20,6 +20,7 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
 from torchrl_llm.recipes.builders import make_envs, make_policy, minibatches, seed_everything
 from torchrl_llm.trainers import (
+    checkpoint,
     BatchSource,
     GRPOConfig,
     load_config,
@@ -128,7 +129,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, run):
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_previous_checkpoint(tmp_path, run, monkeypatch):
-    real, calls = torch.save, []
+    real, calls = checkpoint.write_tensors, []
 
     def full(*args, **kwargs):
         calls.append(1)
@@ -136,7 +137,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_previous_checkpoint(tmp_path, ru
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(CheckpointError, match=r"No space left.*step 1 is intact.*resume=auto"):
         run(tmp_path, "train.max_steps=3", "checkpoint.interval=1")
     table = run(tmp_path, "train.max_steps=3", "checkpoint.interval=1", "checkpoint.resume=auto")

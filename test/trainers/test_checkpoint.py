@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import random
+import zlib
 
 import numpy
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
@@ -15,7 +18,8 @@ from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.wire import pack_rows
-from torchrl_llm.errors import CheckpointError
+from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
+from torchrl_llm.trainers import checkpoint
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
@@ -51,10 +55,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_half_one(tmp_path, mo
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     message = "step 2 could not be written.*No space left.*step 1 is intact.*resume=auto"
     with pytest.raises(CheckpointError, match=message):
-        store.save(2, {"step": 2}, write_model=lambda path: (path / "w").write_bytes(b"x" * 10))
+        store.save(2, {"step": 2}, write_model=lambda path: (path / "w").touch())
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
     assert store.load()["step"] == 1
@@ -113,11 +117,89 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_a_damaged_file_is_a_clear_error(tmp_path):
+FILES = ("manifest.json", "state.json", "tensors.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing_cut_short_or_of_something_else_is_a_clear_error(tmp_path, name):
     store = CheckpointStore(tmp_path)
-    (store.save(1, {}) / "trainer_state.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    file = store.save(1, {"weights": torch.ones(3)}) / "trainer_state" / name
+    data = file.read_bytes()
+    for damaged in (b"", data[:-1], data[: len(data) // 2], b"[" * 100_000, b"not a checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpointError, match=r"cannot read the checkpoint|checksum"):
+            store.load()
+    file.unlink()
+    with pytest.raises(DamagedCheckpointError, match=f"cannot read.*{name}"):
         store.load()
+
+
+def test_every_flipped_bit_of_a_state_is_noticed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    folder = store.save(1, {"weights": torch.ones(3)}) / "trainer_state"
+    for name in FILES[1:]:
+        data = (folder / name).read_bytes()
+        for bit in range(0, 8 * len(data), 7):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (folder / name).write_bytes(flipped)
+            with pytest.raises(DamagedCheckpointError):
+                store.load()
+        (folder / name).write_bytes(data)
+    assert torch.equal(store.load()["weights"], torch.ones(3))
+
+
+def rewrite(folder, plain=None, **manifest):
+    """A checkpoint whose checksums are right, whatever was written into it."""
+    file = folder / "trainer_state" / "manifest.json"
+    if plain is not None:
+        (folder / "trainer_state" / "state.json").write_text(json.dumps(plain))
+    written = json.loads(file.read_text())
+    for name in written["checksums"]:
+        written["checksums"][name] = zlib.crc32((folder / name).read_bytes())
+    file.write_text(json.dumps(written | manifest))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        *([], {}, 7, ["list"], ["dict", ["a"]], ["dict", [["list"], 1]], ["tensor", 0], ["eval"]),
+        ["dict", ["a", ["tensor", 0]], ["b", ["tensor", 0]]],  # one tensor in two places
+        ["dict", ["a", ["tensor", -1]]],
+        ["dict", ["a", ["rows", 0]]],
+        ["dict", ["a", ["node", 0]]],
+        ["dict", ["a", ["array", "O", [1], 0]]],
+        ["dict", ["a", ["array", "float32", [1 << 60], 0]]],
+        ["dict", ["a", ["spread", "x", [1], "load"]]],
+        ["dict", ["a", ["enum", "os", 1]]],
+    ],
+)
+def test_a_state_that_was_made_up_is_no_state_and_costs_nothing(tmp_path, plain):
+    store = CheckpointStore(tmp_path)
+    rewrite(store.save(1, {"weights": torch.ones(3)}), plain)
+    with pytest.raises(DamagedCheckpointError):
+        store.load()
+
+
+def test_a_checkpoint_names_no_file_outside_of_it(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    (tmp_path / "secret").write_text("x")
+    for name in ("../../secret", str(tmp_path / "secret")):
+        rewrite(store.save(1, {}), checksums={name: zlib.crc32(b"x")})
+        with pytest.raises(DamagedCheckpointError, match="which is not in it"):
+            store.load()
+
+
+def test_a_checkpoint_of_another_version_is_told_and_left_alone(tmp_path):
+    store = CheckpointStore(tmp_path)
+    rewrite(store.save(1, {}), format=2)
+    with pytest.raises(CheckpointError, match=r"format 2.*reads 1.*the version that wrote it"):
+        store.load_newest_whole()
+    old = store.save(1, {})
+    (old / "trainer_state.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=rf"earlier version.*model.name={old}"):
+        store.load_newest_whole()
+    assert store.steps() == [1]
 
 
 def test_all_random_generators_continue_where_they_were():
@@ -173,11 +255,11 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_keeps_it_apart(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.save(step, {"step": step, "weights": torch.ones(1000)})
-    cut = tmp_path / "step_000003" / "trainer_state.pt"
+    cut = tmp_path / "step_000003" / "trainer_state" / "tensors.safetensors"
     cut.write_bytes(cut.read_bytes()[:-500])
-    flipped = tmp_path / "step_000002" / "trainer_state.pt"
+    flipped = tmp_path / "step_000002" / "trainer_state" / "tensors.safetensors"
     data = bytearray(flipped.read_bytes())
-    data[data.index(torch.ones(8).numpy().tobytes()) + 2000] ^= 1  # torch itself reads this
+    data[-2000] ^= 1  # safetensors itself reads this
     flipped.write_bytes(data)
     step, state, damaged = store.load_newest_whole()
     assert (step, state["step"]) == (1, 1)
@@ -188,19 +270,27 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_keeps_it_apart(tmp_path):
     ]
 
 
-def test_reading_a_checkpoint_runs_no_code_that_was_planted_in_it(tmp_path):
-    class Planted:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path}/planted",)
+class Planted:
+    def __init__(self, folder):
+        self.folder = folder
 
+    def __reduce__(self):
+        return os.system, (f"touch {self.folder}/planted",)
+
+
+def test_reading_a_checkpoint_runs_no_code_that_was_planted_in_it(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
-    path = store.save(1, {})
-    torch.save({"step": 1, "parts": Planted()}, path / "trainer_state.pt")
-    for read in (store.load, store.load_newest_whole):
-        with pytest.raises(CheckpointError, match=r"may run code: (posix|os).system"):
-            read()
+    for name in FILES:
+        folder = store.save(1, {"weights": torch.ones(1)}) / "trainer_state"
+        for write in (torch.save, lambda it, file: file.write_bytes(pickle.dumps(it))):
+            write({"step": 1, "parts": Planted(tmp_path)}, folder / name)
+            if name != "manifest.json":
+                rewrite(folder.parent)
+            with pytest.raises(CheckpointError):
+                store.load()
     assert not (tmp_path / "planted").exists()
-    assert store.steps() == [1]
+    pickle.loads(pickle.dumps(Planted(tmp_path)))
+    assert (tmp_path / "planted").exists(), "or this test could not fail"
 
 
 class Board:
@@ -210,12 +300,44 @@ class Board:
 
 def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(tmp_path):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match=r"test_checkpoint.Board.*add_safe_globals"):
-        store.save(1, {"env": Board([1])})
+    for state in ({"env": [1, Board([1])]}, {"env": [1, NonTensorData(Board([1]))]}):
+        with pytest.raises(CheckpointError, match=r"state of env.1 cannot.*Board.*state_dict\(\)"):
+            store.save(1, state)
     assert store.steps() == []
-    with torch.serialization.safe_globals([Board]):
-        store.save(1, {"env": Board([1])})
-        assert store.load()["env"].cells == [1]
+    store.save(1, {"env": [1, vars(Board([1]))]})
+    assert store.load()["env"] == [1, {"cells": [1]}]
+
+
+def test_values_of_every_kind_come_back_as_they_were(tmp_path):
+    state = {
+        "none": None,
+        "floats": [0.1, float("inf"), -0.0, 1e-320],
+        "big": 1 << 70,
+        "text": "\ud800 é",
+        "bytes": b"\x00\xff",
+        (1, 2): {3, 4},
+        "frozen": frozenset({"a"}),
+        "numbers": [numpy.float32(0.1), numpy.int64(3), numpy.bool_(True)],
+        "array": numpy.arange(6, dtype=numpy.uint32).reshape(2, 3)[:, ::2],
+        "bf16": torch.tensor([0.1], dtype=torch.bfloat16),
+        "scalar": torch.tensor(True),
+        "empty": torch.empty(0, 3),
+        "cut": torch.arange(6).view(2, 3).T,
+    }
+    store = CheckpointStore(tmp_path)
+    store.save(1, state)
+    back = store.load()
+    assert list(back) == list(state)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(back[name], value), name
+            assert back[name].dtype == value.dtype
+        elif isinstance(value, numpy.ndarray):
+            assert (back[name] == value).all(), name
+            assert back[name].dtype == value.dtype
+        else:
+            assert back[name] == value, name
+    assert [type(number) for number in back["numbers"]] == [*map(type, state["numbers"])]
 
 
 def test_rows_of_every_form_come_back_from_a_checkpoint(tmp_path):
@@ -248,8 +370,12 @@ def test_rows_of_every_form_come_back_from_a_checkpoint(tmp_path):
 def test_what_a_killed_process_left_behind_is_swept_away(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, {})
-    for name in (".partial_step_000002", ".deleted_step_000000"):
+    for name in (".partial_step_000002", ".deleted_step_000000", ".replaced_step_000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     store.sweep()
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    assert store.load() == {}
+    os.replace(store.path(1), tmp_path / ".replaced_step_000001")  # killed before the new one
+    store.sweep()
+    assert store.steps() == [1]

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
-from torchrl_llm.trainers import RewardWatch
+from torchrl_llm.trainers import RewardWatch, checkpoint
 from torchrl_llm.trainers import run as run_module
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
 
@@ -238,7 +238,7 @@ def test_a_step_that_records_nothing_is_an_error(tmp_path):
 
 def test_a_disk_that_is_full_ends_the_run_with_the_last_checkpoint_intact(tmp_path, monkeypatch):
     toy = Toy(tmp_path, interval=1)
-    real = torch.save
+    real = checkpoint.write_tensors
     calls = []
 
     def full(*args, **kwargs):
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_ends_the_run_with_the_last_checkpoint_intact(tmp_pa
             raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(CheckpointError, match=r"No space left.*step 1 is intact"):
         toy.train()
     monkeypatch.undo()
@@ -267,11 +267,11 @@ def test_a_damaged_newest_checkpoint_costs_some_steps_and_is_said(tmp_path, caps
     whole = Toy(tmp_path / "whole").train()
     seeded()
     Toy(tmp_path / "cut", interval=2, keep_last=3, max_steps=4).train()
-    file = tmp_path / "cut" / "checkpoints" / "step_000004" / "trainer_state.pt"
+    file = tmp_path / "cut" / "checkpoints" / "step_000004" / "trainer_state/state.json"
     file.write_bytes(file.read_bytes()[:100])
     rest = Toy(tmp_path / "cut", interval=2, keep_last=3, resume="auto")
     said = capsys.readouterr().err
-    assert f"cannot read the checkpoint {file}" in said
+    assert f"the checksum of {file} is wrong" in said
     assert f"resumed from {tmp_path}/cut/checkpoints/step_000002" in said
     rest.train()
     assert torch.equal(whole.model.weight, rest.model.weight)

@@ -8,7 +8,7 @@ with the bytes of a message, whatever it claims: each row of each node and colum
 them, and no tensor is in two places.
 
 Written are tensors, ``None``, bools, numbers, strings, bytes, lists, tuples, sets and dicts of
-them, chats with their token records, the enums of :mod:`torchrl_llm.data.enums`, and nodes that are
+them, NumPy's arrays and numbers, chats with their token records, the enums of :mod:`torchrl_llm.data.enums`, and nodes that are
 tensordicts, lazy stacks, columns or known tensorclasses.
 """
 
@@ -25,14 +25,13 @@ import numpy
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from tensordict import is_tensorclass as _is_tensorclass
-from tensordict._reductions import _make_td
 from torch import Tensor
 
 from torchrl_llm.data import containers, enums
-from torchrl_llm.data.column import Chat, Column, Message, rebuild_chat, rebuild_column
-from torchrl_llm.data.content import rebuild_content
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.content import ContentItem
 from torchrl_llm.data.history import History
-from torchrl_llm.data.record import TokenRecord, rebuild_record
+from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.safe_bytes import CLAIM_BYTES, from_bytes, to_bytes
 from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, SUPPORT_COLUMNS, added_facts
 from torchrl_llm.data.wire import (
@@ -87,19 +86,6 @@ def safe_class(cls: _Class) -> _Class:
     if _CLASSES.setdefault(cls.__name__, cls) is not cls:
         raise ConfigError(f"another class is known as {cls.__name__!r}")
     return cls
-
-
-def names_of_rows() -> list[Any]:
-    """What pickles of rows name, packed or not: classes, those of :func:`safe_class` among them.
-
-    Making them from any contents runs no code, so a file may name them.
-    """
-    wire = [PackedRows, _Chats, _Nodes, _Objects, _Records, _Tensors]
-    nodes = [TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack, _make_td, torch.Size]
-    cells = [rebuild_chat, rebuild_column, rebuild_content, rebuild_record, Chat, Message]
-    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
-    arrays = [numpy.ndarray, numpy.dtype, *dtypes, numpy._core.multiarray._reconstruct]
-    return [*wire, *nodes, *cells, *arrays, *_ENUMS.values(), *_CLASSES.values()]
 
 
 def rows_to_bytes(rows: PackedRows, about: Mapping[str, Any] | None = None) -> bytes:
@@ -216,6 +202,14 @@ class _Writer:
             return ["bytes", base64.b85encode(value).decode()]
         if isinstance(value, IntEnum) and _ENUMS.get(kind.__name__) is kind:
             return ["enum", kind.__name__, int(value)]
+        if isinstance(value, numpy.generic):
+            return ["number", str(value.dtype), self.value(value.item())]
+        if kind is numpy.ndarray and not value.dtype.hasobject:
+            raw = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+            place = self.tensor(torch.from_numpy(raw.copy()))
+            return ["array", str(value.dtype), list(value.shape), place]
+        if kind is ContentItem:
+            return ["content", *([self.value(k), self.value(v)] for k, v in value.items())]
         if isinstance(value, Tensor):
             return ["tensor", self.tensor(value)]
         if kind is Chat:
@@ -422,6 +416,13 @@ class _Reader:
             case ["dict", *items]:
                 keys = _hashable([self.value(key) for key, _ in items])
                 return dict(zip(keys, [self.value(item) for _, item in items], strict=True))
+            case ["number", str(dtype), item]:
+                return numpy.dtype(dtype).type(self.value(item))
+            case ["array", str(dtype), list(shape), place]:
+                _check(not (kind := numpy.dtype(dtype)).hasobject, "an array of objects")
+                return self.tensor(place).numpy().view(kind).reshape(shape).copy()
+            case ["content", *items]:
+                return ContentItem(_typed(self.value(["dict", *items]), dict))
             case ["bytes", str(text)]:
                 return base64.b85decode(text)
             case ["enum", str(name), int(code)]:

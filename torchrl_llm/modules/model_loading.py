@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, DamagedCheckpointError
+from torchrl_llm.modules.weight_files import WeightFolder
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
 
@@ -53,6 +54,11 @@ def load_model(
     options: dict[str, Any] = {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    if name_or_path is not None and (Path(name_or_path) / "config.json").is_file():
+        try:
+            WeightFolder(name_or_path)  # transformers passes over much, and says less
+        except DamagedCheckpointError as error:
+            raise ConfigError(str(error)) from error
     model = _load(AutoModelForCausalLM, "model", name_or_path, options)
     if device is not None:
         model = model.to(device)

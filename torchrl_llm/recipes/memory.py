@@ -399,12 +399,12 @@ def _model_bytes(counts: _Counts, backend: str) -> int:
 
 
 def _checkpoint(counts: _Counts) -> MemoryPart:
-    """The model as others open it, what is trained as it is resumed from, and the optimizer."""
+    """The model as others open it, which is resumed from too, adapters twice, the optimizer."""
     config, states = counts.config, _states(counts)
     plain = modules.empty_model(config.model.name, dtype=config.train_model.dtype)
-    size = tensor_bytes(plain.parameters()) + tensor_bytes(counts.trained)
-    if config.train_model.lora.enabled:
-        size += tensor_bytes(trained(counts.model))
+    size = tensor_bytes(plain.parameters())
+    if config.train_model.lora.enabled:  # alone for PEFT, and exactly
+        size += 2 * tensor_bytes(trained(counts.model))
     kept = config.checkpoint.keep_last
     how = f"each; checkpoint.keep_last={kept} and the one that is being written"
     return MemoryPart("checkpoint", None if states is None else size + states, "disk", how)

@@ -1,33 +1,48 @@
 """Checkpoints: complete or absent, openable by Hugging Face, and exact to resume from.
 
 A checkpoint is a folder ``step_<N>`` that ``AutoModelForCausalLM.from_pretrained`` and
-``AutoTokenizer.from_pretrained`` open, with a file ``trainer_state.pt`` next to the weights. It is
-written under another name and renamed when it is whole, so a full disk or a killed process leaves
-the previous checkpoint as it was. This file knows folders and states; what belongs to a state is
-said by whoever passes it in.
+``AutoTokenizer.from_pretrained`` open, with a folder ``trainer_state`` in it: JSON and safetensors,
+of which reading runs no code, and the checksums of all. It is written under another name and
+renamed when it is whole, so a full disk or a killed process leaves the previous checkpoint as it
+was. This file knows folders and states; what belongs to a state is said by whoever passes it in.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import shutil
 import socket
-import zipfile
+import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from torchrl_llm._progress import no_weight_bars
-from torchrl_llm.data.safe_wire import names_of_rows
+from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
+from torchrl_llm.modules.weight_files import (
+    LazyTensor,
+    published_weights,
+    size_in_bytes,
+    write_tensors,
+    write_weights,
+)
 from torchrl_llm.trainers.run_folder import checkpoint_path, checkpoint_steps
 
-_STATE_FILE = "trainer_state.pt"
+_STATE = "trainer_state"
+_MANIFEST = "manifest.json"
+_OLD_STATE_FILE = "trainer_state.pt"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 24
 
 
 class CheckpointStore:
@@ -65,7 +80,11 @@ class CheckpointStore:
 
         Only for the one process that writes here.
         """
-        for pattern in (".partial_*", ".deleted_*"):
+        for replaced in self.folder.glob(".replaced_*"):
+            final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
+            if not final.exists():  # killed between two renames
+                os.replace(replaced, final)
+        for pattern in (".partial_*", ".deleted_*", ".replaced_*"):
             for left in self.folder.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -74,36 +93,39 @@ class CheckpointStore:
         step: int,
         state: Mapping[str, Any],
         *,
-        write_model: Callable[[Path], None] | None = None,
+        write_model: Callable[[Path], Mapping[str, int] | None] | None = None,
     ) -> Path:
         """Write a checkpoint, then rename it into place, then delete what is no longer kept.
 
         Args:
             step: the training step that it follows.
-            state: nested dicts of tensors, plain values and packed rows, for :meth:`load`.
-            write_model: writes model and tokenizer files into the folder that it is given.
+            state: nested dicts of tensors, plain values and rows
+                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`.
+            write_model: writes model and tokenizer files into the folder that it is given, and may
+                return the CRC-32 of some of them by name, which :meth:`load` then checks too.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it could not be written, or holds an object that :meth:`load` would
-                not read; earlier checkpoints are untouched.
+            CheckpointError: it could not be written, or holds an object that has no plain form;
+                earlier checkpoints are untouched.
         """
+        plain = state_to_plain(dict(state))
         final = self.path(step)
         partial = self.folder / f".partial_{final.name}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            if write_model is not None:
-                write_model(partial)
-            torch.save(dict(state), partial / _STATE_FILE)
-            _refuse_unknown_classes(partial / _STATE_FILE)
+            (partial / _STATE).mkdir(parents=True)
+            checksums = dict((write_model and write_model(partial)) or {})
+            checksums |= _write_state(partial, plain)
+            manifest = {"format": _FORMAT, "checksums": checksums}
+            (partial / _STATE / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
             _flush(partial)
             # A step that is saved twice (resumed, then stopped at once) replaces itself.
-            replaced = _set_aside(final) if final.exists() else None
+            replaced = _set_aside(final, "replaced") if final.exists() else None
             os.replace(partial, final)
-            _flush_folder(self.folder)
+            _flush_one(self.folder)
             if replaced is not None:
                 shutil.rmtree(replaced, ignore_errors=True)
         # safetensors and torch report a full disk by their own exception types.
@@ -112,35 +134,33 @@ class CheckpointStore:
             raise CheckpointError(self._failure(step, error)) from error
         for old in self.steps()[: -self.keep_last] if self.keep_last else []:
             # Renamed first: a deletion that is cut short must not leave half a checkpoint.
-            shutil.rmtree(_set_aside(self.path(old)), ignore_errors=True)
+            shutil.rmtree(_set_aside(self.path(old), "deleted"), ignore_errors=True)
         return final
 
     def load(self, step: int | None = None) -> dict[str, Any]:
-        """State of a checkpoint.
+        """State of a checkpoint, after a look at the checksums of all its files.
 
-        Reading it runs no code: it holds tensors, plain values and classes that are known here
-        (those of rows, and what :func:`torch.serialization.add_safe_globals` was told of).
+        Reading it runs no code, whatever someone may have planted in it.
 
         Args:
             step: the step; ``None`` for the newest.
 
         Raises:
-            DamagedCheckpointError: the file is missing, cut short, or not what was written.
-            CheckpointError: there is no checkpoint, or it holds an unknown class.
+            DamagedCheckpointError: a file is missing, cut short, or not what was written.
+            CheckpointError: there is no checkpoint, or it is of another version.
         """
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"no checkpoint in {self.folder}")
-        path = self.path(steps[-1] if step is None else step) / _STATE_FILE
+        path = self.path(steps[-1] if step is None else step)
+        if (path / _OLD_STATE_FILE).is_file():
+            raise CheckpointError(
+                f"{path} was written by an earlier version of torchrl_llm ({_OLD_STATE_FILE}): go "
+                f"on with that version, or begin another run from its model, model.name={path}"
+            )
         try:
-            # torch checks no checksum when it reads.
-            with zipfile.ZipFile(path) as file:
-                broken = file.testzip()
-            if broken is not None:
-                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
-            _refuse_unknown_classes(path)
-            with torch.serialization.safe_globals(names_of_rows()):
-                return torch.load(path, map_location="cpu", weights_only=True)
+            _check_files(path)
+            return _read_state(path)
         except CheckpointError:
             raise
         # A damaged file raises whatever its bytes happen to mean.
@@ -156,7 +176,7 @@ class CheckpointStore:
             Its step, its state, and a line for each damaged one.
 
         Raises:
-            CheckpointError: there is none, or one holds an unknown class.
+            CheckpointError: there is none, or one is of another version.
         """
         damaged: list[str] = []
         for step in reversed(self.steps()):
@@ -188,49 +208,43 @@ class CheckpointStore:
         )
 
 
-def save_pretrained(path: Path, model: nn.Module, tokenizer: Any) -> None:
+def save_pretrained(
+    path: Path, model: nn.Module, tokenizer: Any, *, max_shard_size: str | int = "5GB"
+) -> dict[str, int]:
     """Write a Hugging Face model and its tokenizer, adapters merged.
 
     A PEFT model is written as the plain model with its LoRA weights added, so that it opens without
-    PEFT and without the base model; the adapter alone goes to ``adapter/``. The model in memory is
-    not changed (merging and unmerging in place would round its weights).
+    PEFT and without the base model; the adapter alone goes to ``adapter/``.
 
     Args:
         path: an existing folder.
-        model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
+        model: a ``PreTrainedModel`` or a ``PeftModel`` over one; another module writes itself, by
+            its ``save_pretrained``.
         tokenizer: its tokenizer.
+        max_shard_size: bytes of weights a file, as ``"5GB"``; more are written as shards with
+            ``model.safetensors.index.json``.
+
+    Returns:
+        CRC-32 of each file of weights, by its name.
 
     Raises:
         CheckpointError: an adapter that is not LoRA.
     """
+    checksums: dict[str, int] = {}
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     with no_weight_bars():
-        if hasattr(model, "peft_config"):
+        if isinstance(base, PreTrainedModel):
+            base.save_pretrained(path, state_dict={})  # all but the weights
+            (path / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+            weights = published_weights(model)
+            size = size_in_bytes(max_shard_size)
+            checksums = write_weights(path, weights, max_shard_size=size)
+        if base is not model:
             model.save_pretrained(path / "adapter")
-            base = model.get_base_model()
-            base.save_pretrained(path, state_dict=_merged_state(base))
-        else:
+        elif not isinstance(base, PreTrainedModel):
             model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def _merged_state(base: nn.Module) -> dict[str, torch.Tensor]:
-    state = {
-        name.replace(".base_layer.", "."): value
-        for name, value in base.state_dict().items()
-        if ".lora_" not in name
-    }
-    for name, module in base.named_modules():
-        adapters = getattr(module, "active_adapters", None)
-        if not hasattr(module, "base_layer") or adapters is None:
-            continue
-        if not hasattr(module, "get_delta_weight"):
-            raise CheckpointError(f"{name}: only LoRA adapters can be merged into a checkpoint")
-        for adapter in adapters:
-            delta = module.get_delta_weight(adapter)
-            state[f"{name}.weight"] = state[f"{name}.weight"] + delta.to(
-                state[f"{name}.weight"].dtype
-            )
-    return {name: value.detach() for name, value in state.items()}
+    return checksums
 
 
 def rng_state() -> dict[str, Any]:
@@ -267,12 +281,19 @@ def lock_folder(folder: Path) -> IO[str]:
     """Make this process the one that trains in a folder, until it ends or closes the file.
 
     Args:
-        folder: an existing folder.
+        folder: made if missing.
 
     Raises:
-        CheckpointError: another process trains there.
+        CheckpointError: another process trains there, or nothing can be written there.
     """
-    file = (folder / ".lock").open("a+")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be the folder of a run: {error.strerror}; choose another "
+            "hydra.run.dir, or make it one that can be written"
+        ) from error
     try:
         # A lock of the process: children do not inherit it, and the kernel lets go of it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,37 +311,63 @@ def lock_folder(folder: Path) -> IO[str]:
     return file
 
 
-def _refuse_unknown_classes(path: Path) -> None:
-    with torch.serialization.safe_globals(names_of_rows()):
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if unknown:
+def _write_state(folder: Path, state: PlainState) -> dict[str, int]:
+    """Write a state; CRC-32 of each file, by its place in the checkpoint."""
+    text, tensors = f"{_STATE}/state.json", f"{_STATE}/tensors.safetensors"
+    written = json.dumps(state.plain, separators=(",", ":")).encode()
+    (folder / text).write_bytes(written)
+    parts = {str(place): LazyTensor.of(tensor) for place, tensor in enumerate(state.tensors)}
+    return {text: zlib.crc32(written), tensors: write_tensors(folder / tensors, parts)}
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    plain = json.loads((folder / _STATE / "state.json").read_bytes())
+    with safe_open(folder / _STATE / "tensors.safetensors", framework="pt") as file:
+        # Copied: what is mapped from a file must not change with it.
+        tensors = [file.get_tensor(str(place)).clone() for place in range(len(file.keys()))]
+    state = state_from_plain(plain, tensors)
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(f"the state in {folder} is a {type(state).__name__}")
+    return state
+
+
+def _check_files(folder: Path) -> None:
+    manifest = json.loads((folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != _FORMAT:
         raise CheckpointError(
-            f"{path} holds objects that are not read from files, as that may run code: "
-            f"{', '.join(sorted(unknown))}. Where they are yours, make them plain values and "
-            "tensors, or call torch.serialization.add_safe_globals([TheClass]) where the class is "
-            "defined"
+            f"{folder} is of format {manifest['format']!r}, and this version of torchrl_llm reads "
+            f"{_FORMAT}; go on with the version that wrote it"
         )
+    for name, checksum in manifest["checksums"].items():
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            raise DamagedCheckpointError(f"{folder} names {name!r}, which is not in it")
+        found = 0
+        with (folder / place).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                found = zlib.crc32(chunk, found)
+        if found != checksum:
+            raise DamagedCheckpointError(f"the checksum of {folder / place} is wrong")
 
 
 def _flush(folder: Path) -> None:
     # A rename may reach the disk before the contents do; after a power cut that would leave a
     # checkpoint with the right name and empty files.
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb+") as handle:
-                os.fsync(handle.fileno())
+    for path in folder.rglob("*"):
+        _flush_one(path)
+    _flush_one(folder)
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _flush_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f".deleted_{path.name}")
+def _set_aside(path: Path, name: str) -> Path:
+    aside = path.with_name(f".{name}_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
     return aside

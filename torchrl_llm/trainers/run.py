@@ -29,12 +29,12 @@ from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say, show
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
+from torchrl_llm.modules.weight_files import size_in_bytes
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
     load_rng_state,
     lock_folder,
     rng_state,
-    save_pretrained,
 )
 from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
@@ -43,6 +43,12 @@ from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run_folder import nested
+from torchrl_llm.trainers.run_models import (
+    RunModels,
+    load_part_states,
+    names_of_parameters,
+    part_states,
+)
 from torchrl_llm.trainers.samples import sample_text
 
 # What may differ between a run and its continuation: none of it changes what was computed so far.
@@ -88,10 +94,13 @@ class CheckpointConfig:
             where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
         push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
             it is made private where there is none. A push that fails is told, and changes nothing.
+        max_shard_size: weights that a file of the model may hold, as ``"5GB"`` or ``"500MB"``; a
+            larger model is written as shards with an index, which ``from_pretrained`` opens.
     """
 
     interval: int | None = 100
     keep_last: int | None = 2
+    max_shard_size: str = "5GB"
     resume: Literal["never", "auto"] = "never"
     push_to_hub: str | None = None
 
@@ -100,6 +109,10 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"checkpoint.{name} must be at least 1, got {value}")
+        try:
+            size_in_bytes(self.max_shard_size)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.max_shard_size: {error}") from None
         if self.push_to_hub is not None:
             try:
                 check_repository(self.push_to_hub)
@@ -177,8 +190,10 @@ class TrainingRun:
         folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
             ``reward.png`` (see ``shown``), ``checkpoints/``.
         max_steps: training steps of the whole run.
-        model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
+        model: it is part of every checkpoint, in its Hugging Face form.
         tokenizer: saved with the model.
+        models: in their place several by name, each with its tokenizer: each is a folder of that
+            name in the checkpoint.
         parts: name to whatever else the next step depends on, in the order in which it is restored.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
@@ -192,7 +207,7 @@ class TrainingRun:
 
     Attributes:
         step: the last step that was begun.
-        model: as given.
+        model: as given; ``None`` where there are several.
         tokenizer: as given.
         metrics: of the last step that was completed.
         stop: what Ctrl-C and the other signals ask for.
@@ -200,8 +215,9 @@ class TrainingRun:
             it, with where it is.
 
     Raises:
-        CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``, or
-            another process trains in it.
+        CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``,
+            another process trains in it, or the newest checkpoint is of other models.
+        ConfigError: no model, or one besides ``models``; or what is to be pushed is several.
 
     Iterate over :meth:`steps`, call :meth:`record` once in each, then :meth:`finish`.
     """
@@ -211,8 +227,9 @@ class TrainingRun:
         folder: str | Path,
         *,
         max_steps: int,
-        model: nn.Module,
-        tokenizer: Any,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        models: Mapping[str, tuple[nn.Module, Any]] | None = None,
         parts: Mapping[str, Stateful],
         evaluate: Callable[[], EvalResult] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -223,14 +240,22 @@ class TrainingRun:
         shown: Shown | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.max_steps = max_steps
         self.step = 0
         self.model, self.tokenizer, self._parts = model, tokenizer, dict(parts)
+        if (model is None) is (models is None):
+            raise ConfigError("a run trains either model=... or models={name: (model, tokenizer)}")
+        models = {"": (model, tokenizer)} if models is None else models
+        self._models, self._names = RunModels(models), names_of_parameters(models, self._parts)
         self.metrics: dict[str, Any] = {}
         self._config = masked(dict(config or {}))
         self._logging = logging or LoggingConfig()
         self._checkpoint = checkpoint or CheckpointConfig()
+        if model is None and self._checkpoint.push_to_hub is not None:
+            raise ConfigError(
+                "checkpoint.push_to_hub pushes one model, and this run has several: push the "
+                "folder of each at its end, torchrl-llm push FOLDER OWNER/NAME"
+            )
         self._evaluation = evaluation or EvalConfig()
         self._watch = watch or RewardWatch()
         self._shown = shown or Shown()
@@ -494,32 +519,23 @@ class TrainingRun:
             "config": self._config,
             "before": self._before,
             "after": self._after,
-            "model": {name: p.detach() for name, p in self._trainable()},
-            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "models": self._models.state(),
+            "parts": part_states(self._parts, self._names),
             "watch": self._watch.state_dict(),
             "rng": rng_state(),
         }
-        return self._store.save(self.step, state, write_model=self._write_model)
+        return self._store.save(self.step, state, write_model=self._write_models)
 
-    def _write_model(self, path: Path) -> None:
-        save_pretrained(path, self.model, self.tokenizer)
+    def _write_models(self, path: Path) -> dict[str, int]:
         self._table.save(path / "metrics.csv")
+        return self._models.write(path, max_shard_size=self._checkpoint.max_shard_size)
 
     def _resume(self) -> list[str]:
         """Continue from the newest whole checkpoint; what had to be mended, a line each."""
         step, state, repairs = self._store.load_newest_whole()
         self._check_config(masked(state["config"]))
-        parameters = dict(self._trainable())
-        if parameters.keys() != state["model"].keys():
-            raise CheckpointError(
-                f"{self._store.path(step)} was written by another model: it trains "
-                f"{sorted(parameters.keys() ^ state['model'].keys())[:4]} differently"
-            )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state["model"][name])
-        for name, part in self._parts.items():
-            part.load_state_dict(state["parts"][name])
+        self._models.load(self._store.path(step), state["models"])
+        load_part_states(self._parts, state["parts"], self._names, read=lambda wanted: None)
         self._watch.load_state_dict(state["watch"])
         self.step, self._before, self._after = step, state["before"], state["after"]
         copy = self._store.path(step) / "metrics.csv"
@@ -541,9 +557,6 @@ class TrainingRun:
                 "checkpoint.resume=auto continues a run as it was, but these keys differ: "
                 + "; ".join(changed)
             )
-
-    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""State of a run as plain values and tensors, which a file may hold and reading runs no code.
+
+A state is nested dicts, lists, tuples and sets of tensors, plain values, NumPy's arrays, rows
+(packed or as tensordicts), chats and the enums of :mod:`torchrl_llm.data.enums`. It becomes JSON,
+and a list of tensors that the JSON refers to by number. Rows become the bytes of
+:mod:`torchrl_llm.data.safe_wire`, a tensor each.
+
+A tensor that is spread over ranks (a DTensor) is not in the list: it stays where it is, under a
+name, and comes back as :class:`Spread`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchrl_llm.data.safe_wire import _WRONG, _Reader, _Writer, rows_from_bytes, rows_to_bytes
+from torchrl_llm.data.wire import PackedRows, new_node, pack_rows, unpack_row_list
+from torchrl_llm.errors import CheckpointError, DamagedCheckpointError, DataError
+
+
+class Spread(NamedTuple):
+    """A tensor of a state that is read by all ranks together.
+
+    Attributes:
+        name: of it in the files of the ranks.
+        shape: of the whole of it.
+        dtype: of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PlainState(NamedTuple):
+    """A state in the form that files hold.
+
+    Attributes:
+        plain: what JSON can hold.
+        tensors: on any device; ``plain`` refers to them by number.
+        spread: tensors over ranks, by name.
+    """
+
+    plain: Any
+    tensors: list[Tensor]
+    spread: dict[str, DTensor]
+
+
+def state_to_plain(state: Any) -> PlainState:
+    """Turn a state into plain values and tensors.
+
+    Args:
+        state: nested dicts and so on, see above.
+
+    Raises:
+        CheckpointError: it holds an object of another kind; the message says where.
+
+    Example:
+        >>> plain, tensors, _ = state_to_plain({"count": 3, "weights": torch.ones(2)})
+        >>> plain, len(tensors)
+        (['dict', ['count', 3], ['weights', ['tensor', 0]]], 1)
+        >>> state_from_plain(plain, tensors)
+        {'count': 3, 'weights': tensor([1., 1.])}
+    """
+    writer = _StateWriter()
+    return PlainState(writer.value(state), writer.tensors, writer.spread)
+
+
+def state_from_plain(plain: Any, tensors: list[Tensor]) -> Any:
+    """The state again; the tensors are those that are given.
+
+    Args:
+        plain: of :func:`state_to_plain`, from anyone.
+        tensors: as there.
+
+    Raises:
+        DamagedCheckpointError: it is no state.
+    """
+    try:
+        return _StateReader(tensors).value(plain)
+    except (*_WRONG, DataError) as error:
+        said = f"{type(error).__name__}: {error}"[:200]
+        raise DamagedCheckpointError(f"this is no state of a run: {said}") from None
+
+
+class _StateWriter(_Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread: dict[str, DTensor] = {}
+        self.path: list[str] = []
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return ["dict", *([self.value(k), self._at(str(k), v)] for k, v in value.items())]
+        if type(value) in (list, tuple):
+            items = [self._at(str(i), item) for i, item in enumerate(value)]
+            return [type(value).__name__, *items]
+        if isinstance(value, DTensor):
+            name = ".".join(self.path)
+            self.spread[name] = value
+            return ["spread", name, list(value.shape), str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, torch.Size):
+            return ["tuple", *value]
+        try:
+            if isinstance(value, PackedRows):
+                return ["rows", self._bytes(value)]
+            if isinstance(value, TensorDictBase) or is_tensorclass(value):
+                return ["node", self._bytes(pack_rows([new_node({"value": value})]))]
+            return super().value(value)
+        except DataError as error:
+            raise CheckpointError(
+                f"the state of {'.'.join(self.path)} cannot be saved: {error}. What a part of a "
+                "run keeps must be plain where it is saved: let its state_dict() return numbers, "
+                "strings, tensors, and lists or dicts of them (as vars(board) or a text), and "
+                "make its own class of them again in load_state_dict()"
+            ) from None
+
+    def _at(self, name: str, value: Any) -> Any:
+        self.path.append(name)
+        written = self.value(value)
+        self.path.pop()
+        return written
+
+    def _bytes(self, rows: PackedRows) -> int:
+        return self.tensor(torch.frombuffer(bytearray(rows_to_bytes(rows)), dtype=torch.uint8))
+
+
+class _StateReader(_Reader):
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors, self.claims_left = list(tensors), 1 << 40
+
+    def value(self, value: Any) -> Any:
+        match value:
+            case ["spread", str(name), list(shape), str(dtype)]:
+                kind = getattr(torch, dtype)
+                if not isinstance(kind, torch.dtype):
+                    raise ValueError(f"{dtype} is no type of tensors")
+                return Spread(name, tuple(map(int, shape)), kind)
+            case ["rows", place]:
+                return self._rows(place)
+            case ["node", place]:
+                (row,) = unpack_row_list(self._rows(place))
+                return row._tensordict["value"]
+        return super().value(value)
+
+    def _rows(self, place: Any) -> PackedRows:
+        return rows_from_bytes(self.tensor(place).numpy().tobytes())[0]

@@ -1,0 +1,327 @@
+"""Weights of a model in a folder: written in shards, read in each form of Hugging Face.
+
+Nothing that is read here runs code. Writing goes tensor by tensor, so that it needs no more memory
+than the largest of them: one of another device, of other ranks (a DTensor) or with an adapter to
+add is made when its turn comes. Every rank makes the tensors, and one of them writes.
+
+Next: :func:`~torchrl_llm.trainers.save_pretrained` adds what else such a folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+_FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is made when it is written.
+
+    Attributes:
+        like: of its shape and type; where it is written as it is, the tensor itself.
+        make: the tensor, whole, on any device. A collective call where it is spread over ranks.
+    """
+
+    like: Tensor
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LazyTensor:
+        """A tensor as it is.
+
+        Args:
+            tensor: of any device; a DTensor is gathered when it is written.
+        """
+        return cls(tensor, lambda: whole(tensor))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it in a file."""
+        return self.like.numel() * self.like.element_size()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor without gradient, gathered where it is spread over ranks.
+
+    Args:
+        tensor: a collective call for a DTensor.
+    """
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def size_in_bytes(size: str | int) -> int:
+    """Number of bytes of a size as Hugging Face writes it.
+
+    Args:
+        size: a number of bytes, or as ``"5GB"`` (``KB``, ``MB``, ``GB``, ``TB``: powers of 1000).
+
+    Raises:
+        ConfigError: no such size, or none above 0.
+
+    Example:
+        >>> size_in_bytes("5GB"), size_in_bytes("1.5MB"), size_in_bytes(100)
+        (5000000000, 1500000, 100)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B)?", str(size))
+    num_bytes = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if num_bytes < 1:
+        raise ConfigError(f"a size is a number above 0 as '5GB' or '500MB', got {size!r}")
+    return num_bytes
+
+
+def write_tensors(file: Path | None, tensors: Mapping[str, LazyTensor]) -> int:
+    """Write a safetensors file, tensor by tensor.
+
+    Args:
+        file: its path; ``None`` to make the tensors and write nothing, as other ranks do.
+        tensors: by name.
+
+    Returns:
+        Its CRC-32.
+
+    Raises:
+        CheckpointError: a tensor of a type that such a file cannot hold.
+    """
+    # Larger elements first, so that each tensor lies at a multiple of its own.
+    names = sorted(tensors, key=lambda name: (-tensors[name].like.element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        like = tensors[name].like
+        if like.dtype not in _DTYPES or like.layout != torch.strided:
+            raise CheckpointError(f"{name}: a {like.layout} tensor of {like.dtype} is not written")
+        begin, end = end, end + tensors[name].num_bytes
+        shape = list(like.shape)
+        header[name] = {"dtype": _DTYPES[like.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = 0
+    with nullcontext() if file is None else file.open("wb") as out:
+        for part in _parts(len(text).to_bytes(8, "little") + text, map(tensors.get, names)):
+            if out is not None:
+                checksum = zlib.crc32(part, checksum)
+                out.write(part)
+    return checksum
+
+
+def _parts(header: bytes, tensors: Iterator[LazyTensor]) -> Iterator[Any]:
+    yield header
+    for each in tensors:
+        made = each.make()
+        if made.shape != each.like.shape or made.dtype != each.like.dtype:
+            raise CheckpointError(f"a {made.dtype} tensor of shape {tuple(made.shape)} is no copy")
+        if made.numel():
+            flat = made.detach().cpu().contiguous().reshape(-1)
+            yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_weights(
+    folder: Path | None, tensors: Mapping[str, LazyTensor], *, max_shard_size: int
+) -> dict[str, int]:
+    """Write weights as ``model.safetensors``, or as shards with an index.
+
+    Args:
+        folder: where to; ``None`` to make the tensors and write nothing, as other ranks do.
+        tensors: by name, as ``from_pretrained`` looks for them.
+        max_shard_size: bytes of tensors that a file may hold; a larger tensor has one of its own.
+
+    Returns:
+        CRC-32 of each file of tensors, by its name.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.num_bytes > max_shard_size:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.num_bytes
+    files = [SAFE_WEIGHTS_NAME]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    checksums = {
+        file: write_tensors(None if folder is None else folder / file, shard)
+        for file, shard in zip(files, shards, strict=True)
+    }
+    if len(shards) > 1 and folder is not None:
+        where = {name: f for f, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+    return checksums
+
+
+def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
+    """The weights of a model under the names that ``from_pretrained`` looks for.
+
+    Tied weights are there once. LoRA adapters are added to the weights that they adapt, each when
+    it is written; the model in memory is not changed (merging and unmerging in place would round
+    its weights).
+
+    Args:
+        model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
+
+    Raises:
+        CheckpointError: an adapter that is not LoRA.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    state = base.state_dict(keep_vars=True)
+    adapted = {}
+    if base is not model:
+        state = {_plain_name(n): v for n, v in state.items() if not _is_of_adapter(n)}
+        adapted = dict(_adapted(base))
+    published = _published(base, state)
+    kept, used = {id(v) for v in published.values()}, Counter(map(id, state.values()))
+    if any(id(state[name]) not in kept or used[id(state[name])] > 1 for name in adapted):
+        # transformers cuts or joins these weights, or they are tied to one that is not adapted:
+        # that needs them as they will be.
+        merged = {n: v.make() for n, v in adapted.items()}
+        return {n: LazyTensor.of(v) for n, v in _published(base, {**state, **merged}).items()}
+    lazy = {id(state[name]): value for name, value in adapted.items()}
+    return {n: lazy.get(id(v)) or LazyTensor.of(v) for n, v in published.items()}
+
+
+def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    left_out = base._keys_to_ignore_on_save or ()
+    state = {name: value for name, value in state.items() if name not in left_out}
+    return revert_weight_conversion(base, remove_tied_weights_from_state_dict(state, base))
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name or ".original_module." in name
+
+
+def _plain_name(name: str) -> str:
+    """The name of a weight without what PEFT has put around it."""
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
+
+
+def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
+    for name, module in base.named_modules():
+        adapters = getattr(module, "active_adapters", None)
+        if not hasattr(module, "base_layer") or adapters is None:
+            continue
+        if not hasattr(module, "get_delta_weight"):
+            raise CheckpointError(f"{name}: only LoRA adapters can be merged into a checkpoint")
+        yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
+
+
+def _merged(module: nn.Module, adapters: list[str]) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        weight = module.base_layer.weight.detach()
+        for adapter in adapters:
+            weight = weight + module.get_delta_weight(adapter).detach().to(weight.dtype)
+        return whole(weight)
+
+    return make
+
+
+class WeightFolder:
+    """The weights in a folder, by name, in any form that ``from_pretrained`` reads.
+
+    In its order: ``model.safetensors``, ``model.safetensors.index.json`` with shards,
+    ``pytorch_model.bin``, ``pytorch_model.bin.index.json`` with shards.
+
+    Args:
+        folder: of a model.
+
+    Attributes:
+        names: of the weights.
+
+    Raises:
+        DamagedCheckpointError: there are none, a shard is missing, or a file is none of these.
+
+    Example:
+        >>> from torchrl_llm.assets import embedded_model_path
+        >>> weights = WeightFolder(embedded_model_path())
+        >>> tuple(weights.read("model.norm.weight").shape)
+        (128,)
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        self._open: dict[Path, Any] = {}
+        found = next((folder / name for name in _FORMS if (folder / name).is_file()), None)
+        if found is None:
+            raise DamagedCheckpointError(f"{folder} holds no weights: none of {', '.join(_FORMS)}")
+        if found.suffix == ".json":
+            self._where = _read_index(found)
+        else:
+            self._where = {name: found for name in self._opened(found).keys()}
+        self.names = self._where.keys()
+
+    def read(self, name: str) -> Tensor:
+        """A weight, on the CPU; mapped from the file, so that it takes memory as it is used.
+
+        Args:
+            name: one of ``names``.
+
+        Raises:
+            DamagedCheckpointError: its file cannot be read, or lacks it.
+        """
+        file = self._where[name]
+        opened = self._opened(file)
+        if name not in opened.keys():
+            raise DamagedCheckpointError(f"{file} lacks {name}, which the index says is there")
+        return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                if file.suffix == ".safetensors":
+                    self._open[file] = safe_open(file, framework="pt")
+                else:
+                    self._open[file] = torch.load(file, weights_only=True, mmap=True)
+            # A pickle that is damaged raises whatever its bytes happen to mean.
+            except Exception as error:
+                raise DamagedCheckpointError(f"cannot read the weights {file}: {error}") from error
+        return self._open[file]
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Name of each weight to its file."""
+    try:
+        where = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{index} is no index of weights: {error}") from error
+    if not isinstance(where, dict) or not where:
+        raise DamagedCheckpointError(
+            f"{index} is no index of weights: it lacks weight_map, of each weight's file"
+        )
+    for file in sorted(set(map(str, where.values()))):
+        if Path(file).name != file:
+            raise DamagedCheckpointError(f"{index} names {file!r}, which is no file beside it")
+        if not (index.parent / file).is_file():
+            raise DamagedCheckpointError(f"{index.parent} lacks the shard {file} of {index.name}")
+    return {str(name): index.parent / file for name, file in where.items()}

@@ -1,0 +1,130 @@
+"""State of an optimizer by the names of its parameters, not by their places.
+
+A run that goes on with other parameter groups, or over another number of ranks, finds each state
+again by its name, and says which ones it does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchrl_llm.data.safe_state import Spread
+from torchrl_llm.errors import CheckpointError
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Name of each parameter, by its ``id``.
+
+    Args:
+        modules: name to module; parameters are called ``<name>.<their name in it>``, those of a
+            module without a name as they are in it.
+    """
+    named = ((prefix, n, p) for prefix, m in modules.items() for n, p in m.named_parameters())
+    return {id(p): f"{prefix}.{n}" if prefix else n for prefix, n, p in named}
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` holds, by the names of the parameters.
+
+    Args:
+        optimizer: any of torch's.
+        names: of :func:`parameter_names`; a parameter that is not there is called by its place.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> named_state(optimizer, parameter_names({"head": layer}))["param_groups"][0]["params"]
+        ['head.weight']
+    """
+    state = optimizer.state_dict()
+    called = {place: name for place, (name, _) in enumerate(_parameters(optimizer, names))}
+    return {
+        "state": {called[place]: values for place, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [called[place] for place in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    names: Mapping[int, str],
+    *,
+    read: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Continue after :func:`named_state`.
+
+    Args:
+        optimizer: over parameters of the same names.
+        state: what was saved.
+        names: as there.
+        read: fills tensors of a state that was :class:`~torchrl_llm.data.safe_state.Spread`, each
+            by its name.
+
+    Raises:
+        CheckpointError: the saved optimizer trained other parameters.
+    """
+    parameters = dict(_parameters(optimizer, names))
+    places = {name: place for place, name in enumerate(parameters)}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    if saved != parameters.keys() or len(state["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            "the optimizer of the checkpoint trains other parameters: "
+            f"{sorted(saved ^ parameters.keys())[:4] or 'in other groups'}"
+        )
+    wanted: dict[str, Tensor] = {}
+    values = {
+        places[name]: {k: _placed(v, parameters[name], wanted) for k, v in each.items()}
+        for name, each in state["state"].items()
+    }
+    read(wanted)
+    groups = [
+        {**group, "params": [places[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return ((names.get(id(p), f"parameter_{place}"), p) for place, p in enumerate(every))
+
+
+def _placed(value: Any, parameter: Tensor, wanted: dict[str, Tensor]) -> Any:
+    """A value of the state of a parameter, over the ranks as the parameter is."""
+    is_spread = isinstance(value, Spread)
+    if not is_spread and not isinstance(value, Tensor):
+        return value
+    if isinstance(parameter, DTensor) and tuple(value.shape) == tuple(parameter.shape):
+        if not is_spread:
+            return distributed_like(parameter, value)
+        value, name = torch.empty_like(parameter, dtype=value.dtype), value.name
+    elif is_spread:
+        value, name = torch.empty(value.shape, dtype=value.dtype), value.name
+    else:
+        return value
+    wanted[name] = value
+    return value
+
+
+def distributed_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor over the ranks as a parameter is; itself where that is not spread.
+
+    Args:
+        parameter: of the same shape.
+        value: the whole of it, the same on every rank.
+    """
+    if not isinstance(parameter, DTensor):
+        return value
+    value = value.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)

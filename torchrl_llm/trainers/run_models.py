@@ -1,0 +1,195 @@
+"""Models and parts of a run in its checkpoints: what is saved of each, and read again.
+
+The weights of a model are in a checkpoint once, in its Hugging Face folder, where that holds them
+as they are; trained parameters that it does not (adapters, which it has merged; those of a model
+that is not one of Hugging Face) are in the state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.modules.weight_files import WeightFolder, published_weights
+from torchrl_llm.trainers.checkpoint import save_pretrained
+from torchrl_llm.trainers.optimizer_state import (
+    distributed_like,
+    load_named_state,
+    named_state,
+    parameter_names,
+)
+
+_NAME = re.compile(r"(?!adapter$|trainer_state$)[A-Za-z0-9][\w-]*")
+
+
+class RunModels:
+    """The models of a run, by name, each with its tokenizer.
+
+    Args:
+        models: name to model and tokenizer; a name is that of the folder in a checkpoint, and the
+            one model without a name, ``""``, is in the checkpoint's own.
+
+    Raises:
+        ConfigError: no model, or a name that no folder can have.
+    """
+
+    def __init__(self, models: Mapping[str, tuple[nn.Module, Any]]) -> None:
+        self._models = dict(models)
+        wrong = [name for name in models if not _NAME.fullmatch(name) and list(models) != [""]]
+        if not models or wrong:
+            raise ConfigError(
+                "the models of a run are named by letters, digits, - and _, and not adapter or "
+                f"trainer_state; got {wrong or 'none'}"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Of each model the names of what is trained, and what its folder does not hold."""
+        state = {}
+        for name, (model, _) in self._models.items():
+            held = published_weights(model) if _is_published(model) else {}
+            parameters = dict(_trained(model))
+            apart = {
+                n: p.detach()
+                for n, p in parameters.items()
+                if n not in held or held[n].like is not p
+            }
+            state[name] = {"trained": list(parameters), "apart": apart}
+        return state
+
+    def write(self, path: Path, *, max_shard_size: str | int) -> dict[str, int]:
+        """Write each model into its folder.
+
+        Args:
+            path: of the checkpoint.
+            max_shard_size: as of :func:`~torchrl_llm.trainers.save_pretrained`.
+
+        Returns:
+            CRC-32 of each file of weights, by its place in the checkpoint.
+        """
+        checksums = {}
+        for name, (model, tokenizer) in self._models.items():
+            folder = path / name
+            folder.mkdir(exist_ok=True)
+            written = save_pretrained(folder, model, tokenizer, max_shard_size=max_shard_size)
+            checksums |= {(f"{name}/" if name else "") + k: v for k, v in written.items()}
+        return checksums
+
+    def load(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Give the models the weights of a checkpoint.
+
+        Args:
+            path: of the checkpoint.
+            state: what :meth:`state` was.
+
+        Raises:
+            CheckpointError: it is of other models.
+        """
+        if state.keys() != self._models.keys():
+            raise CheckpointError(
+                f"{path} holds {_called(state)}, and this run trains {_called(self._models)}"
+            )
+        for name, (model, _) in self._models.items():
+            parameters, saved = dict(_trained(model)), state[name]
+            if parameters.keys() != set(saved["trained"]):
+                raise CheckpointError(
+                    f"{path / name} was written by another model: it trains "
+                    f"{sorted(parameters.keys() ^ set(saved['trained']))[:4]} differently"
+                )
+            weights = None
+            for key, parameter in parameters.items():
+                value = saved["apart"].get(key)
+                if value is None:
+                    weights = weights or WeightFolder(path / name)
+                    value = weights.read(key)
+                _copy(parameter, value, f"{path / name}: {key}")
+
+
+def part_states(parts: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """State of each part of a run, that of an optimizer by the names of its parameters.
+
+    Args:
+        parts: with ``state_dict``, by name.
+        names: of :func:`names_of_parameters`.
+    """
+    return {
+        name: named_state(part, names) if _is_optimizer(part) else part.state_dict()
+        for name, part in parts.items()
+    }
+
+
+def load_part_states(
+    parts: Mapping[str, Any],
+    states: Mapping[str, Any],
+    names: Mapping[int, str],
+    *,
+    read: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Continue after :func:`part_states`.
+
+    Args:
+        parts: as there.
+        states: what it returned.
+        names: as there.
+        read: as of :func:`~torchrl_llm.trainers.optimizer_state.load_named_state`.
+
+    Raises:
+        CheckpointError: the checkpoint is of other parts.
+    """
+    if parts.keys() != states.keys():
+        raise CheckpointError(
+            f"the checkpoint is of a run of other parts: it has {', '.join(sorted(states))}, and "
+            f"this run {', '.join(sorted(parts))}"
+        )
+    for name, part in parts.items():
+        if _is_optimizer(part):
+            load_named_state(part, states[name], names, read=read)
+        else:
+            part.load_state_dict(states[name])
+
+
+def names_of_parameters(
+    models: Mapping[str, tuple[nn.Module, Any]], parts: Mapping[str, Any]
+) -> dict[int, str]:
+    """Name of each parameter of the models and parts of a run, by its ``id``.
+
+    Args:
+        models: as of :class:`RunModels`.
+        parts: of the run; those that are modules have parameters.
+    """
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    return parameter_names(modules) | parameter_names({n: m for n, (m, _) in models.items()})
+
+
+def _is_optimizer(part: Any) -> bool:
+    return isinstance(part, torch.optim.Optimizer)
+
+
+def _is_published(model: nn.Module) -> bool:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return isinstance(base, PreTrainedModel)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def _called(models: Mapping[str, Any]) -> str:
+    names = ", ".join(sorted(models))
+    return f"the models {names}" if names else "one model without a name"
+
+
+@torch.no_grad()
+def _copy(parameter: nn.Parameter, value: Tensor, where: str) -> None:
+    if value.shape != parameter.shape:
+        raise CheckpointError(
+            f"{where} has the shape {tuple(value.shape)}, and that of this run's model is "
+            f"{tuple(parameter.shape)}: it was written by another model"
+        )
+    parameter.copy_(distributed_like(parameter, value))
