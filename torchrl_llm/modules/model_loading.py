@@ -58,7 +58,9 @@ def load_model(
         try:
             WeightFolder(name_or_path)  # transformers passes over much, and says less
         except DamagedCheckpointError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(
+                f"{str(name_or_path)!r} holds no model that can be loaded: {error}"
+            ) from error
     model = _load(AutoModelForCausalLM, "model", name_or_path, options)
     if device is not None:
         model = model.to(device)

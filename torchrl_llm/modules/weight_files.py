@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -260,7 +261,7 @@ class WeightFolder:
         names: of the weights.
 
     Raises:
-        DamagedCheckpointError: there are none, a shard is missing, or a file is none of these.
+        DamagedCheckpointError: there are none, a shard is missing, or a file cannot be read.
 
     Example:
         >>> from torchrl_llm.assets import embedded_model_path
@@ -278,22 +279,20 @@ class WeightFolder:
         if found.suffix == ".json":
             self._where = _read_index(found)
         else:
-            self._where = {name: found for name in self._opened(found).keys()}
+            self._where = dict.fromkeys(self._opened(found).keys(), found)
         self.names = self._where.keys()
+        for file in set(self._where.values()):
+            named = {name for name, where in self._where.items() if where == file}
+            if lacking := named.difference(self._opened(file).keys()):
+                raise DamagedCheckpointError(f"{file} lacks {', '.join(sorted(lacking)[:4])}")
 
     def read(self, name: str) -> Tensor:
         """A weight, on the CPU; mapped from the file, so that it takes memory as it is used.
 
         Args:
             name: one of ``names``.
-
-        Raises:
-            DamagedCheckpointError: its file cannot be read, or lacks it.
         """
-        file = self._where[name]
-        opened = self._opened(file)
-        if name not in opened.keys():
-            raise DamagedCheckpointError(f"{file} lacks {name}, which the index says is there")
+        opened = self._opened(self._where[name])
         return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
 
     def _opened(self, file: Path) -> Any:
@@ -302,7 +301,8 @@ class WeightFolder:
                 if file.suffix == ".safetensors":
                     self._open[file] = safe_open(file, framework="pt")
                 else:
-                    self._open[file] = torch.load(file, weights_only=True, mmap=True)
+                    mapped = zipfile.is_zipfile(file)  # not as before torch 1.6
+                    self._open[file] = torch.load(file, weights_only=True, mmap=mapped)
             # A pickle that is damaged raises whatever its bytes happen to mean.
             except Exception as error:
                 raise DamagedCheckpointError(f"cannot read the weights {file}: {error}") from error

@@ -63,10 +63,17 @@ def model_folder(path: Path) -> Path:
     """
     if (path / "config.json").is_file():
         return path
-    if steps := checkpoint_steps(path / CHECKPOINTS):
-        return checkpoint_path(path / CHECKPOINTS, steps[-1])
-    if steps := checkpoint_steps(path):
-        return checkpoint_path(path, steps[-1])
+    for folder in (path / CHECKPOINTS, path):
+        if steps := checkpoint_steps(folder):
+            path = checkpoint_path(folder, steps[-1])
+    if (path / "config.json").is_file():
+        return path
+    if several := sorted(file.parent.name for file in path.glob("*/config.json")):
+        if _CHECKPOINT.fullmatch(path.name):
+            raise ConfigError(
+                f"{path} holds several models, {', '.join(several)}: name the folder of one, as "
+                f"{path / several[0]}"
+            )
     if (path / "model" / "config.json").is_file():
         return path / "model"
     if not path.is_dir():
@@ -83,7 +90,7 @@ def run_of(model: Path) -> Path | None:
     Args:
         model: what :func:`model_folder` returned.
     """
-    for folder in (model, *model.resolve().parents[:2]):
+    for folder in (model, *model.resolve().parents[:3]):
         if (folder / METRICS_FILE).is_file() and not _CHECKPOINT.fullmatch(folder.name):
             return folder
     return None
