@@ -1,0 +1,166 @@
+"""Runs that are killed at random, again and again, and go on at once: a process for each attempt.
+
+A fork server imports everything once, so that an attempt costs no start. A kill is ``kill -9``:
+either at a random moment, by the parent, or at a random operation on files, by the process itself,
+which is inside a save more often than not.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from torchrl_llm.data.safe_wire import rows_to_bytes
+from torchrl_llm.data.wire import PackedRows
+from torchrl_llm.recipes import GRPOConfig, launch, load_config
+from torchrl_llm.trainers.checkpoint import CheckpointStore
+
+PAGE = launch.load_page("grpo/grpo-sync.py")
+SMALL = [
+    "train.prompts_per_batch=2",
+    "env.repeats=2",
+    "inference_model.max_tokens=4",
+    "eval.num_prompts=2",
+    "eval.interval=2",
+    "logging.progress=false",
+    "logging.samples=null",
+    "optimizer.warmup_steps=0",
+]
+# What a save, the table of metrics, and whoever else keeps files consist of.
+OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
+
+
+def attempt(overrides, folder, operation):
+    """Train to the end, or until the given operation on files, of which half is done."""
+    os.setsid()
+    log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
+    if operation is not None:
+        kill_at(operation)
+    composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
+    for _ in PAGE.train(load_config(composed, GRPOConfig), folder):
+        pass
+
+
+def kill_at(number):
+    """Kill this process before or after its so-maniest operation on files."""
+    left = [number]
+
+    def counted(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0 and number % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def run_to_the_end(folder, overrides):
+    """A run that is left alone; the seconds that it took."""
+    begun = time.monotonic()
+    process = _start(folder, overrides, None)
+    process.join()
+    assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
+    return time.monotonic() - begun
+
+
+def run_killed(folder, overrides, *, kills, seed, seconds, operations=200):
+    """A run that is killed so many times, and goes on each time; where it was killed."""
+    draw, places = random.Random(seed), []
+    for number in range(100 * kills):
+        if len(places) == kills:
+            break
+        by_parent = number % 2 == 0
+        after = draw.uniform(0.0, seconds), draw.randrange(1, operations)
+        process = _start(folder, overrides, None if by_parent else after[1])
+        process.join(after[0] if by_parent else None)
+        if by_parent:
+            process.kill()
+            process.join()
+        if process.exitcode == 0:  # it had come to its end: a shorter run must not pass
+            raise AssertionError(f"the run ended after {len(places)} kills: {places}")
+        assert process.exitcode == -signal.SIGKILL, Path(f"{folder}.log").read_text()[-3000:]
+        places.append(_where(Path(folder)))
+    run_to_the_end(folder, overrides)
+    return places
+
+
+def _start(folder, overrides, operation):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    overrides = [*overrides, "checkpoint.resume=auto"]
+    process = context.Process(target=attempt, args=(overrides, str(folder), operation))
+    process.start()
+    return process
+
+
+def _where(folder):
+    """What a killed process has left: its newest checkpoint, and whether it was saving one."""
+    names = {path.name for path in (folder / "checkpoints").glob("*")}
+    steps = sorted(name for name in names if name.startswith("step_"))
+    return (steps or ["none"])[-1], any(name.startswith(".") for name in names)
+
+
+def assert_same_run(one, other):
+    """Weights, optimizer, all other state, metrics and rollouts, bit for bit, without clocks."""
+    one, other = Path(one), Path(other)
+    assert _table(one) == _table(other)
+    stores = [CheckpointStore(run / "checkpoints") for run in (one, other)]
+    assert stores[0].steps() == stores[1].steps() != []
+    for step in stores[0].steps():
+        assert not [*differences(*(store.load(step) for store in stores), f"step {step}")]
+    files = [_files(one), _files(other)]
+    assert files[0].keys() == files[1].keys()
+    differ = [name for name in files[0] if files[0][name] != files[1][name]]
+    assert not differ, differ
+
+
+def differences(one, other, where):
+    """Where two states differ; the seconds that a reward took are no state."""
+    if isinstance(one, PackedRows):
+        for rows in (one, other):
+            rows.columns.pop((("next", "reward_seconds"), "tensor"), None)
+        one, other = rows_to_bytes(one), rows_to_bytes(other)
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        for name in one:
+            yield from differences(one[name], other[name], f"{where}/{name}")
+    elif isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{where}/{place}")
+    elif isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            yield where
+    elif one != other or type(one) is not type(other):
+        yield where
+
+
+def _files(run):
+    """Contents of the files of the models, and of the rollouts where they are kept."""
+    patterns = ("checkpoints/step_*/*.safetensors", "checkpoints/step_*/*.json", "rollouts/**/*")
+    found = {path for pattern in patterns for path in run.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(run)): path.read_bytes() for path in found}
+
+
+def _table(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [
+            {k: v for k, v in row.items() if not k.startswith("perf/")}
+            for row in csv.DictReader(file)
+        ]
