@@ -43,9 +43,8 @@ from torchrl_llm.recipes.builders import (
     max_turns,
     minibatches,
     overlong_metrics,
-    seed_everything,
-    set_threads,
 )
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, of_rank, share_prompts
 from torchrl_llm.recipes.sampling_engine import canary_metrics, make_sampler
 from torchrl_llm.trainers import (
     BatchSource,
@@ -59,31 +58,34 @@ from torchrl_llm.trainers import (
 
 def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
-    set_threads(config)
-    seed_everything(config.seed)
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    folder = folder_of(folder, ranks)
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
-    env, eval_env = make_envs(config, policy)
-    sampler, weight_updater = make_sampler(config, policy)
+    env, eval_env = make_envs(own, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    sampler, weight_updater = make_sampler(config, policy, learner)
     collector = LLMCollector(
-        env,
+        share_prompts(env, ranks),
         policy=sampler,
         yield_completed_trajectories=True,
         reset_at_each_iter=True,
         weight_updater=weight_updater,
     )
-    algorithm = make_algorithm(config, policy)
-    buffer = make_buffer(config, algorithm)
+    algorithm = make_algorithm(config, policy, learner)
+    buffer = make_buffer(own, algorithm)
     source = BatchSource(
         collector,
         buffer,
         credit=algorithm.credit,
-        num_rows=config.rows_per_batch,
+        num_rows=own.rows_per_batch,
         truncated=config.filter.truncated,
         max_resamples=config.filter.resamples,
         rows_per_trajectory=max_turns(config),
+        ranks=ranks,
     )
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )
@@ -91,7 +93,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     run = TrainingRun(
         folder,
         max_steps=config.train.max_steps,
-        model=policy.model,
+        model=learner.model,
         tokenizer=policy.tokenizer,
         parts={
             "optimizer": optimizer,
@@ -99,7 +101,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             "collector": collector,
             "buffer": buffer,
             "source": source,
-            **parts_of(policy),
+            **parts_of(learner),
         },
         evaluate=make_evaluation(config, eval_env, sampler),
         config=config.flat(),
@@ -107,10 +109,11 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
+        ranks=ranks,
     )
     yield run
-    if sampler is not policy:
-        collector.update_policy_weights_()  # an engine has none yet, or not those of the checkpoint
+    if sampler is not learner:
+        collector.update_policy_weights_()  # it has none yet, or not those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
@@ -124,11 +127,12 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
                 budget=config.train.micro_token_budget,
                 layout=config.train.packing,
                 context=partial(autocast, config),
+                ranks=ranks,
             )
         with run.timed("sync"):
             collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
+        metrics |= ranks.sums(overlong_metrics(sampler)) | algorithm_metrics(algorithm)
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
         yield run
     run.finish()

@@ -28,15 +28,20 @@ from torchrl_llm.recipes.builders import make_reference, make_step_buffer
 from torchrl_llm.rewards import TokenRewards
 
 
-def make_algorithm(config: GRPOConfig, policy: TransformersWrapper) -> Algorithm:
-    """The configured credit and loss, and the transforms that write what they read."""
+def make_algorithm(
+    config: GRPOConfig, policy: TransformersWrapper, learner: TransformersWrapper | None = None
+) -> Algorithm:
+    """The configured credit and loss, and the transforms that write what they read.
+
+    Scores are those of ``policy``; ``learner``, by default the same, is what the loss trains.
+    """
     reference = make_reference(config, policy) if config.needs_reference else None
     credit = config.build_credit()
     if isinstance(credit, SPOAdvantage):
         credit.watch(policy)  # what it knows fades as the policy moves
     return Algorithm(
         name=f"{config.loss.type} with {config.advantage.type}",
-        loss=config.build_loss(policy),
+        loss=config.build_loss(policy if learner is None else learner),
         credit=credit,
         transforms=tuple(read_by_credit(config, policy, reference)),
         scorers=tuple(read_by_the_loss(config, policy, reference)),

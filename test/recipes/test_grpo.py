@@ -133,7 +133,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_previous_checkpoint(tmp_path, ru
 
     def full(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args, **kwargs)
 

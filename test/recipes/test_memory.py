@@ -227,7 +227,7 @@ def test_a_checkpoint_has_the_size_that_is_told(tmp_path):
     (folder,) = (tmp_path / "checkpoints").iterdir()
     found = sum(
         (folder / name).stat().st_size
-        for name in ("model.safetensors", "trainer_state/tensors.safetensors")
+        for name in ("model.safetensors", "trainer_state/state.safetensors")
     )
     told = parts_of(load_config({"train": few}))["checkpoint"].num_bytes
     assert told <= found <= told * 1.1

@@ -117,7 +117,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
-FILES = ("manifest.json", "state.json", "tensors.safetensors")
+FILES = ("manifest.json", "state.json", "state.safetensors")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -255,9 +255,9 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_keeps_it_apart(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.save(step, {"step": step, "weights": torch.ones(1000)})
-    cut = tmp_path / "step_000003" / "trainer_state" / "tensors.safetensors"
+    cut = tmp_path / "step_000003" / "trainer_state" / "state.safetensors"
     cut.write_bytes(cut.read_bytes()[:-500])
-    flipped = tmp_path / "step_000002" / "trainer_state" / "tensors.safetensors"
+    flipped = tmp_path / "step_000002" / "trainer_state" / "state.safetensors"
     data = bytearray(flipped.read_bytes())
     data[-2000] ^= 1  # safetensors itself reads this
     flipped.write_bytes(data)
@@ -327,7 +327,7 @@ def test_values_of_every_kind_come_back_as_they_were(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, state)
     back = store.load()
-    assert list(back) == list(state)
+    assert list(back) == [*state, "ranks"]
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(back[name], value), name
@@ -375,7 +375,7 @@ def test_what_a_killed_process_left_behind_is_swept_away(tmp_path):
         (tmp_path / name / "file").write_text("x")
     store.sweep()
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
-    assert store.load() == {}
+    assert store.load() == {"ranks": [{}]}
     os.replace(store.path(1), tmp_path / ".replaced_step_000001")  # killed before the new one
     store.sweep()
     assert store.steps() == [1]

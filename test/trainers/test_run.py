@@ -243,7 +243,7 @@ def test_a_disk_that_is_full_ends_the_run_with_the_last_checkpoint_intact(tmp_pa
 
     def full(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 

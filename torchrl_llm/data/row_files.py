@@ -177,6 +177,11 @@ class RowLoader:
         collate_fn: list of rows to one mapping of columns, each with a value per row, as for
             ``torch.utils.data.DataLoader``; ``None`` hands the rows out as they are.
 
+    Attributes:
+        part: which of several loaders over the same order this is, and how many they are: every so
+            manieth row is its own, or so many of each batch. Their positions are those of all of
+            them together. ``(0, 1)`` for one alone; may be set at the start.
+
     Example:
         >>> loader = RowLoader([{"query": q} for q in "abc"], shuffle=False)
         >>> first = next(iter(loader)); state = loader.state_dict()
@@ -202,6 +207,7 @@ class RowLoader:
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self.batch_size = batch_size if collate_fn is not None else None
         self.collate_fn = collate_fn
+        self.part = (0, 1)
         self.epoch = 0
         self.index = 0
 
@@ -210,13 +216,19 @@ class RowLoader:
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order()
+        first, step = self.part
+        if self.collate_fn is None:
+            # The next rows of all parts follow each other from ``index``, also over the end.
+            while self.index + first < len(order):
+                row = self.rows[order[self.index + first]]
+                self.index += step
+                yield row
+            self.epoch, self.index = self.epoch + 1, self.index - len(order)
+            return
         while self.index < len(order):
-            chosen = order[self.index : self.index + (self.batch_size or 1)]
+            chosen = order[self.index : self.index + self.batch_size]
             self.index += len(chosen)
-            if self.collate_fn is None:
-                yield self.rows[chosen[0]]
-            else:
-                yield self.collate_fn([self.rows[i] for i in chosen])
+            yield self.collate_fn([self.rows[i] for i in chosen[first::step]])
         self.epoch, self.index = self.epoch + 1, 0
 
     def _order(self) -> Sequence[int]:
@@ -233,6 +245,12 @@ class RowLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Seed and position."""
+        if self.index < 0:  # a later part comes to the end of an epoch before the others
+            return {
+                "seed": self.seed,
+                "epoch": self.epoch - 1,
+                "index": self.index + len(self.rows),
+            }
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

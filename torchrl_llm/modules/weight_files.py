@@ -215,8 +215,12 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
 
 def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     left_out = base._keys_to_ignore_on_save or ()
-    state = {name: value for name, value in state.items() if name not in left_out}
-    return revert_weight_conversion(base, remove_tied_weights_from_state_dict(state, base))
+    # transformers tells what is tied by where it lies, which an empty shard does not say.
+    places: dict[int, Tensor] = {}
+    lie = {n: places.setdefault(id(v), torch.empty(1)) for n, v in state.items()}
+    kept = remove_tied_weights_from_state_dict(lie, base)
+    state = {name: state[name] for name in kept if name not in left_out}
+    return revert_weight_conversion(base, state)
 
 
 def _is_of_adapter(name: str) -> bool:

@@ -121,6 +121,10 @@ class ForwardConfig:
         num_threads: threads of torch on the CPU; ``None`` for torch's choice, and 1 for the model
             that ships with the package, and others as small in a folder: they gain little from a
             second one, which waits at full load where cores are shared.
+        parallel: how the processes that ``torchrun`` starts train together: ``ddp``, the whole
+            model in each; ``fsdp2``, a part of its weights, gradients and optimizer in each;
+            ``none`` for one process. All numbers of rows and prompts are those of all together.
+        timeout_s: most seconds that one of them waits for another.
     """
 
     micro_token_budget: int | None = 16384
@@ -129,9 +133,15 @@ class ForwardConfig:
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
     num_threads: int | None = None
+    parallel: Literal["none", "ddp", "fsdp2"] = "none"
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        check_least(self, "train", 1, "micro_token_budget", "num_threads")
+        check_least(self, "train", 1, "micro_token_budget", "num_threads", "timeout_s")
+        ensure(
+            self.parallel != "none" or self.timeout_s == ForwardConfig.timeout_s,
+            "train.timeout_s has no effect with train.parallel=none: no process waits for another",
+        )
         check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
 

@@ -70,7 +70,15 @@ def begin(
             check(arguments)
         return check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
 
-    sys.argv[1:] = checked()
+    sys.argv[1:] = [*checked(), *_of_other_ranks(arguments)]
+
+
+def _of_other_ranks(arguments: Iterable[str]) -> list[str]:
+    """What keeps Hydra from making a folder for each process that torchrun has started."""
+    if os.environ.get("RANK", "0") == "0":
+        return []
+    given = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    return ["hydra.output_subdir=null", *(() if given else ("hydra.run.dir=.",))]
 
 
 def _loggers_to_stderr() -> None:

@@ -11,9 +11,9 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.groups import EngineConfig, WeightSyncConfig
+from torchrl_llm.recipes.parallel import weights_of
 from torchrl_llm.weights import (
     CanaryCheck,
-    InProcessWeights,
     SharedEngineWeights,
     WeightUpdater,
 )
@@ -115,13 +115,14 @@ def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
 
 
 def make_sampler(
-    config: SamplerConfig, policy: TransformersWrapper
+    config: SamplerConfig, policy: TransformersWrapper, learner: TransformersWrapper
 ) -> tuple[LLMWrapperBase, WeightUpdater]:
     """What the collector samples with, and what brings it new weights.
 
     Args:
         config: the recipe's.
-        policy: what is trained.
+        policy: samples and scores in this process.
+        learner: what is trained, see :func:`~torchrl_llm.recipes.parallel.make_learner`.
 
     Returns:
         The policy itself, whose weights are those that are trained; or a
@@ -134,7 +135,7 @@ def make_sampler(
         ResourceError: the engine does not fit.
     """
     if config.inference_model.backend == "transformers":
-        return policy, InProcessWeights()
+        return policy, weights_of(learner, policy)
     sync = sync_type(config)
     is_vllm = config.inference_model.backend == "vllm"
     options = engine_arguments(config, sync) if is_vllm else {}
@@ -144,7 +145,7 @@ def make_sampler(
     canary = None
     if config.weight_sync.verify:
         canary = make_canary(config, policy, sync)
-    model = policy.model
+    model = learner.model
     if sync == "shared":
         # The version is proven by the canary; hashing all weights as well would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)

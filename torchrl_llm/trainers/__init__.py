@@ -19,10 +19,10 @@ _LAZY = {
     "torchrl_llm.trainers.hub": "push_to_hub",
     "torchrl_llm.trainers.metrics": "LossMeter MetricsTable make_loggers",
     "torchrl_llm.trainers.optim": (
-        "clipped_step global_normalizer make_optimizer make_scheduler micro_batches optimize "
-        "sum_over_ranks"
+        "clipped_step make_optimizer make_scheduler micro_batches optimize"
     ),
     "torchrl_llm.trainers.progress": "StopRequest",
+    "torchrl_llm.trainers.ranks": "Ranks begin_ranks global_normalizer sum_over_ranks",
     "torchrl_llm.trainers.reward_watch": "FailureTally RewardWatch",
     "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig Shown TrainingRun",
 }

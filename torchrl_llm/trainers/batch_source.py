@@ -30,6 +30,7 @@ from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.episode_metrics import episode_metrics
+from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
@@ -57,6 +58,8 @@ class BatchSource:
         lost: tokens that collectors sampled and lost since it was called last, for the ledger.
         rows_per_trajectory: rows that a trajectory of several turns becomes at most, where its
             history is rewritten between them; the storage has room for so many.
+        ranks: the processes that train together, each with a source of its own that fills its own
+            buffer; all have to fill at the same time.
 
     Attributes:
         policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
@@ -79,7 +82,9 @@ class BatchSource:
         staleness: StalenessRule | None = None,
         lost: Callable[[], int] | None = None,
         rows_per_trajectory: int = 1,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         capacity = num_rows * rows_per_trajectory
         if buffer.storage.max_size != capacity:
             raise ConfigError(
@@ -108,7 +113,8 @@ class BatchSource:
         """Collect the rows of a step into the buffer.
 
         Returns:
-            Every row that was collected, also those that were filtered out, for metrics.
+            Every row that was collected, also those that were filtered out, for metrics; in rank 0
+            those of all ranks.
 
         Raises:
             DataError: the token ledger does not close, or all rows are too old and stay so.
@@ -136,7 +142,7 @@ class BatchSource:
             if written >= self._num_rows:
                 break
         self._account(collected, before, written)
-        return lazy_rows(collected)
+        return self._ranks.rows(lazy_rows(collected))
 
     def _next(self) -> list[TensorDict]:
         if self._batches is None:
@@ -228,7 +234,8 @@ class BatchSource:
             # The storage holds the newest rows; the older ones it overwrote were surplus.
             ledger.count(surplus=ledger.carried + generated - ledger.spent - ledger.pending)
         ledger.close()
-        if not ledger.totals["trained"] and not self._warned:
+        ledger.totals = self._ranks.sums(ledger.totals)
+        if self._ranks.is_main and not ledger.totals["trained"] and not self._warned:
             self._warned = True
             spent = {name: n for name, n in ledger.totals.items() if n}
             logger.warning(

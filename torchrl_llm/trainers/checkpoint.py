@@ -16,13 +16,16 @@ import random
 import shutil
 import socket
 import zlib
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -33,16 +36,20 @@ from torchrl_llm.modules.weight_files import (
     LazyTensor,
     published_weights,
     size_in_bytes,
+    whole,
     write_tensors,
     write_weights,
 )
+from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.run_folder import checkpoint_path, checkpoint_steps
 
 _STATE = "trainer_state"
 _MANIFEST = "manifest.json"
+_SPREAD = "spread"
 _OLD_STATE_FILE = "trainer_state.pt"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 24
+_SPREAD_BYTES = 1 << 30
 
 
 class CheckpointStore:
@@ -51,6 +58,7 @@ class CheckpointStore:
     Args:
         folder: where the checkpoints go; made when the first one is written.
         keep_last: how many of the newest are kept; ``None`` keeps all.
+        ranks: the processes that save together.
 
     Example:
         >>> import tempfile
@@ -61,11 +69,13 @@ class CheckpointStore:
         ([2], 2)
     """
 
-    def __init__(self, folder: str | Path, *, keep_last: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, keep_last: int | None = None, ranks: Ranks = ALONE
+    ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
         self.folder = Path(folder)
-        self.keep_last = keep_last
+        self.keep_last, self.ranks = keep_last, ranks
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -93,14 +103,19 @@ class CheckpointStore:
         step: int,
         state: Mapping[str, Any],
         *,
+        own: Mapping[str, Any] | None = None,
         write_model: Callable[[Path], Mapping[str, int] | None] | None = None,
     ) -> Path:
         """Write a checkpoint, then rename it into place, then delete what is no longer kept.
 
+        All ranks have to call it.
+
         Args:
             step: the training step that it follows.
             state: nested dicts of tensors, plain values and rows
-                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`.
+                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`; the same in all ranks, each
+                of which has its shards of tensors that are spread over them.
+            own: what is this rank's own.
             write_model: writes model and tokenizer files into the folder that it is given, and may
                 return the CRC-32 of some of them by name, which :meth:`load` then checks too.
 
@@ -111,39 +126,72 @@ class CheckpointStore:
             CheckpointError: it could not be written, or holds an object that has no plain form;
                 earlier checkpoints are untouched.
         """
-        plain = state_to_plain(dict(state))
+        plain, own_plain = state_to_plain(dict(state)), state_to_plain(dict(own or {}))
         final = self.path(step)
         partial = self.folder / f".partial_{final.name}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / _STATE).mkdir(parents=True)
+            if self.ranks.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / _STATE).mkdir(parents=True)
+            self.ranks.barrier()
             checksums = dict((write_model and write_model(partial)) or {})
-            checksums |= _write_state(partial, plain)
-            manifest = {"format": _FORMAT, "checksums": checksums}
-            (partial / _STATE / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-            _flush(partial)
-            # A step that is saved twice (resumed, then stopped at once) replaces itself.
-            replaced = _set_aside(final, "replaced") if final.exists() else None
-            os.replace(partial, final)
-            _flush_one(self.folder)
-            if replaced is not None:
-                shutil.rmtree(replaced, ignore_errors=True)
+            if self.ranks.is_main:
+                checksums |= _write_state(partial, "state", plain)
+            checksums |= _write_state(partial, f"rank_{self.ranks.rank}", own_plain)
+            checksums |= self._write_spread(partial, plain)
+            every = self.ranks.gather(checksums)
+            if self.ranks.is_main:
+                self._complete(final, partial, dict(ChainMap(*every)))
+            self.ranks.barrier()
         # safetensors and torch report a full disk by their own exception types.
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if self.ranks.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._failure(step, error)) from error
+        return final
+
+    def _complete(self, final: Path, partial: Path, checksums: Mapping[str, int]) -> None:
+        manifest = {"format": _FORMAT, "ranks": self.ranks.world, "checksums": checksums}
+        (partial / _STATE / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        _flush(partial)
+        # A step that is saved twice (resumed, then stopped at once) replaces itself.
+        replaced = _set_aside(final, "replaced") if final.exists() else None
+        os.replace(partial, final)
+        _flush_one(self.folder)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         for old in self.steps()[: -self.keep_last] if self.keep_last else []:
             # Renamed first: a deletion that is cut short must not leave half a checkpoint.
             shutil.rmtree(_set_aside(self.path(old), "deleted"), ignore_errors=True)
-        return final
 
-    def load(self, step: int | None = None) -> dict[str, Any]:
+    def _write_spread(self, partial: Path, state: PlainState) -> dict[str, int]:
+        """Write tensors that are spread over ranks, each rank its shards; CRC-32 of its files."""
+        if not state.spread:
+            return {}
+        files, size = {}, 0
+        for name, tensor in state.spread.items():
+            # A file is held in memory while it is written.
+            files[name] = 1 + size // _SPREAD_BYTES
+            size += tensor.to_local().nbytes
+        folder = partial / _STATE / _SPREAD
+        writer = HuggingFaceStorageWriter(
+            str(folder), fqn_to_index_mapping=files, save_distributed=True
+        )
+        dcp.save(dict(state.spread), storage_writer=writer)
+        own = folder.glob(f"shard-{self.ranks.rank + 1:05d}-*")
+        return {f"{_STATE}/{_SPREAD}/{file.name}": _checksum(file) for file in own}
+
+    def load(self, step: int | None = None, *, check: bool = True) -> dict[str, Any]:
         """State of a checkpoint, after a look at the checksums of all its files.
 
         Reading it runs no code, whatever someone may have planted in it.
 
         Args:
             step: the step; ``None`` for the newest.
+            check: look at the checksums.
+
+        Returns:
+            The state, with what each rank had of its own as ``"ranks"``.
 
         Raises:
             DamagedCheckpointError: a file is missing, cut short, or not what was written.
@@ -159,13 +207,35 @@ class CheckpointStore:
                 f"on with that version, or begin another run from its model, model.name={path}"
             )
         try:
-            _check_files(path)
-            return _read_state(path)
+            num_ranks = _check_files(path, check)
+            state = _read_state(path, "state")
+            return {**state, "ranks": [_read_state(path, f"rank_{n}") for n in range(num_ranks)]}
         except CheckpointError:
             raise
         # A damaged file raises whatever its bytes happen to mean.
         except Exception as error:
             raise DamagedCheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+    def read_spread(self, step: int, wanted: dict[str, Tensor]) -> None:
+        """Fill tensors that ranks had written together, whatever their number was.
+
+        All ranks have to call it.
+
+        Args:
+            step: of the checkpoint.
+            wanted: by name, see :class:`~torchrl_llm.data.safe_state.Spread`.
+
+        Raises:
+            DamagedCheckpointError: the files cannot be read.
+        """
+        if not wanted:
+            return
+        folder = self.path(step) / _STATE / _SPREAD
+        try:
+            reader = HuggingFaceStorageReader(str(folder))
+            dcp.load(wanted, storage_reader=reader, no_dist=self.ranks.world == 1)
+        except Exception as error:
+            raise DamagedCheckpointError(f"cannot read {folder}: {error}") from error
 
     def load_newest_whole(self) -> tuple[int, dict[str, Any], list[str]]:
         """The newest checkpoint that is not damaged; damaged ones are renamed ``damaged_step_N``.
@@ -209,7 +279,12 @@ class CheckpointStore:
 
 
 def save_pretrained(
-    path: Path, model: nn.Module, tokenizer: Any, *, max_shard_size: str | int = "5GB"
+    path: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    max_shard_size: str | int = "5GB",
+    is_main: bool = True,
 ) -> dict[str, int]:
     """Write a Hugging Face model and its tokenizer, adapters merged.
 
@@ -223,6 +298,8 @@ def save_pretrained(
         tokenizer: its tokenizer.
         max_shard_size: bytes of weights a file, as ``"5GB"``; more are written as shards with
             ``model.safetensors.index.json``.
+        is_main: whether this process writes. A model that is spread over ranks is gathered tensor
+            by tensor, for which all of them call this, and one writes.
 
     Returns:
         CRC-32 of each file of weights, by its name.
@@ -234,16 +311,22 @@ def save_pretrained(
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with no_weight_bars():
         if isinstance(base, PreTrainedModel):
-            base.save_pretrained(path, state_dict={})  # all but the weights
-            (path / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
-            weights = published_weights(model)
-            size = size_in_bytes(max_shard_size)
-            checksums = write_weights(path, weights, max_shard_size=size)
+            if is_main:
+                base.save_pretrained(path, state_dict={})  # all but the weights
+                (path / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+            checksums = write_weights(
+                path if is_main else None,
+                published_weights(model),
+                max_shard_size=size_in_bytes(max_shard_size),
+            )
         if base is not model:
-            model.save_pretrained(path / "adapter")
-        elif not isinstance(base, PreTrainedModel):
+            adapter = {n: whole(p) for n, p in model.named_parameters() if p.requires_grad}
+            if is_main:
+                model.save_pretrained(path / "adapter", state_dict=adapter)
+        elif is_main and not isinstance(base, PreTrainedModel):
             model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    if is_main:
+        tokenizer.save_pretrained(path)
     return checksums
 
 
@@ -311,18 +394,18 @@ def lock_folder(folder: Path) -> IO[str]:
     return file
 
 
-def _write_state(folder: Path, state: PlainState) -> dict[str, int]:
+def _write_state(folder: Path, name: str, state: PlainState) -> dict[str, int]:
     """Write a state; CRC-32 of each file, by its place in the checkpoint."""
-    text, tensors = f"{_STATE}/state.json", f"{_STATE}/tensors.safetensors"
+    text, tensors = f"{_STATE}/{name}.json", f"{_STATE}/{name}.safetensors"
     written = json.dumps(state.plain, separators=(",", ":")).encode()
     (folder / text).write_bytes(written)
     parts = {str(place): LazyTensor.of(tensor) for place, tensor in enumerate(state.tensors)}
     return {text: zlib.crc32(written), tensors: write_tensors(folder / tensors, parts)}
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    plain = json.loads((folder / _STATE / "state.json").read_bytes())
-    with safe_open(folder / _STATE / "tensors.safetensors", framework="pt") as file:
+def _read_state(folder: Path, name: str) -> dict[str, Any]:
+    plain = json.loads((folder / _STATE / f"{name}.json").read_bytes())
+    with safe_open(folder / _STATE / f"{name}.safetensors", framework="pt") as file:
         # Copied: what is mapped from a file must not change with it.
         tensors = [file.get_tensor(str(place)).clone() for place in range(len(file.keys()))]
     state = state_from_plain(plain, tensors)
@@ -331,7 +414,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, checksums: bool) -> int:
+    """Look at what a checkpoint says of itself; the number of ranks that wrote it."""
     manifest = json.loads((folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != _FORMAT:
         raise CheckpointError(
@@ -342,12 +426,17 @@ def _check_files(folder: Path) -> None:
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts:
             raise DamagedCheckpointError(f"{folder} names {name!r}, which is not in it")
-        found = 0
-        with (folder / place).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                found = zlib.crc32(chunk, found)
-        if found != checksum:
+        if checksums and _checksum(folder / place) != checksum:
             raise DamagedCheckpointError(f"the checksum of {folder / place} is wrong")
+    return int(manifest["ranks"])
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _flush(folder: Path) -> None:

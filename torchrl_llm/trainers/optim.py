@@ -7,22 +7,13 @@ and the rows of a group go together, because a scorer runs their prompt once. Th
 piece is normalised by the whole batch (``loss.normalizer``), so the gradients of the pieces add up
 to the gradient of the batch, whatever the cut.
 
-A batch may also be spread over ranks. Each rank computes its rows' loss with the counts of all
-ranks (:func:`global_normalizer`); the ranks' losses then add up to that of the batch, as those of
-micro-batches do. DDP and FSDP average gradients over ranks instead of adding them, so the loss is
-multiplied by the number of ranks:
-
-.. code-block:: python
-
-    normalizer = global_normalizer(loss.normalizer(rows_of_this_rank))
-    for piece in pieces:
-        output = loss(piece, normalizer=normalizer)
-        (output.total_loss() * dist.get_world_size()).backward()
-        meter.add(sum_over_ranks(output))
-
-Every rank needs as many micro-batches as the others, because each of them is a collective call; a
-rank that runs out goes on with rows of which no token counts. Without ``torch.distributed`` both
-functions give back what they are given.
+A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.global_normalizer`); the
+ranks' losses then add up to that of the batch, as those of micro-batches do, and so do gradients.
+Where weights are whole, they are added up once, after the last micro-batch. FSDP2 averages those of
+shards in each backward, so the loss is multiplied by the number of ranks there; and because each
+forward is a collective call, a rank with fewer micro-batches than another, or without any row, goes
+on with rows whose loss is multiplied by 0.
 
 The named optimizer is the one that is built, and an argument that it does not take is an error.
 """
@@ -32,24 +23,24 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import LazyStackedTensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import Normalizer
-from torchrl_llm.objectives.composite_loss import CompositeNormalizer
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 from torchrl_llm.trainers.metrics import LossMeter
+from torchrl_llm.trainers.ranks import ALONE, Counts, Ranks, add_gradients, sum_counts
 
 # LBFGS needs a closure and SparseAdam sparse gradients: neither can take the recipe's step.
 _UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
@@ -181,6 +172,8 @@ def clipped_step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     bound = math.inf if max_norm is None else max_norm
     norm = nn.utils.clip_grad_norm_(parameters, bound)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     if torch.isfinite(norm):
         optimizer.step()
     if scheduler is not None:
@@ -311,62 +304,6 @@ def micro_batches(
     return [lazy_rows([members[row] for row in piece]) for piece in pieces]
 
 
-Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
-
-
-def _in_group(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def global_normalizer(normalizer: Normalizer, group: dist.ProcessGroup | None = None) -> Normalizer:
-    """Counts of the rows of all ranks together. All ranks have to call it.
-
-    Args:
-        normalizer: counts of this rank's rows; ``Normalizer(0, 0)`` (with ``group_tokens={}`` for
-            ``prompt_mean``) for none. Rows of one prompt may be on several ranks.
-        group: the ranks; all by default.
-
-    Raises:
-        ValueError: when some ranks count prompt groups and some do not.
-
-    Example:
-        >>> global_normalizer(Normalizer(10, 2))
-        Normalizer(num_tokens=10, num_sequences=2, group_tokens=None)
-    """
-    if not _in_group(group):
-        return normalizer
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    # The counts are Python numbers and dictionaries: an object of a few bytes a rank.
-    dist.all_gather_object(everyone, normalizer, group=group)
-    total, *others = everyone
-    for counts in others:
-        total = total.plus(counts)
-    return total
-
-
-def sum_over_ranks(output: LLMLossOutput, group: dist.ProcessGroup | None = None) -> LLMLossOutput:
-    """The sum of the loss outputs of all ranks, without gradients. All ranks have to call it.
-
-    Args:
-        output: output of a loss that was computed with the :func:`global_normalizer`.
-        group: the ranks; all by default.
-
-    Returns:
-        The output of the whole batch, on every rank.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_llm.objectives import SFTLossOutput
-        >>> sum_over_ranks(SFTLossOutput(loss_sft=torch.ones(()))).loss_sft
-        tensor(1.)
-    """
-    total = output.detach().clone()
-    if _in_group(group):
-        for value in total.leaves():
-            dist.all_reduce(value, group=group)
-    return total
-
-
 def optimize(
     loss: TokenLoss,
     batches: Iterable[LazyStackedTensorDict],
@@ -377,6 +314,7 @@ def optimize(
     budget: int | None = None,
     layout: str | None = "padded",
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """One update per batch: forward and backward of its micro-batches, then a clipped step.
 
@@ -392,10 +330,12 @@ def optimize(
         budget: tokens that a micro-batch may hold, see :func:`micro_batches`.
         layout: how the scorer lays rows out, see :func:`micro_batches`.
         context: makes the context of each forward, such as an autocast.
+        ranks: the processes that make each update together, each with batches of its own; all have
+            to call this, and one with fewer batches than another takes part without rows.
 
     Returns:
         Means over the updates, named ``train/<name>``: the loss's metrics, ``train/grad_norm``
-        and, with a scheduler, ``train/lr``; empty without a batch.
+        and, with a scheduler, ``train/lr``; empty without a batch. They are those of all ranks.
 
     Example:
         >>> from tensordict import TensorDict
@@ -412,17 +352,78 @@ def optimize(
         >>> sorted(optimize(SFTLoss(CausalScorer(model)), [rows], optimizer, budget=5))
         ['train/grad_norm', 'train/loss_sft']
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    scale = ranks.world if sharded else 1
     meter = LossMeter()
-    for batch in batches:
-        pieces = micro_batches(batch, budget=budget, layout=layout)
-        # A batch in one piece is counted by the loss itself.
-        normalizer = loss.normalizer(batch) if len(pieces) > 1 else None
+    for batch, normalizer, most in _in_step(loss, batches, budget, layout, ranks):
+        pieces = [] if batch is None else micro_batches(batch, budget=budget, layout=layout)
+        own: LLMLossOutput | None = None
         for piece in pieces:
             with context():
                 output = loss(piece, normalizer=normalizer)
-            output.total_loss().backward()
-            meter.add(output)
+            (output.total_loss() * scale).backward()
+            own = output.detach() if own is None else own + output.detach()
+        if sharded and ranks.world > 1:
+            for filler in _fillers(batch, most - len(pieces), ranks):
+                with context():
+                    output = loss(filler, normalizer=normalizer)
+                (output.total_loss() * 0.0).backward()
+        elif ranks.world > 1:
+            add_gradients(parameters, ranks)
+        for part in ranks.gather(own if ranks.world == 1 or own is None else own.cpu()):
+            if part is not None:
+                meter.add(part)
         norm = clipped_step(optimizer, scheduler, max_norm=max_norm)
         rate = {} if scheduler is None else {"lr": scheduler.get_last_lr()[0]}
         meter.close(grad_norm=norm, **rate)
     return meter.metrics()
+
+
+def _in_step(
+    loss: TokenLoss,
+    batches: Iterable[LazyStackedTensorDict],
+    budget: int | None,
+    layout: str | None,
+    ranks: Ranks,
+) -> Iterator[tuple[LazyStackedTensorDict | None, Counts | None, int]]:
+    """Batches, the counts of all ranks' rows, and the most micro-batches that a rank has.
+
+    A rank that has no further batch gets ``None`` for one until no rank has any.
+    """
+    if ranks.world == 1:
+        for batch in batches:
+            num_pieces = len(micro_batches(batch, budget=budget, layout=layout))
+            # A batch in one piece is counted by the loss itself.
+            yield batch, loss.normalizer(batch) if num_pieces > 1 else None, num_pieces
+        return
+    own = iter(batches)
+    while True:
+        batch = next(own, None)
+        told = (None, 0)
+        if batch is not None:
+            pieces = micro_batches(batch, budget=budget, layout=layout)
+            told = (loss.normalizer(batch), len(pieces))
+        counts, numbers = zip(*ranks.gather(told), strict=True)
+        normalizer = sum_counts(counts)
+        if normalizer is None:
+            return
+        yield batch, normalizer, max(numbers)
+
+
+def _fillers(
+    batch: LazyStackedTensorDict | None, number: int, ranks: Ranks
+) -> list[LazyStackedTensorDict]:
+    """What a rank runs while another has further micro-batches: a short row, so many times.
+
+    It goes the way of every row, so that the same weights are asked for. A rank without rows gets
+    that of another.
+    """
+    row = None
+    if batch is not None:
+        lengths = [ids.shape[0] for ids in read_rows(batch, ("tokens", "full"))]
+        row = batch.unbind(0)[lengths.index(min(lengths))]
+    if ranks.any(row is None):
+        sent = ranks.gather(None if row is None else pack_rows([row]))
+        row = next(packed for packed in sent if packed is not None).unpack()[0]
+    return [lazy_rows([row])] * number

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torchrl_llm.data.safe_state import Spread
 from torchrl_llm.errors import CheckpointError
+from torchrl_llm.trainers.ranks import sharded_like
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -99,32 +100,31 @@ def _parameters(
     return ((names.get(id(p), f"parameter_{place}"), p) for place, p in enumerate(every))
 
 
-def _placed(value: Any, parameter: Tensor, wanted: dict[str, Tensor]) -> Any:
-    """A value of the state of a parameter, over the ranks as the parameter is."""
-    is_spread = isinstance(value, Spread)
-    if not is_spread and not isinstance(value, Tensor):
-        return value
-    if isinstance(parameter, DTensor) and tuple(value.shape) == tuple(parameter.shape):
-        if not is_spread:
-            return distributed_like(parameter, value)
-        value, name = torch.empty_like(parameter, dtype=value.dtype), value.name
-    elif is_spread:
-        value, name = torch.empty(value.shape, dtype=value.dtype), value.name
-    else:
-        return value
-    wanted[name] = value
-    return value
-
-
-def distributed_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A tensor over the ranks as a parameter is; itself where that is not spread.
+def load_module(
+    module: nn.Module, state: Mapping[str, Any], *, read: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Continue after the ``state_dict()`` of a module, spread over ranks as it is now.
 
     Args:
-        parameter: of the same shape.
-        value: the whole of it, the same on every rank.
+        module: sharded or not.
+        state: what was saved.
+        read: as of :func:`load_named_state`.
     """
-    if not isinstance(parameter, DTensor):
-        return value
-    value = value.to(parameter.device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    wanted: dict[str, Tensor] = {}
+    like = module.state_dict()
+    values = {n: _placed(v, like[n], wanted) if n in like else v for n, v in state.items()}
+    read(wanted)
+    module.load_state_dict(values)
+
+
+def _placed(value: Any, like: Tensor, wanted: dict[str, Tensor]) -> Any:
+    """A saved value, over the ranks as another tensor is; what is to be read yet is wanted."""
+    same_shape = isinstance(value, (Tensor, Spread)) and tuple(value.shape) == tuple(like.shape)
+    if isinstance(value, Spread):
+        dtype, name = value.dtype, value.name
+        if same_shape and isinstance(like, DTensor):
+            wanted[name] = torch.empty_like(like, dtype=dtype)
+        else:
+            wanted[name] = torch.empty(value.shape, dtype=dtype)
+        return wanted[name]
+    return sharded_like(value, like) if same_shape else value

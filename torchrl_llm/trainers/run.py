@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +40,8 @@ from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
+from torchrl_llm.trainers.rank_state import rank_state
+from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run_folder import nested
@@ -48,6 +50,7 @@ from torchrl_llm.trainers.run_models import (
     load_part_states,
     names_of_parameters,
     part_states,
+    split_parts,
 )
 from torchrl_llm.trainers.samples import sample_text
 
@@ -55,7 +58,8 @@ from torchrl_llm.trainers.samples import sample_text
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
 _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
-_FREE_ON_RESUME += ("reward.on_all_invalid",)
+_FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
+# Parts that are the same in all ranks; the others are those of each.
 
 
 @dataclass(kw_only=True)
@@ -204,6 +208,8 @@ class TrainingRun:
         evaluation: when to evaluate.
         watch: looks at the rows that :meth:`record` is given.
         shown: which metrics are shown; the reward of those who learn from one by default.
+        ranks: the processes that train together: rank 0 writes and speaks for all, and all stop,
+            and save, after the same step.
 
     Attributes:
         step: the last step that was begun.
@@ -238,7 +244,9 @@ class TrainingRun:
         evaluation: EvalConfig | None = None,
         watch: RewardWatch | None = None,
         shown: Shown | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.folder = Path(folder)
         self.max_steps = max_steps
         self.step = 0
@@ -261,8 +269,9 @@ class TrainingRun:
         self._shown = shown or Shown()
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
-            self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
+            self.folder / "checkpoints", keep_last=self._checkpoint.keep_last, ranks=ranks
         )
+        self._retired: list[Any] = []
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
@@ -273,9 +282,10 @@ class TrainingRun:
                 f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
             )
         )
-        self._lock = lock_folder(self.folder)
-        self._store.sweep()
-        saved = self._store.steps()
+        if ranks.is_main:
+            self._lock = lock_folder(self.folder)
+            self._store.sweep()
+        saved = ranks.from_main(self._store.steps())
         if saved and self._checkpoint.resume == "never":
             raise CheckpointError(
                 f"{self.folder} holds a run up to step {saved[-1]}; continue it with "
@@ -285,19 +295,19 @@ class TrainingRun:
         self._accuracy: float | None = None
         self._log = RunLog.of(self.folder)
         self._log.progress = self._logging.progress
-        with self._log:
+        with self._logged():
             self._table = MetricsTable(
                 self.folder / "metrics.csv",
                 make_loggers(
-                    self._logging.backend,
+                    self._logging.backend if ranks.is_main else (),
                     run_dir=self.folder,
                     experiment_name=self._logging.experiment_name,
-                    project=self._logging.project,
+                    project=self._logging.project if ranks.is_main else None,
                 ),
                 columns=(self._shown.metric, *self._shown.held_out),
             )
             repairs = self._resume() if saved else []
-            if self._config:
+            if self._config and ranks.is_main:
                 text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
                 (self.folder / "config.yaml").write_text(text, encoding="utf-8")
                 self._table.log_config(self._config)
@@ -309,9 +319,16 @@ class TrainingRun:
         self._bar = ProgressBar("step", max_steps, done=self.step)
 
     def say(self, text: str) -> None:
-        """Tell the person something: on standard error, above the bar, and in ``run.log``."""
-        with self._log:
-            say(text)
+        """Tell the person something: on standard error, above the bar, and in ``run.log``.
+
+        Of several ranks only the first speaks.
+        """
+        if self.ranks.is_main:
+            with self._log:
+                say(text)
+
+    def _logged(self) -> AbstractContextManager[Any]:
+        return self._log if self.ranks.is_main else nullcontext()
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -338,11 +355,11 @@ class TrainingRun:
         Raises:
             RewardError: see :meth:`record`.
         """
-        with self._log:
+        with self._logged():
             with self.stop, self._bar, _objects_at_rest():
                 yield from self._steps()
             if self.step < self.max_steps:
-                self._stopped_by = self.stop.signal
+                self._stopped_by = next(filter(None, self.ranks.gather(self.stop.signal)))
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
             elif self.step < self.max_steps:
@@ -354,14 +371,18 @@ class TrainingRun:
     def _steps(self) -> Iterator[int]:
         if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
             numbers, self._before = self._measured()
-            self._table.write(0, numbers)
-        while self.step < self.max_steps and not self.stop.requested:
+            self._write(0, numbers)
+        while self.step < self.max_steps and not self.ranks.any(self.stop.requested):
             self.step += 1
             self._started = time.perf_counter()
             yield self.step
             if self._started is not None:
                 raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
-        if self.step and self.step not in self._store.steps():
+        if self.step:
+            self._save_unless_saved()
+
+    def _save_unless_saved(self) -> None:
+        if self.ranks.from_main(self.step not in self._store.steps()):
             self.save()
 
     def _command(self) -> str:
@@ -388,17 +409,18 @@ class TrainingRun:
         parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
         notice = None if rows is None else self._watch.see(rows)
+        if self.ranks.world > 1:  # rank 0 has seen the rows of all
+            self._watch.is_all_invalid = self.ranks.from_main(self._watch.is_all_invalid)
         if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
             self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
-        self._complete({**metrics, **parts}, seconds)
+        self._complete(dict(metrics), parts, seconds)
         if notice is not None:
             self.say(notice)
         if rows is not None and self._watch.ends_run:
             self._end_without_rewards()
 
     def _end_without_rewards(self) -> None:
-        if self.step not in self._store.steps():
-            self.save()
+        self._save_unless_saved()
         raise RewardError(
             f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
             f"{self._store.path(self.step)}:\n  {self.how_to_resume or self._command()}\n"
@@ -431,6 +453,21 @@ class TrainingRun:
         """
         metric, name, *_ = self._shown
         steps, values = self._table.read(metric)
+        if self.ranks.is_main:
+            self._show_results(steps, values)
+        values = self.ranks.from_main(values)
+        if values and all(map(math.isnan, values)):
+            raise RewardError(
+                f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
+            )
+        pushes = self.ranks.is_main and self._checkpoint.push_to_hub is not None
+        if pushes and self.step == self.max_steps:
+            self._push(self._checkpoint.push_to_hub)
+        if self._stopped_by is not None:
+            raise SystemExit(128 + self._stopped_by)
+
+    def _show_results(self, steps: list[int], values: list[float]) -> None:
+        metric, name, *_ = self._shown
         with self._log:
             show(terminal_curve(steps, values, title=f"{metric} over steps"))
             picture = save_curves(self.folder / f"{name}.png", self.curves())
@@ -447,14 +484,6 @@ class TrainingRun:
                         "and count as wrong"
                     )
             show(text_table(self._results(picture)))
-        if values and all(map(math.isnan, values)):
-            raise RewardError(
-                f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
-            )
-        if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
-            self._push(self._checkpoint.push_to_hub)
-        if self._stopped_by is not None:
-            raise SystemExit(128 + self._stopped_by)
 
     def _push(self, name: str) -> None:
         try:
@@ -483,9 +512,11 @@ class TrainingRun:
             yield "model", str(self._store.path(self._store.steps()[-1]))
             yield "", "AutoModelForCausalLM.from_pretrained opens it"
 
-    def _complete(self, metrics: dict[str, Any], seconds: float) -> None:
-        speed = metrics[self._shown.tokens] / seconds
-        metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed, **memory_metrics()}
+    def _complete(
+        self, metrics: dict[str, Any], clocks: Mapping[str, float], seconds: float
+    ) -> None:
+        metrics |= self.ranks.maxima({**clocks, "perf/step_s": seconds, **memory_metrics()})
+        metrics["perf/tokens_per_s"] = metrics[self._shown.tokens] / metrics["perf/step_s"]
         self._bar.update(self.step, self._note(metrics))
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
@@ -493,9 +524,13 @@ class TrainingRun:
             metrics |= numbers
             self._bar.note = self._note(metrics)
         self.metrics = metrics
-        self._table.write(self.step, metrics)
+        self._write(self.step, metrics)
         if self._falls_on(self._checkpoint.interval):
             self.save()
+
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.ranks.is_main:
+            self._table.write(step, metrics)
 
     def _note(self, metrics: Mapping[str, Any]) -> str:
         speed = f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"
@@ -504,46 +539,70 @@ class TrainingRun:
         return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
 
     def _measured(self) -> tuple[dict[str, float], list[str]]:
-        result = self._evaluate()
-        numbers = result.metrics()
+        numbers, conversations = {}, []
+        if self.ranks.is_main:  # the same prompts in the same batches as in one process
+            result = self._evaluate()
+            numbers, conversations = result.metrics(), list(result.conversations)
+        numbers, conversations = self.ranks.from_main((numbers, conversations))
         self._accuracy = numbers.get("eval/accuracy")
-        return numbers, list(result.conversations)
+        return numbers, conversations
 
     def _falls_on(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
 
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns its folder."""
+        shared, own = split_parts(self._parts)
         state = {
             "step": self.step,
             "config": self._config,
             "before": self._before,
             "after": self._after,
             "models": self._models.state(),
-            "parts": part_states(self._parts, self._names),
+            "parts": part_states(shared, self._names),
             "watch": self._watch.state_dict(),
-            "rng": rng_state(),
+            "retired": self._retired,
         }
-        return self._store.save(self.step, state, write_model=self._write_models)
+        of_rank = {"parts": part_states(own, self._names), "rng": rng_state()}
+        return self._store.save(self.step, state, own=of_rank, write_model=self._write_models)
 
     def _write_models(self, path: Path) -> dict[str, int]:
-        self._table.save(path / "metrics.csv")
-        return self._models.write(path, max_shard_size=self._checkpoint.max_shard_size)
+        if self.ranks.is_main:
+            self._table.save(path / "metrics.csv")
+        size = self._checkpoint.max_shard_size
+        return self._models.write(path, max_shard_size=size, is_main=self.ranks.is_main)
 
     def _resume(self) -> list[str]:
         """Continue from the newest whole checkpoint; what had to be mended, a line each."""
-        step, state, repairs = self._store.load_newest_whole()
+        step, state, repairs = 0, {}, []
+        if self.ranks.is_main:
+            step, state, repairs = self._store.load_newest_whole()
+        step = self.ranks.from_main(step)
+        if not self.ranks.is_main:
+            state = self._store.load(step, check=False)  # rank 0 has looked at it
         self._check_config(masked(state["config"]))
-        self._models.load(self._store.path(step), state["models"])
-        load_part_states(self._parts, state["parts"], self._names, read=lambda wanted: None)
+        path = self._store.path(step)
+        self._models.load(path, state["models"])
+        shared, own = split_parts(self._parts)
+
+        def read(wanted: dict[str, Any]) -> None:
+            self._store.read_spread(step, wanted)
+
+        load_part_states(shared, state["parts"], self._names, read=read)
+        fresh = {"parts": part_states(own, self._names), "rng": rng_state()}
+        mine, self._retired, notice = rank_state(
+            state["ranks"], state["retired"], fresh, rank=self.ranks.rank, world=self.ranks.world
+        )
+        repairs += [notice] if notice else []
+        load_part_states(own, mine["parts"], self._names, read=read)
         self._watch.load_state_dict(state["watch"])
         self.step, self._before, self._after = step, state["before"], state["after"]
-        copy = self._store.path(step) / "metrics.csv"
-        wrong = self._table.resume(step, copy)
+        copy = path / "metrics.csv"
+        wrong = self._table.resume(step, copy) if self.ranks.is_main else None
         if wrong is not None:
             mended = "mended from the checkpoint" if copy.exists() else "its rows are lost"
             repairs.append(f"{wrong}; {mended}, to step {step}")
-        load_rng_state(state["rng"])
+        load_rng_state(mine["rng"])
         return repairs
 
     def _check_config(self, earlier: Mapping[str, Any]) -> None:

@@ -20,12 +20,14 @@ from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.modules.weight_files import WeightFolder, published_weights
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.optimizer_state import (
-    distributed_like,
+    load_module,
     load_named_state,
     named_state,
     parameter_names,
 )
+from torchrl_llm.trainers.ranks import sharded_like
 
+_SHARED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Module)
 _NAME = re.compile(r"(?!adapter$|trainer_state$)[A-Za-z0-9][\w-]*")
 
 
@@ -63,12 +65,15 @@ class RunModels:
             state[name] = {"trained": list(parameters), "apart": apart}
         return state
 
-    def write(self, path: Path, *, max_shard_size: str | int) -> dict[str, int]:
-        """Write each model into its folder.
+    def write(
+        self, path: Path, *, max_shard_size: str | int, is_main: bool = True
+    ) -> dict[str, int]:
+        """Write each model into its folder; every rank has to call it.
 
         Args:
             path: of the checkpoint.
             max_shard_size: as of :func:`~torchrl_llm.trainers.save_pretrained`.
+            is_main: as there.
 
         Returns:
             CRC-32 of each file of weights, by its place in the checkpoint.
@@ -76,8 +81,11 @@ class RunModels:
         checksums = {}
         for name, (model, tokenizer) in self._models.items():
             folder = path / name
-            folder.mkdir(exist_ok=True)
-            written = save_pretrained(folder, model, tokenizer, max_shard_size=max_shard_size)
+            if is_main:
+                folder.mkdir(exist_ok=True)
+            written = save_pretrained(
+                folder, model, tokenizer, max_shard_size=max_shard_size, is_main=is_main
+            )
             checksums |= {(f"{name}/" if name else "") + k: v for k, v in written.items()}
         return checksums
 
@@ -109,6 +117,16 @@ class RunModels:
                     weights = weights or WeightFolder(path / name)
                     value = weights.read(key)
                 _copy(parameter, value, f"{path / name}: {key}")
+
+
+def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts of a run that are the same in all ranks, and those that are each rank's own.
+
+    Args:
+        parts: by name.
+    """
+    shared = {name: part for name, part in parts.items() if isinstance(part, _SHARED)}
+    return shared, {name: part for name, part in parts.items() if name not in shared}
 
 
 def part_states(parts: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -150,6 +168,8 @@ def load_part_states(
     for name, part in parts.items():
         if _is_optimizer(part):
             load_named_state(part, states[name], names, read=read)
+        elif isinstance(part, nn.Module):
+            load_module(part, states[name], read=read)
         else:
             part.load_state_dict(states[name])
 
@@ -192,4 +212,4 @@ def _copy(parameter: nn.Parameter, value: Tensor, where: str) -> None:
             f"{where} has the shape {tuple(value.shape)}, and that of this run's model is "
             f"{tuple(parameter.shape)}: it was written by another model"
         )
-    parameter.copy_(distributed_like(parameter, value))
+    parameter.copy_(sharded_like(value, parameter))

@@ -19,6 +19,7 @@ _LAZY = {
     ),
     "torchrl_llm.weights.engine_updaters": "AdapterWeights DeltaWeights EngineWeights",
     "torchrl_llm.weights.fingerprint": "WeightLedger",
+    "torchrl_llm.weights.gathered": "GatheredWeights",
     "torchrl_llm.weights.redis_weights": "RedisWeightReader RedisWeightSource RedisWeightWriter",
     "torchrl_llm.weights.remote_engines": "BroadcastWeights DoubleBufferWeights RankZeroWeights",
     "torchrl_llm.weights.shared_engine": "SharedEngineWeights",

@@ -1,0 +1,147 @@
+"""What a recipe does where several processes train together: its beginning, shares, what learns.
+
+:mod:`torchrl_llm.trainers.ranks` knows processes and weights, and no configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from torchrl_llm.data.row_files import RowLoader
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.ids import set_process_number
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import TransformersBackend, TransformersWrapper
+from torchrl_llm.recipes.builders import TrainedConfig, device_of, seed_everything, set_threads
+from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, shard
+from torchrl_llm.weights import GatheredWeights, InProcessWeights, WeightUpdater
+
+Config = TypeVar("Config", bound=TrainedConfig)
+
+# Between the seeds of two ranks, so that those of runs with neighbouring seeds differ.
+_SEED_STEP = 1_000_003
+
+
+def begin(config: TrainedConfig) -> Ranks:
+    """Join the processes that train together; threads and seeds of each, the same for all.
+
+    Models that are built next are equal in all ranks. From :func:`make_learner` on each draws
+    random numbers of its own.
+
+    Args:
+        config: the recipe's.
+
+    Raises:
+        ConfigError: the process was started in another way than ``train.parallel`` says, or ranks
+            were told different things.
+    """
+    set_threads(config)
+    ranks = begin_ranks(
+        config.train.parallel, device=device_of(config), timeout_s=config.train.timeout_s
+    )
+    check_equal(config.flat(), ranks)
+    if ranks.rank:
+        set_process_number(ranks.rank)
+    seed_everything(config.seed)
+    return ranks
+
+
+def of_rank(config: Config, ranks: Ranks) -> Config:
+    """The configuration of one rank: its own share of the prompts, and of an optimizer step.
+
+    Args:
+        config: the recipe's, whose numbers count all ranks.
+        ranks: the processes.
+
+    Raises:
+        ConfigError: the ranks cannot have equally many whole groups.
+    """
+    if ranks.world == 1:
+        return config
+    train = config.train
+    prompts = ranks.share(train.prompts_per_batch, "train.prompts_per_batch", what="prompts")
+    size = train.optim_batch_size
+    if size is not None:
+        size = ranks.share(size, "train.optim_batch_size", what="responses")
+    return replace(config, train=replace(train, prompts_per_batch=prompts, optim_batch_size=size))
+
+
+def make_learner(
+    config: TrainedConfig, policy: TransformersWrapper, ranks: Ranks, *, keeps_whole: bool = True
+) -> TransformersWrapper:
+    """The policy whose weights are trained.
+
+    It is ``policy`` itself, except with ``train.parallel=fsdp2``: then it is a copy whose weights
+    are spread over the ranks, and ``policy`` stays whole, so that each rank samples and scores
+    with it at a pace of its own. :func:`weights_of` brings the weights over.
+
+    Args:
+        config: the recipe's ``train`` and ``seed``.
+        policy: the same in all ranks.
+        ranks: the processes.
+        keeps_whole: ``False`` where nothing samples or scores with ``policy`` besides the loss:
+            its own weights are spread then.
+    """
+    learner = policy
+    if config.train.parallel == "fsdp2":
+        if keeps_whole:
+            model, head = copy.deepcopy((policy.model, policy.value_head))
+            backend = TransformersBackend(
+                model,
+                tokenizer=policy.tokenizer,
+                chunk_size=policy.backend.scorer.chunk_size,
+                layout=policy.layout,
+                value_head=head,
+            )
+            learner = policy.get_new_version(model=backend)
+        shard(learner.backend.scorer, learner.model, device=device_of(config))
+    if ranks.rank:
+        seed_everything(config.seed + ranks.rank * _SEED_STEP)
+    return learner
+
+
+def weights_of(learner: TransformersWrapper, policy: TransformersWrapper) -> WeightUpdater:
+    """What brings the weights of ``learner`` to the policy that samples.
+
+    Args:
+        learner: what is trained.
+        policy: what samples, in this process.
+    """
+    return InProcessWeights() if learner is policy else GatheredWeights(learner, policy)
+
+
+def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:
+    """The environment, which draws every so manieth prompt of an order that all ranks share.
+
+    Args:
+        env: at the start of its data.
+        ranks: the processes.
+
+    Raises:
+        ConfigError: its data comes from a loader of its own.
+    """
+    if ranks.world > 1:
+        loader = env.primer.dataloader
+        if not isinstance(loader, RowLoader):
+            raise ConfigError(
+                f"{type(env).__name__} reads its rows from a {type(loader).__name__} of its own, "
+                "which cannot be shared by several ranks: give rows, or train.parallel=none"
+            )
+        if len(loader.rows) < ranks.world:
+            raise ConfigError(f"{len(loader.rows)} rows are not enough for {ranks.world} ranks")
+        loader.part = (ranks.rank, ranks.world)
+        env.reset_dataloader()
+    return env
+
+
+def folder_of(folder: str | Path, ranks: Ranks) -> Path:
+    """The folder of the run: that of rank 0.
+
+    Args:
+        folder: of this rank; its name may hold another second.
+        ranks: the processes.
+    """
+    return Path(ranks.from_main(str(Path(folder).absolute()) if ranks.world > 1 else str(folder)))

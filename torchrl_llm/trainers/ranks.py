@@ -1,0 +1,391 @@
+"""Processes that train one model together: who they are, what they tell each other, how they end.
+
+``torchrun`` starts a script as several processes, the ranks; :func:`begin_ranks` makes a group of
+them, by gloo on CPUs and by NCCL on GPUs. A rank has rows of its own, and weights that are whole
+(``ddp``) or a part of the model's (``fsdp2``, :func:`shard`). What a rank computes is a sum over
+its rows divided by counts of the rows of all ranks (:func:`global_normalizer`), so that results of
+ranks add up as those of micro-batches do; gradients are added, never averaged.
+
+:data:`ALONE` stands for a process without others, and does nothing.
+
+Next: :func:`torchrl_llm.trainers.optimize` steps all ranks together.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from tensordict import LazyStackedTensorDict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional import Normalizer
+from torchrl_llm.objectives.composite_loss import CompositeNormalizer
+from torchrl_llm.objectives.token_loss import LLMLossOutput
+
+Parallel = Literal["none", "ddp", "fsdp2"]
+T = TypeVar("T")
+Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
+
+# Bytes of gradients that are added up at a time.
+_BUCKET_BYTES = 64 << 20
+# How torch says that another process is gone, or does not answer.
+_GONE = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One of several processes that train together, or the only one.
+
+    All methods but :attr:`is_main` are collective: every rank has to call them, in the same order.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world: how many there are.
+
+    Example:
+        >>> alone = Ranks()
+        >>> alone.is_main, alone.gather("a"), alone.from_main("b")
+        (True, ['a'], 'b')
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes and speaks for all."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for the others."""
+        self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank.
+
+        Args:
+            value: any object that can be pickled, a small one; tensors are to be on the CPU.
+        """
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value: T) -> T:
+        """The value of rank 0, on every rank.
+
+        Args:
+            value: any object that can be pickled; that of other ranks is not looked at.
+        """
+        if self.world == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any rank is true.
+
+        Args:
+            flag: of this rank.
+        """
+        return any(self.gather(bool(flag)))
+
+    def sums(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Numbers of all ranks, added up name by name.
+
+        Args:
+            numbers: of this rank; another may have other names.
+        """
+        return _merged(self.gather(dict(numbers)), sum)
+
+    def maxima(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The largest number of any rank, name by name.
+
+        Args:
+            numbers: of this rank; another may have other names.
+        """
+        return _merged(self.gather(dict(numbers)), max)
+
+    def rows(self, rows: LazyStackedTensorDict) -> LazyStackedTensorDict:
+        """The rows of all ranks, on rank 0; those of its own on another.
+
+        Args:
+            rows: 1-d stack of this rank's rows.
+        """
+        if self.world == 1:
+            return rows
+        packed: list[Any] | None = [None] * self.world if self.is_main else None
+        dist.gather_object(None if self.is_main else pack_rows(rows), packed, dst=0)
+        if packed is None:
+            return rows
+        others = [row for part in packed[1:] for row in row_list(part.unpack())]
+        return lazy_rows([*row_list(rows), *others])
+
+    def share(self, total: int, key: str, *, what: str) -> int:
+        """What this rank has of a number that counts all ranks.
+
+        Args:
+            total: the number.
+            key: dotted key of the setting that says it.
+            what: is counted, in the plural.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many.
+        """
+        if total % self.world:
+            few = "fewer than there are ranks" if total < self.world else "not a multiple of them"
+            raise ConfigError(
+                f"{key}={total} counts the {what} of all {self.world} ranks together, and is "
+                f"{few}: choose {-(-total // self.world) * self.world}, or start another number "
+                "of processes"
+            )
+        return total // self.world
+
+
+ALONE = Ranks()
+"""The only process of its run."""
+
+
+def _merged(parts: Sequence[dict[str, float]], merge: Any) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: merge([part[name] for part in parts if name in part]) for name in names}
+
+
+# -- beginning ------------------------------------------------------------------------------------
+
+
+def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 1800.0) -> Ranks:
+    """Join the processes that ``torchrun`` has started.
+
+    Args:
+        parallel: how they train together; ``none`` for a process without others.
+        device: of the model; on CUDA each process takes the GPU of its local rank.
+        timeout_s: most seconds that a rank waits for another.
+
+    Raises:
+        ConfigError: ``parallel`` says something else than how the process was started.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    if parallel == "none":
+        if started and world > 1:
+            raise ConfigError(
+                f"torchrun has started {world} processes, and with train.parallel=none each would "
+                "train alone: choose train.parallel=ddp (the whole model in each process), or "
+                "fsdp2 (a part of it in each)"
+            )
+        return ALONE
+    if not started:
+        raise ConfigError(
+            f"train.parallel={parallel} needs processes that train together: torchrun "
+            "--nproc-per-node 2 PAGE.py ..., or train.parallel=none"
+        )
+    if device.type == "cuda" and device.index is not None and world > 1:
+        raise ConfigError(
+            f"train.device={device} would be the GPU of all {world} processes: choose "
+            "train.device=cuda, which is another GPU in each"
+        )
+    if not dist.is_initialized():
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size())
+
+
+def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
+    """Refuse ranks that were told different things.
+
+    Args:
+        config: flat, dotted key to value.
+        ranks: the processes.
+
+    Raises:
+        ConfigError: names the keys, on every rank.
+    """
+    first, *others = ranks.gather(dict(config))
+    for rank, other in enumerate(others, start=1):
+        changed = [
+            f"{key} ({first.get(key)!r} at rank 0, {other.get(key)!r} at rank {rank})"
+            for key in sorted(first.keys() | other.keys())
+            if first.get(key) != other.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                "all ranks must be told the same, but these keys differ: " + "; ".join(changed)
+            )
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
+    """Spread a model over the ranks by FSDP2: each block by itself, the rest with the scorer.
+
+    Weights that are tied stay so, and so does which of them train.
+
+    Args:
+        scorer: the root whose ``forward`` computes log-probs, over the model and its value head.
+        model: the Hugging Face model, in PEFT or not.
+        device: where it is.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    blocks = [part for part in model.modules() if type(part).__name__ in names]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(scorer, mesh=mesh)
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, where another one is sharded.
+
+    Args:
+        tensor: the same on all ranks.
+        like: of the same shape.
+    """
+    if not isinstance(like, DTensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    place = tensor.to(like.device)
+    return distribute_tensor(place, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def add_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Replace the gradients of whole weights by their sums over all ranks.
+
+    One reduction after all micro-batches: what a rank's rows are, how often it called backward, and
+    whether it had any rows at all, makes no difference. Gradients of shards were added already.
+
+    Args:
+        parameters: the same on all ranks.
+        ranks: the processes.
+    """
+    trained = [p for p in parameters if not isinstance(p, DTensor)]
+    used = map(any, zip(*ranks.gather([p.grad is not None for p in trained]), strict=True))
+    bucket: list[Tensor] = []
+    size = 0
+    # What no rank has a gradient of stays without one: an optimizer leaves it alone.
+    for parameter in (p for p, has_gradient in zip(trained, used, strict=True) if has_gradient):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if bucket and (size + grad.nbytes > _BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            _add(bucket)
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        _add(bucket)
+
+
+def _add(tensors: Sequence[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def _in_group(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
+    """Counts of several sets of rows together; ``None`` where there are none.
+
+    Args:
+        counts: of each set, ``None`` for an empty one.
+
+    Raises:
+        ValueError: when some count prompt groups and some do not.
+    """
+    found = [each for each in counts if each is not None]
+    return functools.reduce(lambda total, each: total.plus(each), found) if found else None
+
+
+def global_normalizer(
+    normalizer: Counts | None, group: dist.ProcessGroup | None = None
+) -> Counts | None:
+    """Counts of the rows of all ranks together. All ranks have to call it.
+
+    Args:
+        normalizer: counts of this rank's rows; ``None`` for none, or ``Normalizer(0, 0)`` (with
+            ``group_tokens={}`` for ``prompt_mean``). Rows of one prompt may be on several ranks.
+        group: the ranks; all by default.
+
+    Returns:
+        The counts; ``None`` where no rank has any.
+
+    Raises:
+        ValueError: when some ranks count prompt groups and some do not.
+
+    Example:
+        >>> global_normalizer(Normalizer(10, 2))
+        Normalizer(num_tokens=10, num_sequences=2, group_tokens=None)
+    """
+    if not _in_group(group):
+        return normalizer
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    # The counts are Python numbers and dictionaries: an object of a few bytes a rank.
+    dist.all_gather_object(everyone, normalizer, group=group)
+    return sum_counts(everyone)
+
+
+def sum_over_ranks(output: LLMLossOutput, group: dist.ProcessGroup | None = None) -> LLMLossOutput:
+    """The sum of the loss outputs of all ranks, without gradients. All ranks have to call it.
+
+    Args:
+        output: output of a loss that was computed with the :func:`global_normalizer`.
+        group: the ranks; all by default.
+
+    Returns:
+        The output of the whole batch, on every rank.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_llm.objectives import SFTLossOutput
+        >>> sum_over_ranks(SFTLossOutput(loss_sft=torch.ones(()))).loss_sft
+        tensor(1.)
+    """
+    total = output.detach().clone()
+    if _in_group(group):
+        for value in total.leaves():
+            dist.all_reduce(value, group=group)
+    return total
+
+
+# -- ending ---------------------------------------------------------------------------------------
+
+
+def end_ranks() -> None:
+    """Leave the group, when all have come to their end."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,43 @@
+"""Updater for a policy next to its own sharded twin: each weight is gathered and copied over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_llm.weights.weight_names import whole_tensor
+from torchrl_llm.weights.weight_updater import WeightUpdater
+
+
+class GatheredWeights(WeightUpdater):
+    """Copies the weights of a trained module into its twin, adapters and value head included.
+
+    Shards are gathered one weight at a time; every rank has to push.
+
+    Args:
+        trained: the module that learns, sharded by FSDP2 or not.
+        twin: a copy of it, made before it was sharded.
+
+    Example:
+        >>> trained = nn.Linear(1, 1)
+        >>> twin = nn.Linear(1, 1)
+        >>> GatheredWeights(trained, twin).push_weights()
+        >>> torch.equal(trained.weight, twin.weight)
+        True
+    """
+
+    def __init__(self, trained: nn.Module, twin: nn.Module) -> None:
+        self._pairs = list(zip(trained.parameters(), twin.parameters(), strict=True))
+
+    @torch.no_grad()
+    def push_weights(self, policy_or_weights: Any = None) -> None:
+        """Copy what has been trained.
+
+        Args:
+            policy_or_weights: not looked at: the weights are those of the trained module.
+        """
+        for trained, twin in self._pairs:
+            if trained.requires_grad:
+                twin.copy_(whole_tensor(trained))
