@@ -273,16 +273,23 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with _run_log():
             try:
-                return function(*args, **kwargs)
-            except TorchRLLLMError as error:
+                result = function(*args, **kwargs)
+                _end_ranks()
+                return result
+            except Exception as error:
                 if os.environ.get(TRACEBACK_VARIABLE) == "1":
                     raise
-                sys.stdout.flush()
-                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                words, is_foreseen = _last_words(error)
+                if not is_foreseen:
+                    raise
+                if words is not None:
+                    sys.stdout.flush()
+                    sys.stderr.write(f"{words}\n")
                 raise SystemExit(_FAILED) from None
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
                 if last.f_code.co_filename.startswith((str(PAGES.parent), argparse.__file__)):
+                    _end_ranks()
                     raise  # help that was shown, a run that was stopped by a signal
                 from torchrl_llm.data.failures import place_of
 
@@ -294,6 +301,24 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise SystemExit(ended.code or _FAILED) from None
 
     return call
+
+
+def _last_words(error: Exception) -> tuple[str | None, bool]:
+    """What is said of an error, ``None`` where another rank says it; whether that is all of it."""
+    is_ours = isinstance(error, TorchRLLLMError)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return f"{type(error).__name__}: {error}", is_ours
+    from torchrl_llm.trainers.ranks import last_words, speaks_of_others
+
+    words = last_words(error)
+    return words, is_ours or words is None or speaks_of_others(error)
+
+
+def _end_ranks() -> None:
+    if "torchrl_llm.trainers.ranks" in sys.modules:
+        from torchrl_llm.trainers.ranks import end_ranks
+
+        end_ranks()
 
 
 def _run_log() -> AbstractContextManager[Any]:

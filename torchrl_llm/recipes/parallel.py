@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+
+from torchrl._utils import logger
 
 from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.envs import TaskEnv
@@ -45,6 +48,7 @@ def begin(config: TrainedConfig) -> Ranks:
     check_equal(config.flat(), ranks)
     if ranks.rank:
         set_process_number(ranks.rank)
+        logger.setLevel(logging.ERROR)  # what rank 0 says too
     seed_everything(config.seed)
     return ranks
 

@@ -21,6 +21,7 @@ class StopRequest:
 
     Args:
         notice: called once, when the first signal arrives (:meth:`TrainingRun.say` with a text).
+        presses: how often Ctrl-C has to arrive to interrupt at once.
 
     Attributes:
         signal: the first one that arrived, ``None`` before.
@@ -32,7 +33,8 @@ class StopRequest:
         True
     """
 
-    def __init__(self, notice: Any = None) -> None:
+    def __init__(self, notice: Any = None, *, presses: int = 2) -> None:
+        self._presses = presses
         self.signal: signal.Signals | None = None
         self._notice = notice
         self._previous: dict[int, Any] = {}
@@ -68,7 +70,8 @@ class StopRequest:
         self.__enter__()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        self._presses -= number == signal.SIGINT
+        if self.requested and number == signal.SIGINT and self._presses <= 0:
             raise KeyboardInterrupt
         first, self.signal = self.signal is None, self.signal or signal.Signals(number)
         if first and self._notice is not None:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -44,6 +46,10 @@ Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
 
 # Bytes of gradients that are added up at a time.
 _BUCKET_BYTES = 64 << 20
+# Of the group that was begun.
+_stores: list[dist.Store] = []
+# For a store that there may not be any more.
+_SHORT_WAIT_S = 10.0
 # How torch says that another process is gone, or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
@@ -211,8 +217,22 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store, rank, world = _open_store(timeout_s)
+        _stores[:] = [store]
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        # Engines and workers that are started from here would look for torchrun's store.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size())
+
+
+def _open_store(timeout_s: float) -> tuple[dist.Store, int, int]:
+    return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
 
 
 def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
@@ -389,3 +409,51 @@ def end_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def last_words(error: Exception) -> str | None:
+    """What a rank says when it ends by an error: each error is said once, by the rank that has it.
+
+    A rank that ends takes the others with it: their next collective call fails. They say nothing
+    of that, but the first rank repeats in its log what the other has said.
+
+    Args:
+        error: that ends this rank.
+
+    Returns:
+        The text; ``None`` where another rank says it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all: let this be said first
+    rank = int(os.environ.get("RANK", "0"))
+    text = f"rank {rank}: {type(error).__name__}: {error}"
+    with suppress(dist.DistError, RuntimeError, ValueError):
+        store = _stores[0] if _stores else _open_store(_SHORT_WAIT_S)[0]
+        if speaks_of_others(error):
+            if store.check(["ended"]):
+                return f"ended with {store.get('ended').decode()}" if rank == 0 else None
+            text = (
+                "another process has ended without a word (killed, or out of memory?), or did not "
+                f"answer within train.timeout_s; what rank {rank} saw of it: "
+                f"{str(error).splitlines()[0]}"
+            )
+            return text if store.compare_set("unsaid", "", text) == text.encode() else None
+        store.compare_set("ended", "", text)
+        said = f"said {type(error).__name__}: {error}"
+        return text if store.compare_set(said, "", text) == text.encode() else None
+    return text if rank == 0 or not speaks_of_others(error) else None
+
+
+def speaks_of_others(error: BaseException | None) -> bool:
+    """Whether an error says that another rank is gone, or does not answer.
+
+    Args:
+        error: of a collective call, or of anything else.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if type(error) is RuntimeError and _GONE.search(str(error)):
+            return True
+        error = error.__cause__
+    return False

@@ -280,7 +280,9 @@ class TrainingRun:
         self.stop = StopRequest(
             lambda: self.say(
                 f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
-            )
+            ),
+            # The terminal and torchrun both tell a rank of the first Ctrl-C.
+            presses=2 if ranks.world == 1 else 3,
         )
         if ranks.is_main:
             self._lock = lock_folder(self.folder)
@@ -409,14 +411,14 @@ class TrainingRun:
         parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
         notice = None if rows is None else self._watch.see(rows)
-        if self.ranks.world > 1:  # rank 0 has seen the rows of all
-            self._watch.is_all_invalid = self.ranks.from_main(self._watch.is_all_invalid)
+        # Rank 0 has seen the rows of all.
+        self._watch.is_all_invalid = self.ranks.from_main(self._watch.is_all_invalid)
         if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
             self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
         self._complete(dict(metrics), parts, seconds)
         if notice is not None:
             self.say(notice)
-        if rows is not None and self._watch.ends_run:
+        if self._watch.ends_run:
             self._end_without_rewards()
 
     def _end_without_rewards(self) -> None:
@@ -516,7 +518,8 @@ class TrainingRun:
         self, metrics: dict[str, Any], clocks: Mapping[str, float], seconds: float
     ) -> None:
         metrics |= self.ranks.maxima({**clocks, "perf/step_s": seconds, **memory_metrics()})
-        metrics["perf/tokens_per_s"] = metrics[self._shown.tokens] / metrics["perf/step_s"]
+        metrics["perf/tokens_per_s"] = metrics.get(self._shown.tokens, 0) / metrics["perf/step_s"]
+        metrics = self.ranks.from_main(metrics)
         self._bar.update(self.step, self._note(metrics))
         due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
