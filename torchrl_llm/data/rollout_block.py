@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy
@@ -143,9 +144,8 @@ class _BlockWriter:
         self.shapes: list[list[Any]] = []
         self._places: dict[Any, int] = {}
         self._values = safe_wire._Writer()
-        self._texts: list[bytes] = []
-        # By value, and by object, which is faster and says as much while the rows are there.
-        self._known: dict[Any, int] = {}
+        self._texts: dict[bytes, int] = {}
+        # By object, too: the rows hold them all, and many have the same.
         self._by_id: dict[int, int] = {}
 
     def tensor(self, tensor: Tensor) -> int:
@@ -177,19 +177,17 @@ class _BlockWriter:
         return self.numbers(places)
 
     def _text(self, value: Any) -> int:
-        kind = type(value)
-        plain = value is None or kind in (bool, int, float, str)
-        key = (kind, repr(value) if kind is float else value) if plain else id(value)
-        place = self._known.setdefault(key, len(self._texts))
-        if place == len(self._texts):
-            told = value if plain else self._values.value(value)
-            self._texts.append(json.dumps(told, separators=(",", ":")).encode())
+        plain = value is None or type(value) in (bool, int, float, str)
+        told = value if plain else self._values.value(value)
+        text = json.dumps(told, separators=(",", ":")).encode()
+        place = self._texts.setdefault(text, len(self._texts))
         self._by_id[id(value)] = place
         return place
 
     def header(self, packed: PackedRows, about: Mapping[str, Any]) -> dict[str, Any]:
         columns = []
-        for (path, kind), column in packed.columns.items():
+        # Sorted: the order of a row's keys says nothing, and may differ after a resume.
+        for (path, kind), column in sorted(packed.columns.items(), key=itemgetter(0)):
             if path[-1].endswith("seconds"):
                 continue
             try:
@@ -200,7 +198,7 @@ class _BlockWriter:
             columns.append([list(path), kind, self.where(column.rows), content])
         nodes = [
             [list(path), None if cls is None else _name_of(cls), self.where(rows)]
-            for (path, cls), rows in packed.nodes.items()
+            for (path, cls), rows in sorted(packed.nodes.items(), key=lambda node: node[0][0])
         ]
         header = {
             "about": self._values.value(dict(about)),
