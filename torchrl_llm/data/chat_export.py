@@ -232,19 +232,23 @@ def write_chats(chats: Iterable[SampledChat], path: str | Path) -> int:
     number = 0
     try:
         with partial.open("wb") as file:
-            for chat in chats:
-                text = json.dumps(chat.row(), ensure_ascii=False) + "\n"
-                # Half a surrogate pair, which models do write, is no UTF-8 but is JSON if escaped.
-                file.write(text.encode("utf-8", "backslashreplace"))
-                number += 1
+            for number, chat in enumerate(chats, 1):
+                file.write(_line(chat, number))
         if not number:
             raise DataError(f"no conversation is good enough to be written to {path}")
         os.replace(partial, path)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"conversation {number + 1} cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return number
+
+
+def _line(chat: SampledChat, number: int) -> bytes:
+    try:
+        text = json.dumps(chat.row(), ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"conversation {number} cannot be written: {error}") from error
+    # Half a surrogate pair, which models do write, is no UTF-8, but is JSON if it is escaped.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def as_dataset(chats: Iterable[SampledChat]) -> Any:
