@@ -18,8 +18,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -133,6 +133,18 @@ class Ranks:
         """
         return _merged(self.gather(dict(numbers)), max)
 
+    def to_main(self, value: T) -> list[T] | None:
+        """The values of all ranks, in their order, on rank 0; ``None`` on another.
+
+        Args:
+            value: any object that can be pickled; that of rank 0 stays as it is.
+        """
+        if self.world == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world if self.is_main else None
+        dist.gather_object(None if self.is_main else value, values, dst=0)
+        return None if values is None else [value, *values[1:]]
+
     def rows(self, rows: LazyStackedTensorDict) -> LazyStackedTensorDict:
         """The rows of all ranks, on rank 0; those of its own on another.
 
@@ -141,11 +153,10 @@ class Ranks:
         """
         if self.world == 1:
             return rows
-        packed: list[Any] | None = [None] * self.world if self.is_main else None
-        dist.gather_object(None if self.is_main else pack_rows(rows), packed, dst=0)
-        if packed is None:
+        parts = self.to_main(None if self.is_main else pack_rows(rows))
+        if parts is None:
             return rows
-        others = [row for part in packed[1:] for row in row_list(part.unpack())]
+        others = [row for part in parts[1:] for row in row_list(part.unpack())]
         return lazy_rows([*row_list(rows), *others])
 
     def share(self, total: int, key: str, *, what: str) -> int:
