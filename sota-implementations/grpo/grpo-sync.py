@@ -79,6 +79,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         buffer,
         credit=algorithm.credit,
         num_rows=config.rows_per_batch,
+        length=config.train.length_rule,
         truncated=config.filter.truncated,
         max_resamples=config.filter.resamples,
         rows_per_trajectory=max_turns(config),
@@ -127,7 +128,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             )
         with run.timed("sync"):
             collector.update_policy_weights_()  # the sampler goes on with the new weights
-        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
         yield run

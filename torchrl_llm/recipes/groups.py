@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchrl_llm._registry import find
 from torchrl_llm.collectors.staleness import StalenessRule
+from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
@@ -56,7 +57,7 @@ class EnvConfig:
     tools: list[str] = field(default_factory=list)
     max_tool_turns: int = 4
     max_prompt_length: int | None = None
-    on_overlong: Literal["error", "drop", "truncate"] = "error"
+    on_overlong: OnOverlong = "error"
 
     def __post_init__(self) -> None:
         check_least(self, "env", 1, "repeats", "max_steps", "max_tool_turns")
@@ -114,6 +115,11 @@ class ForwardConfig:
             several forwards of rows of like length; ``packed``, one row after the other without
             padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
             those that the model can have. Memory and speed depend on it, the result does not.
+        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for the
+            model's context.
+        on_overlong: what becomes of a longer row: an error that names it, a row that is not
+            trained, or one whose end is cut off. Counted in ``train/overlong_rows`` (in supervised
+            training, ``train/overlong``).
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
@@ -125,6 +131,8 @@ class ForwardConfig:
 
     micro_token_budget: int | None = 16384
     packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
+    max_seq_len: int | None = None
+    on_overlong: OnOverlong = "error"
     kl_to_ref_coeff: float = 0.0
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
@@ -132,6 +140,7 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         check_least(self, "train", 1, "micro_token_budget", "num_threads")
+        check_least(self, "train", 2, "max_seq_len")
         check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
 
@@ -159,6 +168,18 @@ class TrainConfig(ForwardConfig):
         super().__post_init__()
         counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
         check_least(self, "train", 1, *counts, "no_signal_steps")
+        ensure(
+            self.max_seq_len is not None or self.on_overlong == "error",
+            f"train.on_overlong={self.on_overlong} has no effect without train.max_seq_len; "
+            "env.on_overlong is about prompts",
+        )
+
+    @property
+    def length_rule(self) -> LengthRule | None:
+        """The rule that ``max_seq_len`` and ``on_overlong`` say; ``None`` for any length."""
+        if self.max_seq_len is None:
+            return None
+        return LengthRule(max_seq_len=self.max_seq_len, on_overlong=self.on_overlong)
 
 
 @dataclass(kw_only=True)

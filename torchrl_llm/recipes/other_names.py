@@ -195,6 +195,9 @@ max_tokens_per_gpu          train.micro_token_budget
 ppo_mini_batch_size         train.optim_batch_size
 steps_per_generation        train.optim_batch_size
 mini_batch_size             train.optim_batch_size
+max_length                  train.max_seq_len
+max_seq_length              train.max_seq_len
+sequence_len                train.max_seq_len
 padding_free                train.packing
 use_remove_padding          train.packing
 packing_samples             train.packing
