@@ -250,7 +250,8 @@ class _Counts:
         """Tokens of one forward in training."""
         train = self.config.train
         rows = train.optim_batch_size or self.config.rows_per_batch
-        return min(rows * self.row_tokens, train.micro_token_budget or rows * self.row_tokens)
+        tokens = rows * min(self.row_tokens, train.max_seq_len or self.row_tokens)
+        return min(tokens, train.micro_token_budget or tokens)
 
 
 def memory_parts(config: grpo_config.GRPOGroups, *, prompt_tokens: int) -> list[MemoryPart]:
