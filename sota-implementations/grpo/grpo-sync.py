@@ -115,6 +115,8 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
+        if config.inference_model.sleep:
+            weight_updater.sleep()  # until the sync, which wakes it, its memory is the trainer's
         with run.timed("train"):
             updates = optimize(  # forward, backward and a clipped step for each mini-batch
                 algorithm.loss,

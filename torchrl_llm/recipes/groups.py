@@ -466,6 +466,27 @@ class EngineConfig(InferenceModelConfig):
 
 
 @dataclass(kw_only=True)
+class SleepingEngineConfig(EngineConfig):
+    """What samples, next to the trainer.
+
+    Attributes:
+        sleep: the vLLM engine gives back all of its GPU memory while the trainer trains, and gets
+            the weights when it wakes; for one GPU that does not hold both. On the CPU no memory is
+            given back.
+    """
+
+    sleep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.backend == "vllm" or not self.sleep,
+            f"inference_model.sleep has no effect with inference_model.backend={self.backend}: "
+            "only an engine of vLLM can sleep",
+        )
+
+
+@dataclass(kw_only=True)
 class WeightSyncConfig:
     """How the weights that were trained get into an engine of this process.
 
@@ -474,7 +495,8 @@ class WeightSyncConfig:
             of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
             alone; or ``"module:class"`` of an updater of your own, which is made of the engine's
             backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA,
-            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``.
+            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``, also with
+            ``inference_model.sleep``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
         fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;
