@@ -10,7 +10,7 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- TemplateError        (ValueError)    no template, or one that cannot express a chat
     |   `-- AmbiguousTextError               text that could be parsed into more than one chat
     |-- TokenizerError       (ValueError)    a tokenizer without what is needed, ids out of range
-    |-- OverlongError        (ValueError)    a prompt longer than the model's context
+    |-- OverlongError        (ValueError)    a prompt or row longer than it may be
     |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
     |   `-- WorkerError                      a remote process died or did not answer in time
@@ -47,7 +47,7 @@ class TokenizerError(TorchRLLLMError, ValueError):
 
 
 class OverlongError(TorchRLLLMError, ValueError):
-    """A prompt does not fit into the model's context."""
+    """A prompt does not fit into the model's context, or a row not into training."""
 
 
 class DataError(TorchRLLLMError, ValueError):

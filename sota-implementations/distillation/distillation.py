@@ -78,6 +78,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         buffer,
         credit=algorithm.credit,
         num_rows=config.rows_per_batch,
+        length=config.train.length_rule,
         rows_per_trajectory=max_turns(config),
     )
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
@@ -121,7 +122,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
             )
         with run.timed("sync"):
             collector.update_policy_weights_()
-        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         run.record(metrics | overlong_metrics(policy), rows, source.outcomes())
         yield run
     run.finish()

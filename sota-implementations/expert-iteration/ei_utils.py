@@ -40,8 +40,8 @@ class SelectConfig:
     Attributes:
         topk_size: most answers to a prompt; they must be above the median of their group too, so
             that a prompt which is solved, or never solved, teaches nothing.
-        truncated: answers cut by ``inference_model.max_tokens``: ``drop`` leaves them out of their
-            group, ``keep`` treats them as any other.
+        truncated: answers cut by ``inference_model.max_tokens`` or ``train.max_seq_len``: ``drop``
+            leaves them out of their group, ``keep`` treats them as any other.
     """
 
     topk_size: int = 4

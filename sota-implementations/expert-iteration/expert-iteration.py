@@ -64,6 +64,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         buffer,
         credit=selector,
         num_rows=config.rows_per_batch,
+        length=config.train.length_rule,
         truncated=config.select.truncated,
         rows_per_trajectory=max_turns(config),
     )
@@ -109,7 +110,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
             )
         with run.timed("sync"):
             collector.update_policy_weights_()
-        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         metrics |= selection_metrics(buffer, rows) | overlong_metrics(policy)
         run.record(metrics, rows, source.outcomes())
         yield run

@@ -56,6 +56,7 @@ def train_async(
             buffer,
             credit=algorithm.credit,
             num_rows=config.rows_per_batch,
+            length=config.train.length_rule,
             truncated=config.filter.truncated,
             max_resamples=config.filter.resamples,
             staleness=config.train.staleness,
@@ -102,7 +103,7 @@ def train_async(
             if step % config.train.weight_update_frequency == 0:
                 with run.timed("sync"):
                     collector.update_policy_weights_(policy.model)
-            metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+            metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
             metrics |= source.policy_age | algorithm_metrics(algorithm)
             run.record(metrics, rows, source.outcomes())
         run.finish()

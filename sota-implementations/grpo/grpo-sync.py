@@ -80,6 +80,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         buffer,
         credit=algorithm.credit,
         num_rows=own.rows_per_batch,
+        length=config.train.length_rule,
         truncated=config.filter.truncated,
         max_resamples=config.filter.resamples,
         rows_per_trajectory=max_turns(config),
@@ -117,6 +118,8 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
+        if config.inference_model.sleep:
+            weight_updater.sleep()  # until the sync, which wakes it, its memory is the trainer's
         with run.timed("train"):
             updates = optimize(  # forward, backward and a clipped step for each mini-batch
                 algorithm.loss,
@@ -131,7 +134,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             )
         with run.timed("sync"):
             collector.update_policy_weights_()  # the sampler goes on with the new weights
-        metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+        metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         metrics |= ranks.sums(overlong_metrics(sampler)) | algorithm_metrics(algorithm)
         metrics |= canary_metrics(getattr(weight_updater, "canary", None))
         run.record(metrics, rows, source.outcomes())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict
 
@@ -27,7 +27,7 @@ from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.datasets.rows_env import plain_value
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.evaluation import Evaluation, HeldOutLoss, held_out_loss
-from torchrl_llm.modules import TransformersWrapper, context_length
+from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
     ForwardConfig,
     ModelNameConfig,
@@ -41,6 +41,7 @@ from torchrl_llm.recipes.builders import (
     autocast,
     greedy_evaluation,
     load_policy,
+    longest_row,
     make_reference,
 )
 from torchrl_llm.recipes.data_config import DataSource, hold_out
@@ -98,21 +99,15 @@ class TrainConfig(ForwardConfig):
         max_epochs: passes over the rows; ``None`` for as many as ``max_steps`` takes, and 1 without
             it. With both the run ends with what comes first.
         batch_size: rows an optimizer step.
-        max_length: tokens that a row may have; ``None`` for the model's context.
-        on_overlong: what becomes of a longer row: an error that names it, a row that is not
-            trained, or one whose end is cut off. Counted in ``train/overlong``.
     """
 
     max_steps: int | None = None
     max_epochs: int | None = None
     batch_size: int = 32
-    max_length: int | None = None
-    on_overlong: Literal["error", "drop", "truncate"] = "error"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, "train", 1, "max_steps", "max_epochs", "batch_size")
-        check_least(self, "train", 2, "max_length")
 
     def num_steps(self, num_rows: int) -> int:
         """Optimizer steps of the whole run.
@@ -288,15 +283,10 @@ def make_demonstrations(
     Raises:
         ConfigError: longer rows are allowed than the model's context holds.
     """
-    context, longest = context_length(config.model.name), config.train.max_length
-    ensure(
-        None in (context, longest) or longest <= context,
-        f"train.max_length={longest} is more than the {context} tokens of the model's context",
-    )
     return Demonstrations(
         rows,
         ChatFormatter(tokenizer, chat_template_name=config.model.chat_template_name),
-        max_length=context if longest is None else longest,
+        max_seq_len=longest_row(config),
         on_overlong=config.train.on_overlong,
         **settings,
     )

@@ -114,13 +114,13 @@ def test_a_row_that_is_shown_is_not_longer_than_a_screen(formatter):
 def test_overlong_rows_are_an_error_dropped_or_cut(formatter):
     rows = [{"prompt": "a", "completion": "b" * 50}]
     with pytest.raises(DataError, match=r"row 7 of mine has \d+ tokens.* may have 20"):
-        made(rows, formatter, max_length=20, name="mine", first_row=7)[0]
-    dropped = made(rows, formatter, max_length=20, on_overlong="drop")
+        made(rows, formatter, max_seq_len=20, name="mine", first_row=7)[0]
+    dropped = made(rows, formatter, max_seq_len=20, on_overlong="drop")
     assert dropped[0].overlong
     assert learned_rows([dropped[0]]) is None
     with pytest.raises(DataError, match="nothing is left"):
         dropped.check(10)
-    cut = made(rows, formatter, max_length=20, on_overlong="truncate")
+    cut = made(rows, formatter, max_seq_len=20, on_overlong="truncate")
     assert (len(cut[0].token_ids), cut[0].overlong, cut.check(10)) == (20, True, 1)
 
 

@@ -162,7 +162,7 @@ def test_a_reference_holds_the_model_back(tmp_path, run, table):
 def test_long_rows_are_refused_dropped_or_cut_as_asked(tmp_path, run):
     chats = [chat("Hi", "yes"), chat("Hi", "no, " * 30)] * 6
     settings = [f"data={write(tmp_path / 'chats.jsonl', chats)}", "train.batch_size=12"]
-    settings += ["train.max_length=32", *NONE_HELD_OUT]
+    settings += ["train.max_seq_len=32", *NONE_HELD_OUT]
     with pytest.raises(DataError, match=r"row 2 of .*chats\.jsonl has \d+ tokens, .* may have 32"):
         run(tmp_path / "a", *settings)
     (dropped,) = run(tmp_path / "b", *settings, "train.on_overlong=drop")
@@ -225,7 +225,7 @@ def test_data_that_cannot_be_learned_from_is_told_before_a_model_is_read(
 DATA = {"data": {"source": "rows.csv"}}
 REFUSED = [
     ({}, "nothing to learn from: data=FILE"),
-    ({**DATA, "train": {"max_length": 1}}, r"train\.max_length must be at least 2"),
+    ({**DATA, "train": {"max_seq_len": 1}}, r"train\.max_seq_len must be at least 2"),
     ({**DATA, "train": {"max_epochs": 0}}, r"train\.max_epochs must be at least 1"),
     ({**DATA, "eval": {"max_tokens": 9}}, r"eval\.max_tokens has no effect without reward"),
     ({"data": {"source": "a", "answer": "b"}}, r"data\.answer has no effect without reward"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor
@@ -25,6 +25,7 @@ from torchrl_llm.data.column_names import (
     first_column,
 )
 from torchrl_llm.data.messages import calls_of, message_text
+from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerError
@@ -42,8 +43,6 @@ COMPLETIONS = (
 
 # What is shown of a demonstration, in characters from its beginning and its end.
 _SHOWN = 1200, 400
-
-OnOverlong = Literal["error", "drop", "truncate"]
 
 
 class DemonstrationColumns(NamedTuple):
@@ -179,7 +178,7 @@ class Demonstrations(Sequence[Demonstration]):
         name: of the table, for errors.
         first_row: number of its first row, for errors.
         system_prompt: first message of every conversation; ``None`` for what the rows have.
-        max_length: tokens that a conversation may have; ``None`` for no limit.
+        max_seq_len: tokens that a conversation may have; ``None`` for no limit.
         on_overlong: what becomes of a longer one: ``"error"``, ``"drop"``, or ``"truncate"``, which
             keeps its first tokens.
 
@@ -209,7 +208,7 @@ class Demonstrations(Sequence[Demonstration]):
         name: str = "the dataset",
         first_row: int = 1,
         system_prompt: str | None = None,
-        max_length: int | None = None,
+        max_seq_len: int | None = None,
         on_overlong: OnOverlong = "error",
     ) -> None:
         if columns.tools is not None and formatter.probe.call is None:
@@ -220,7 +219,7 @@ class Demonstrations(Sequence[Demonstration]):
         self.rows, self.formatter, self.columns = rows, formatter, columns
         self._name, self._first_row = name, first_row
         self._system_prompt = system_prompt
-        self.max_length, self.on_overlong = max_length, on_overlong
+        self.max_seq_len, self.on_overlong = max_seq_len, on_overlong
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -250,14 +249,14 @@ class Demonstrations(Sequence[Demonstration]):
             raise DataError(f"{self._where(index)}: {error}") from error
         ids, learned = encoded.token_ids, encoded.assistant.clone()
         learned[:1] = False  # nothing stands before it that it could be predicted from
-        length, limit = ids.shape[0], self.max_length
+        length, limit = ids.shape[0], self.max_seq_len
         if limit is None or length <= limit:
             return Demonstration(ids, learned, False)
         if self.on_overlong == "error":
             raise DataError(
                 f"{self._where(index)} has {length} tokens, and a conversation may have {limit}; "
-                "drop such rows or cut them (on_overlong), or allow more (max_length) if the model "
-                "does"
+                "drop such rows or cut them (train.on_overlong), or allow more (train.max_seq_len) "
+                "if the model does"
             )
         kept = 0 if self.on_overlong == "drop" else limit
         return Demonstration(ids[:kept], learned[:kept], True)
@@ -284,8 +283,8 @@ class Demonstrations(Sequence[Demonstration]):
             left += bool(one.learned.any())
         if not left:
             raise DataError(
-                f"all rows of {self._name} have more than {self.max_length} tokens, and nothing is "
-                "left to learn from"
+                f"all rows of {self._name} have more than {self.max_seq_len} tokens, and nothing "
+                "is left to learn from"
             )
         return overlong
 

@@ -22,8 +22,9 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows, read_rows, write_rows
+from torchrl_llm.data.replay_buffers.trajectory_queues import CUT_TOKENS
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import set_copied
+from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 
 Path = tuple[str, ...]
@@ -127,6 +128,12 @@ class RowView:
                 mask = mask & assistant[row]
             masks.append(mask & stepped)
         return masks
+
+    def cut_tokens(self) -> Tensor:
+        """Sampled tokens that were cut off each row to fit it into training, int64 ``[B]``."""
+        rows = self.root.tensordicts if isinstance(self.root, LazyStackedTensorDict) else ()
+        cut = [leaf(row, (CUT_TOKENS,)) for row in rows]
+        return torch.tensor([0 if n is None else int(n) for n in cut] or [0] * len(self))
 
 
 class RowTransform(Transform):

@@ -12,7 +12,7 @@ from torchrl_llm._imports import lazy
 _GROUPS = (
     "AsyncTrainConfig AsyncTrainModelConfig AsyncWeightSyncConfig EngineConfig EnvConfig "
     "ForwardConfig InferenceModelConfig LoraConfig ModelConfig ModelNameConfig OptimizerConfig "
-    "RayConfig RefModelConfig TrainConfig TrainModelConfig WeightSyncConfig"
+    "RayConfig RefModelConfig SleepingEngineConfig TrainConfig TrainModelConfig WeightSyncConfig"
 )
 _OBJECTIVE = (
     "AdvantageConfig CorrectionConfig FilterConfig LossConfig RewardComponentsConfig RewardConfig "

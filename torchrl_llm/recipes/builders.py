@@ -253,6 +253,23 @@ def make_tokenizer(
     return tokenizer
 
 
+def longest_row(config: TrainedConfig) -> int | None:
+    """Tokens that a row may have: ``train.max_seq_len``, or else what the model's context holds.
+
+    Args:
+        config: its ``model.name`` and ``train``.
+
+    Raises:
+        ConfigError: longer rows are allowed than there can be.
+    """
+    context, longest = modules.context_length(config.model.name), config.train.max_seq_len
+    ensure(
+        None in (context, longest) or longest <= context,
+        f"train.max_seq_len={longest} is more than the {context} tokens of the model's context",
+    )
+    return context if longest is None else longest
+
+
 def check_problems(config: RecipeConfig) -> None:
     """Look at data files and columns before any weights are read.
 
@@ -278,6 +295,7 @@ def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.T
     """
     _tell_small_model(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
+    longest_row(config)
     check_problems(config)
     options = wrapper_options(config)
     return load_policy(config, tokenizer, with_values=with_values, **options)

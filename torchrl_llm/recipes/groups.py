@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchrl_llm._registry import find
 from torchrl_llm.collectors.staleness import StalenessRule
+from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
@@ -56,7 +57,7 @@ class EnvConfig:
     tools: list[str] = field(default_factory=list)
     max_tool_turns: int = 4
     max_prompt_length: int | None = None
-    on_overlong: Literal["error", "drop", "truncate"] = "error"
+    on_overlong: OnOverlong = "error"
 
     def __post_init__(self) -> None:
         check_least(self, "env", 1, "repeats", "max_steps", "max_tool_turns")
@@ -114,6 +115,11 @@ class ForwardConfig:
             several forwards of rows of like length; ``packed``, one row after the other without
             padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
             those that the model can have. Memory and speed depend on it, the result does not.
+        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for the
+            model's context.
+        on_overlong: what becomes of a longer row: an error that names it, a row that is not
+            trained, or one whose end is cut off. Counted in ``train/overlong_rows`` (in supervised
+            training, ``train/overlong``).
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
@@ -129,6 +135,8 @@ class ForwardConfig:
 
     micro_token_budget: int | None = 16384
     packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
+    max_seq_len: int | None = None
+    on_overlong: OnOverlong = "error"
     kl_to_ref_coeff: float = 0.0
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
@@ -138,6 +146,7 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         check_least(self, "train", 1, "micro_token_budget", "num_threads", "timeout_s")
+        check_least(self, "train", 2, "max_seq_len")
         ensure(
             self.parallel != "none" or self.timeout_s == ForwardConfig.timeout_s,
             "train.timeout_s has no effect with train.parallel=none: no process waits for another",
@@ -169,6 +178,18 @@ class TrainConfig(ForwardConfig):
         super().__post_init__()
         counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
         check_least(self, "train", 1, *counts, "no_signal_steps")
+        ensure(
+            self.max_seq_len is not None or self.on_overlong == "error",
+            f"train.on_overlong={self.on_overlong} has no effect without train.max_seq_len; "
+            "env.on_overlong is about prompts",
+        )
+
+    @property
+    def length_rule(self) -> LengthRule | None:
+        """The rule that ``max_seq_len`` and ``on_overlong`` say; ``None`` for any length."""
+        if self.max_seq_len is None:
+            return None
+        return LengthRule(max_seq_len=self.max_seq_len, on_overlong=self.on_overlong)
 
 
 @dataclass(kw_only=True)
@@ -455,6 +476,27 @@ class EngineConfig(InferenceModelConfig):
 
 
 @dataclass(kw_only=True)
+class SleepingEngineConfig(EngineConfig):
+    """What samples, next to the trainer.
+
+    Attributes:
+        sleep: the vLLM engine gives back all of its GPU memory while the trainer trains, and gets
+            the weights when it wakes; for one GPU that does not hold both. On the CPU no memory is
+            given back.
+    """
+
+    sleep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.backend == "vllm" or not self.sleep,
+            f"inference_model.sleep has no effect with inference_model.backend={self.backend}: "
+            "only an engine of vLLM can sleep",
+        )
+
+
+@dataclass(kw_only=True)
 class WeightSyncConfig:
     """How the weights that were trained get into an engine of this process.
 
@@ -463,7 +505,8 @@ class WeightSyncConfig:
             of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
             alone; or ``"module:class"`` of an updater of your own, which is made of the engine's
             backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA,
-            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``.
+            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``, also with
+            ``inference_model.sleep``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
         fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;

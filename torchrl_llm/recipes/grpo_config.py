@@ -221,6 +221,9 @@ class GRPOGroups:
 class GRPOConfig(GRPOGroups):
     """Everything that ``grpo-sync.py`` can be told."""
 
+    inference_model: groups.SleepingEngineConfig = field(
+        default_factory=groups.SleepingEngineConfig
+    )
     weight_sync: groups.WeightSyncConfig = field(default_factory=groups.WeightSyncConfig)
 
     def __post_init__(self) -> None:
@@ -239,6 +242,11 @@ class GRPOConfig(GRPOGroups):
             not (lora and sync.type in ("shared", "delta")),
             f"weight_sync.type={sync.type} is for training without LoRA; with it choose adapter, "
             "or load for merged weights",
+        )
+        ensure(
+            not self.inference_model.sleep or sync.type in ("auto", "load"),
+            f"weight_sync.type={sync.type} does not go with inference_model.sleep=true: an engine "
+            "that sleeps forgets its weights, and type=load brings all of them (with LoRA merged)",
         )
         ensure(
             self.inference_model.num_devices == 1 or sync.type != "shared",

@@ -250,7 +250,8 @@ class _Counts:
         """Tokens of one forward in training."""
         train = self.config.train
         rows = train.optim_batch_size or self.config.rows_per_batch
-        return min(rows * self.row_tokens, train.micro_token_budget or rows * self.row_tokens)
+        tokens = rows * min(self.row_tokens, train.max_seq_len or self.row_tokens)
+        return min(tokens, train.micro_token_budget or tokens)
 
 
 def memory_parts(config: grpo_config.GRPOGroups, *, prompt_tokens: int) -> list[MemoryPart]:
@@ -369,6 +370,7 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
             how += ", in the engine"
         else:
             size, how = _model_bytes(counts, backend), f"a copy, weight_sync.type={sync}"
+            how += ", asleep in training" if config.inference_model.sleep else ""
     if backend == "vllm":
         dtype = "bfloat16" if _engine_dtype(counts) == "bfloat16" else "float32"
     yield MemoryPart("weights of the sampler", size, _sampler_holds(counts), how)
@@ -381,7 +383,8 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
 
 
 def _sampler_holds(counts: _Counts) -> Literal["sample", "both"]:
-    return "sample" if _held(counts) == "train" else "both"
+    asleep = getattr(counts.config.inference_model, "sleep", False)
+    return "sample" if asleep or _held(counts) == "train" else "both"
 
 
 def _engine_dtype(counts: _Counts) -> str:

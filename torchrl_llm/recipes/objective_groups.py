@@ -327,8 +327,9 @@ class FilterConfig:
         return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; others are
             filtered like those of equal rewards (dynamic sampling, arXiv:2503.14476); ``None`` for
             no bounds.
-        truncated: responses cut by ``inference_model.max_tokens``: ``keep`` trains them, ``mask``
-            keeps them in their group's mean only, ``drop`` takes them out of that too.
+        truncated: responses cut by ``inference_model.max_tokens``, or rows by
+            ``train.max_seq_len``: ``keep`` trains them, ``mask`` keeps them in their group's mean
+            only, ``drop`` takes them out of that too.
         max_resamples: batches that ``resample`` may add before it goes on with what it has.
     """
 

@@ -135,6 +135,10 @@ tensor_parallel_size        inference_model.num_devices
 vllm_max_model_length       inference_model.max_model_len
 max_model_len               inference_model.max_model_len
 enforce_eager               inference_model.enforce_eager
+vllm_enable_sleep_mode      inference_model.sleep
+vllm_enable_sleep           inference_model.sleep
+enable_sleep_mode           inference_model.sleep
+free_cache_engine           inference_model.sleep
 vllm_sync_backend           weight_sync.type
 sync_backend                weight_sync.type
 vllm_server_base_url        a sampler behind a URL is for programs: docs, howto/use_a_server
@@ -195,6 +199,9 @@ max_tokens_per_gpu          train.micro_token_budget
 ppo_mini_batch_size         train.optim_batch_size
 steps_per_generation        train.optim_batch_size
 mini_batch_size             train.optim_batch_size
+max_length                  train.max_seq_len
+max_seq_length              train.max_seq_len
+sequence_len                train.max_seq_len
 padding_free                train.packing
 use_remove_padding          train.packing
 packing_samples             train.packing

@@ -10,11 +10,12 @@ from torchrl_llm._registry import find
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from torchrl_llm.recipes import builders
-from torchrl_llm.recipes.groups import EngineConfig, WeightSyncConfig
+from torchrl_llm.recipes.groups import SleepingEngineConfig, WeightSyncConfig
 from torchrl_llm.recipes.parallel import weights_of
 from torchrl_llm.weights import (
     CanaryCheck,
     SharedEngineWeights,
+    SleepingEngineWeights,
     WeightUpdater,
 )
 
@@ -27,7 +28,7 @@ _TF32_NATS = 1e-3
 class SamplerConfig(builders.RecipeConfig, Protocol):
     """The groups that are read here, besides those of every recipe."""
 
-    inference_model: EngineConfig
+    inference_model: SleepingEngineConfig
     weight_sync: WeightSyncConfig
 
 
@@ -39,6 +40,8 @@ def sync_type(config: SamplerConfig) -> str:
     """
     if config.weight_sync.type != "auto":
         return config.weight_sync.type
+    if config.inference_model.sleep:
+        return "load"
     if config.train_model.lora.enabled:
         return "adapter"
     engine = config.inference_model
@@ -139,6 +142,8 @@ def make_sampler(
     sync = sync_type(config)
     is_vllm = config.inference_model.backend == "vllm"
     options = engine_arguments(config, sync) if is_vllm else {}
+    if config.inference_model.sleep and builders.device_kind(config) != "cpu":
+        options["enable_sleep_mode"] = True
     make = find("backends", config.inference_model.backend)
     backend = make(config.model.name, tokenizer=policy.tokenizer, **options)
     sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **builders.wrapper_options(config))
@@ -150,4 +155,5 @@ def make_sampler(
         # The version is proven by the canary; hashing all weights as well would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
     given = {"fingerprint": config.weight_sync.fingerprint} if sync == "load" else {}
-    return sampler, find("weights", sync)(backend, model=model, canary=canary, **given)
+    updater = SleepingEngineWeights if config.inference_model.sleep else find("weights", sync)
+    return sampler, updater(backend, model=model, canary=canary, **given)

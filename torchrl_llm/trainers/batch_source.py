@@ -24,8 +24,10 @@ from torchrl.data import ReplayBuffer
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
 from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
+from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
+from torchrl_llm.data.replay_buffers.trajectory_queues import was_cut
 from torchrl_llm.data.rollout_store import trajectory_of
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
@@ -50,8 +52,9 @@ class BatchSource:
         buffer: emptied at each step; its transform ends with ``credit``.
         credit: the buffer's credit assigner or selection, whose counts say what was filtered.
         num_rows: trajectories that a step needs, a row each in the buffer's storage.
-        truncated: responses cut by their length limit: ``keep`` trains them, ``mask`` keeps them in
-            their group's baseline only, ``drop`` takes them out of that too.
+        length: how long a row may be, and what becomes of a longer one; ``None`` for any length.
+        truncated: responses cut by their length limit, or by ``length``: ``keep`` trains them,
+            ``mask`` keeps them in their group's baseline only, ``drop`` takes them out of that too.
         max_resamples: batches that may be collected in addition while filtered groups leave the
             buffer short of ``num_rows``; 0 for none.
         staleness: how old the weights may be that sampled what is trained, and what becomes of
@@ -66,6 +69,8 @@ class BatchSource:
     Attributes:
         policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
             updates; empty without ``staleness``.
+        overlong: ``train/overlong_rows`` and ``train/tokens_overlong`` of the last step; empty
+            without ``length``.
 
     Raises:
         ConfigError: the storage cannot hold exactly the rows of a step, or the collector counts no
@@ -79,6 +84,7 @@ class BatchSource:
         *,
         credit: GroupTransform,
         num_rows: int,
+        length: LengthRule | None = None,
         truncated: Literal["keep", "mask", "drop"] = "keep",
         max_resamples: int = 0,
         staleness: StalenessRule | None = None,
@@ -102,9 +108,10 @@ class BatchSource:
             )
         self.ledger = TokenLedger()
         self.policy_age: dict[str, float] = {}
+        self.overlong: dict[str, int] = {}
         self._collector, self._buffer, self._credit = collector, buffer, credit
         self._num_rows, self._capacity, self._truncated = num_rows, capacity, truncated
-        self._max_resamples = max_resamples
+        self._max_resamples, self._length = max_resamples, length
         self._staleness, self._lost = staleness, lost
         self._batches: Iterator[Any] | None = None
         # Tokens of rows that were made invalid here, until the credit assigner has counted them.
@@ -117,14 +124,18 @@ class BatchSource:
 
         Returns:
             Every row that was collected, also those that were filtered out, for metrics; in rank 0
-            those of all ranks.
+            those of all ranks. Of rows that are too long, the tokens that are not trained have the
+            mask reason ``OVERLONG``.
 
         Raises:
+            OverlongError: a row is longer than it may be, and ``length`` makes that an error.
             DataError: the token ledger does not close, or all rows are too old and stay so.
             ConfigError: the collector has no further batch.
         """
         self._buffer.empty()
         before = self._credit.get_stats()
+        if self._length is not None:
+            self.overlong = {"train/overlong_rows": 0, "train/tokens_overlong": 0}
         self._judge_waiting()
         carried = list(self._credit.held())
         collected: list[TensorDict] = []
@@ -133,11 +144,11 @@ class BatchSource:
         for _ in range(1 + self._max_resamples):
             fresh = 0
             while not fresh or (self._staleness is not None and fresh < self._num_rows):
-                rows = self._next()
-                collected += rows
-                marked, stale = self._judged(rows)
+                fitted = self._fitted(self._next())
+                collected += fitted.marked
+                marked, stale = self._judged(fitted)
                 judged += marked
-                fresh += sum(map(ends_trajectory, rows)) - stale
+                fresh += sum(map(ends_trajectory, marked)) - stale
                 written += len(self._buffer.extend(marked))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
                     raise DataError(
@@ -147,6 +158,7 @@ class BatchSource:
                     )
             if written >= self._num_rows:
                 break
+        self.overlong = self._ranks.sums(self.overlong)
         kept = self._account(collected, before, written)
         self._outcomes = self._decided(collected, judged, carried, kept)
         return self._ranks.rows(lazy_rows(collected))
@@ -177,13 +189,30 @@ class BatchSource:
         tell_failures_of(rows)
         return rows
 
-    def _judged(self, rows: list[TensorDict]) -> tuple[list[TensorDict], int]:
+    def _fitted(self, rows: list[TensorDict]) -> FittedRows:
+        """The rows as they were collected, and as they fit into training."""
+        if self._length is None:
+            return FittedRows.of(rows)
+        fitted = self._length.fit(rows)
+        out = [row for row, gone in zip(fitted.kept, fitted.dropped, strict=True) if gone]
+        dropped = sum(map(sampled_tokens, out))
+        self._dropped["truncated"] += dropped
+        # What is cut off is nowhere from here on; what is dropped is counted with its group.
+        self.ledger.count(truncated=fitted.cut_tokens)
+        self.overlong["train/overlong_rows"] += fitted.overlong
+        self.overlong["train/tokens_overlong"] += fitted.cut_tokens + dropped
+        return fitted
+
+    def _judged(self, fitted: FittedRows) -> tuple[list[TensorDict], int]:
         """Rows with what must not be trained marked, and how many last turns are too old."""
         if self._staleness is None and self._truncated == "keep":
-            return rows, 0
+            return fitted.kept, 0
         judged: list[TensorDict] = []
         num_stale = 0
-        for row in rows:
+        for row, gone in zip(fitted.kept, fitted.dropped, strict=True):
+            if gone:
+                judged.append(row)
+                continue
             aged = False
             if self._staleness is not None and self._too_old(row):
                 row = row.clone(False)  # metrics report the rows as they were collected
@@ -306,7 +335,7 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
 
 
 def _was_cut(row: TensorDict) -> bool:
-    return int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+    return was_cut(row) or int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
@@ -465,7 +494,8 @@ class TokenLedger:
         trained: tokens that entered the loss, each counted once whatever the number of epochs.
         stale: sampled by weights that were too old.
         filtered: of groups whose rewards are all equal, or otherwise filtered.
-        truncated: of responses cut by a length limit, where those are masked or dropped.
+        truncated: of responses cut by a length limit, where those are masked or dropped; and what
+            is beyond the length that a row may have.
         invalid: of rows without a valid reward, or of groups with fewer than two valid members.
         surplus: complete and valid, but more than the step needed.
         lost: sampled by a worker that died, or in a delivery that did not arrive or was refused.

@@ -36,7 +36,7 @@ _PARTS = ("prompt", "full")
 COLLECTED_REASON = ("collected", "mask_reason")
 """The mask reasons that a row was collected with, where training changed them."""
 _FATES = {name: cell(name) for name in ("trained", "filtered", "invalid", "pending")}
-_FATES |= {name: cell(name) for name in ("stale", "truncated")}
+_FATES |= {name: cell(name) for name in ("stale", "truncated", "overlong")}
 # A prime, so that the groups that are kept move through all places of a batch.
 _STRIDE = 7919
 
@@ -104,7 +104,9 @@ class RowOutcomes:
             index: its place in ``rows``.
         """
         collected, judged = self.rows[index], (self.judged or self.rows)[index]
-        row = new_node(dict(judged._tensordict))
+        # Of a row that was cut, what was cut off is kept too.
+        cut = judged is not collected and _length(judged) < _length(collected)
+        row = new_node(dict((collected if cut else judged)._tensordict))
         if self.is_known:
             trained = self._trained_row(collected)
             fate = self._fate(collected, judged) if trained is None else "trained"
@@ -160,7 +162,7 @@ class RowOutcomes:
             return "pending"
         if judged is not collected:
             reasons = leaf(judged, _REASON)
-            for reason in (MaskReason.STALE, MaskReason.TRUNCATED):
+            for reason in (MaskReason.STALE, MaskReason.TRUNCATED, MaskReason.OVERLONG):
                 if reasons is not None and bool((reasons == reason).any()):
                     return reason.name.lower()
         return "invalid" if trajectory_of(collected) in self._invalid else "filtered"
@@ -171,18 +173,27 @@ class RowOutcomes:
         A joined row ends with its last turn, and each turn is the beginning of the next.
         """
         spans: dict[int, slice] = {}
+        missing = 0  # tokens that were cut off before it was trained
         ids = [leaf(each, ("tokens", part)) for each in (row, trained) for part in _PARTS]
         if all(each is not None for each in ids):
             prompt, end, first, whole = (each.shape[0] for each in ids)
             spans = {whole - first: slice(prompt - first, end - first), whole: slice(0, end)}
+            missing = max(end - whole, 0)
         for path, value in _added(trained, row):
             if isinstance(value, Tensor) and value.ndim and value.shape[0] in spans:
                 value = value[spans[value.shape[0]]]
+                if missing:
+                    value = torch.cat([value, value.new_zeros(missing, *value.shape[1:])])
             set_copied(row, path, value)
             self.added.add(path)
         reasons, own = leaf(trained, _REASON), leaf(row, _REASON)
         if reasons is not None and own is not None:
-            set_copied(row, _REASON, reasons[: own.shape[0]])
+            size = own.shape[0]
+            set_copied(row, _REASON, torch.cat([reasons[:size], own[reasons.shape[0] :]]))
+
+
+def _length(row: TensorDict) -> int:
+    return leaf(row, ("tokens", "full")).shape[0]
 
 
 def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:

@@ -23,6 +23,7 @@ _LAZY = {
     "torchrl_llm.weights.redis_weights": "RedisWeightReader RedisWeightSource RedisWeightWriter",
     "torchrl_llm.weights.remote_engines": "BroadcastWeights DoubleBufferWeights RankZeroWeights",
     "torchrl_llm.weights.shared_engine": "SharedEngineWeights",
+    "torchrl_llm.weights.sleeping_engine": "SleepingEngineWeights",
     "torchrl_llm.weights.weight_names": "engine_weights get_model_metadata normalized_name",
     "torchrl_llm.weights.weight_receiver": "WeightReceiver",
     "torchrl_llm.weights.weight_updater": (

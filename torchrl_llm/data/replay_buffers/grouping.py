@@ -58,7 +58,7 @@ Selector = Callable[[Sequence[Trajectory]], Sequence[bool]]
 
 
 def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
-    """Leave out episodes that were cut (``truncated`` and not ``terminated``).
+    """Leave out episodes that were cut, from outside or to fit into training.
 
     Args:
         group: trajectories of one group.

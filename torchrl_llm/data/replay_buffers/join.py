@@ -25,7 +25,12 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectory_queues import TrajectoryQueue, as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import (
+    CUT_TOKENS,
+    TrajectoryQueue,
+    as_path,
+    was_cut,
+)
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, TokenFact
@@ -49,9 +54,9 @@ class JoinTurns(Transform):
     sampled it; the reward is the sum of the turns' rewards
     (``[1, 1]``, or ``[R, 1]`` when they are per token), and so are its parts: the floats called as
     the reward with a suffix (``reward_right``, ``reward_seconds``), and value and seconds of each
-    ``("next", "rewards", name)``, which is valid where it is in all turns. An advantage that is
-    already there is kept if the turns agree, else spread over the tokens, ``[T, 1]``. Everything
-    else is the last turn's.
+    ``("next", "rewards", name)``, which is valid where it is in all turns; and ``"cut_tokens"``. An
+    advantage that is already there is kept if the turns agree, else spread over the tokens,
+    ``[T, 1]``. Everything else is the last turn's.
     ``"num_turns"``, int64, says how many turns a row holds.
 
     Args:
@@ -136,6 +141,8 @@ class JoinTurns(Transform):
             changed |= self._joined_reward(turns, spans)
             changed |= _first_prompts(turns[0], facts)
         changed |= _responses(last, changed, facts, start)
+        if cut := [turn.get(CUT_TOKENS) for turn in turns if was_cut(turn)]:
+            changed[CUT_TOKENS,] = torch.stack(cut).sum()
         for key, value in changed.items():
             set_copied(row, key, value)
         return row

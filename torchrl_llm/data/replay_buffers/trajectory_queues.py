@@ -22,6 +22,18 @@ from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.wire import leaf, pack_rows, plain_node, unpack_row_list
 from torchrl_llm.errors import DataError
 
+CUT_TOKENS = "cut_tokens"
+"""Of a row that was cut to fit into training: how many of its sampled tokens are gone."""
+
+
+def was_cut(row: TensorDictBase) -> bool:
+    """Whether a row was cut to fit into training (:func:`~torchrl_llm.data.overlong.cut_row`).
+
+    Args:
+        row: without batch dimension.
+    """
+    return leaf(row, (CUT_TOKENS,)) is not None
+
 
 def as_path(key: NestedKey) -> tuple[str, ...]:
     """A key as a tuple of names.
@@ -112,7 +124,17 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode was cut (its last row is truncated and not terminated)."""
+        """Whether the episode was cut: it might have gone on, or a row was too long to train."""
+        return self.goes_on or any(map(was_cut, self.rows))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an unknown future stands behind the last row: truncated, and not terminated.
+
+        Behind the end of a row that was cut to fit into training stands what is known: its rewards.
+        """
+        if was_cut(self.rows[-1]):
+            return False
         cut, ended = (leaf(self.rows[-1], ("next", key)) for key in ("truncated", "terminated"))
         return cut is not None and bool(cut.any()) and not (ended is not None and ended.any())
 

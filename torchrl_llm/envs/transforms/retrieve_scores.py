@@ -490,7 +490,7 @@ class RetrieveValues(RowTransform):
         kept = _unpadded(rows, full)
         sequences = [ids[mask] for ids, mask in zip(full, kept, strict=True)]
         sampled = [own[mask] for own, mask in zip(rows.sampled(), kept, strict=True)]
-        cut = [Trajectory([row]).truncated for row in row_list(rows.root)]
+        cut = [Trajectory([row]).goes_on for row in row_list(rows.root)]
         # Behind a cut stands a token that is only there to be predicted; it is never run.
         padded = [
             torch.cat([ids, ids[-1:]]) if behind else ids

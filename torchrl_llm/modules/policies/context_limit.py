@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
+from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import ConfigError, OverlongError
 
-OnOverlong = Literal["error", "drop", "truncate"]
 _GREW = (
     ". It grew over the turns of a conversation: append torchrl_llm.envs.transforms.ContextLimit("
     "policy.longest_prompt, policy.formatter) to the environment, which ends such an episode in "

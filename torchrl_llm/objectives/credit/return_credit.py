@@ -194,7 +194,7 @@ def _with_cuts(truncated: str, options: CreditOptions) -> CreditOptions:
 
 def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Tensor:
     """The value of the state behind a cut; 0 where the episode counts as ended."""
-    if truncated != "bootstrap" or not trajectory.truncated:
+    if truncated != "bootstrap" or not trajectory.goes_on:
         return torch.zeros(())
     value = leaf(trajectory.rows[-1], as_path(key))
     if value is None or value.numel() != 1 or not bool(value.isfinite().all()):

@@ -1,0 +1,141 @@
+"""inference_model.sleep: grpo-sync.py and an engine that sleeps while the trainer trains."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+import torch
+from recipes.grpo_helper import rows, run_script, weights
+from recipes.test_memory import parts_of
+
+import torchrl_llm.recipes.sampling_engine as sampling
+import torchrl_llm.trainers as trainers
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config
+
+VLLM = ["inference_model.backend=vllm", "inference_model.max_model_len=64"]
+
+
+def config(**groups):
+    groups.setdefault("inference_model", {"backend": "vllm", "sleep": True})
+    return {"train": {"device": "cpu"}, **groups}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the engine and the loop did, in order."""
+    backends = pytest.importorskip("torchrl_llm.modules.backends.vllm.backend")
+    said = []
+
+    def listen(name, text):
+        real = getattr(backends.VLLMBackend, name)
+
+        def heard(self, *args, **options):
+            said.append(text(options))
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(backends.VLLMBackend, name, heard)
+
+    listen("generate", lambda _: "sample")
+    listen("sleep", lambda options: f"sleep {options['level']}")
+    listen("wake", lambda options: "wake for weights" if options else "wake")
+    listen("update_weights", lambda _: "load")
+    listen("token_scores", lambda _: "prove")
+    return said
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_sleeps(
+    tmp_path, monkeypatch, told
+):
+    pytest.importorskip("vllm")
+    settings = [*VLLM, "train.max_steps=3", "eval.interval=2"]
+    expected = run_script(monkeypatch, tmp_path / "awake", *settings, "weight_sync.type=load")
+    assert "sleep 2" not in told
+    told.clear()
+
+    runs, begin, optimize = [], trainers.TrainingRun.__init__, trainers.optimize
+
+    def remembered(self, *args, **options):
+        runs.append(self)
+        begin(self, *args, **options)
+
+    def trained(*args, **options):
+        told.append("train")
+        if runs[-1].step == 2 and len(runs) == 1:
+            path = runs[-1].save()
+            assert (path / "model.safetensors").exists()
+            shutil.rmtree(path)  # it is of the middle of a step
+            signal.raise_signal(signal.SIGINT)
+        return optimize(*args, **options)
+
+    monkeypatch.setattr(trainers.TrainingRun, "__init__", remembered)
+    monkeypatch.setattr(trainers, "optimize", trained)
+    asleep = [*settings, "inference_model.sleep=true"]
+    with pytest.raises(SystemExit) as ended:
+        run_script(monkeypatch, tmp_path / "asleep", *asleep)
+    assert ended.value.code == 128 + signal.SIGINT
+    assert rows(tmp_path / "asleep") == expected[:3]
+    evaluation = ["sample"]
+    step = ["sample", "sleep 2", "train", "wake for weights", "load", "wake", "prove"]
+    assert told == ["load", "prove", *evaluation, *step, *step, *evaluation]
+
+    told.clear()
+    assert (
+        run_script(monkeypatch, tmp_path / "asleep", *asleep, "checkpoint.resume=auto") == expected
+    )
+    assert told == ["load", "prove", *step, *evaluation]
+    first, second = weights(tmp_path / "awake", 3), weights(tmp_path / "asleep", 3)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ({"inference_model": {"sleep": True}}, "only an engine of vLLM can sleep"),
+        ({"weight_sync": {"type": "shared"}}, "type=shared does not go with inference_model.sleep"),
+        ({"weight_sync": {"type": "delta"}}, "forgets its weights, and type=load brings all"),
+        (
+            {"weight_sync": {"type": "adapter"}, "train_model": {"lora": {"enabled": True}}},
+            "type=adapter does not go with inference_model.sleep",
+        ),
+    ],
+)
+def test_what_cannot_sleep_is_refused(groups, match):
+    with pytest.raises(ConfigError, match=match):
+        load_config(config(**groups))
+
+
+def test_the_asynchronous_recipe_says_whose_key_it_is():
+    with pytest.raises(ConfigError, match=r"a key of grpo-sync\.py"):
+        load_config(config(), AsyncGRPOConfig)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_engine_is_built_to_sleep_and_gets_all_weights(monkeypatch, device):
+    built = {}
+
+    def make(name, *, tokenizer, **options):
+        built.update(options)
+        raise RuntimeError("built")
+
+    monkeypatch.setattr(sampling, "find", lambda kind, name: make)
+    settings = load_config(config(train={"device": device}))
+    assert sampling.sync_type(settings) == "load"
+    policy = type("Policy", (), {"tokenizer": None})()
+    with pytest.raises(RuntimeError, match="built"):
+        sampling.make_sampler(settings, policy)
+    assert built.get("enable_sleep_mode", False) == (device == "cuda")
+    lora = config(train_model={"lora": {"enabled": True}})
+    assert sampling.sync_type(load_config(lora)) == "load"
+
+
+def test_weights_of_an_engine_that_sleeps_are_not_there_in_training():
+    parts = parts_of(load_config(config()))
+    assert parts["weights of the sampler"].where == "sample"
+    assert parts["weights of the sampler"].num_bytes == 4 * 337_792
+    awake = config(inference_model={"backend": "vllm"}, weight_sync={"type": "load"})
+    assert parts_of(load_config(awake))["weights of the sampler"].where == "both"

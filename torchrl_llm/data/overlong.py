@@ -1,0 +1,259 @@
+"""Rows longer than training may have: refused, dropped, or cut, and what of them is still told.
+
+A row's length is that of prompt, turns and tools together. The row of a turn holds the whole
+conversation up to that turn, so a trajectory is judged turn by turn, before its turns are joined,
+and what filters, advantage estimators and forwards get is cut already.
+
+Not here: prompts that leave no room for an answer, which are the policy's to judge
+(:mod:`torchrl_llm.modules.policies.context_limit`). Next:
+:class:`~torchrl_llm.trainers.batch_source.BatchSource` counts what is cut.
+
+Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_llm.data.enums import MaskReason, Source, TruncationReason
+from torchrl_llm.data.replay_buffers.trajectory_queues import CUT_TOKENS, group_value
+from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.token_facts import FACTS
+from torchrl_llm.data.wire import leaf, plain_node, set_copied
+from torchrl_llm.errors import ConfigError, OverlongError
+
+OnOverlong = Literal["error", "drop", "truncate"]
+"""What becomes of something too long; what exactly is said where the choice is made."""
+
+Path = tuple[str, ...]
+
+
+class FittedRows(NamedTuple):
+    """A batch after :meth:`LengthRule.fit`.
+
+    Attributes:
+        marked: the rows as they were collected, their tokens that are not trained marked OVERLONG.
+        kept: the rows for training, none longer than it may be.
+        dropped: of each of these, whether it fills its place in its group and nothing else.
+        cut_tokens: sampled tokens that ``kept`` no longer has.
+        overlong: conversations that were too long.
+    """
+
+    marked: list[TensorDict]
+    kept: list[TensorDict]
+    dropped: list[bool]
+    cut_tokens: int
+    overlong: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorDict]) -> FittedRows:
+        """Rows none of which is too long."""
+        return cls(list(rows), list(rows), [False] * len(rows), 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthRule:
+    """How long a row may be that is trained, and what becomes of a longer one.
+
+    Attributes:
+        max_seq_len: tokens of a row: prompt, turns and tools.
+        on_overlong: ``error`` raises. ``drop`` takes the conversation out of training and out of
+            its group's baseline. ``truncate`` trains its first tokens (:func:`cut_row`), and leaves
+            its reward where it is.
+
+    Raises:
+        ConfigError: for a length below 2, or an unknown rule.
+
+    Example:
+        >>> ids = torch.arange(5)
+        >>> row = TensorDict(tokens={"prompt": ids[:2], "response": ids[2:], "full": ids})
+        >>> fitted = LengthRule(max_seq_len=4, on_overlong="truncate").fit([row])
+        >>> fitted.kept[0]["tokens", "response"].tolist(), fitted.cut_tokens
+        ([2, 3], 1)
+    """
+
+    max_seq_len: int
+    on_overlong: OnOverlong = "error"
+
+    def __post_init__(self) -> None:
+        if self.max_seq_len < 2:
+            raise ConfigError(f"max_seq_len must be at least 2, got {self.max_seq_len}")
+        if self.on_overlong not in ("error", "drop", "truncate"):
+            raise ConfigError(
+                f"on_overlong must be error, drop or truncate, got {self.on_overlong!r}"
+            )
+
+    def fit(self, rows: Sequence[TensorDict]) -> FittedRows:
+        """Judge the rows of a batch, one a turn; none of them is changed.
+
+        Args:
+            rows: with ``("tokens", "full")``; those of one ``traj_id`` are one conversation.
+
+        Raises:
+            OverlongError: one is too long, under ``error``.
+        """
+        too_long = [_length(row) > self.max_seq_len for row in rows]
+        if not any(too_long):
+            return FittedRows.of(rows)
+        if self.on_overlong == "error":
+            raise OverlongError(self._refusal(rows, too_long.index(True)))
+        names = [_conversation(row) or index for index, row in enumerate(rows)]
+        overlong = {name for name, long in zip(names, too_long, strict=True) if long}
+        fitted = FittedRows([], [], [], 0, len(overlong))
+        cut_tokens = 0
+        for row, name, long in zip(rows, names, too_long, strict=True):
+            out = self.on_overlong == "drop" and name in overlong
+            marked = _marked(row, 0 if out else self.max_seq_len) if out or long else row
+            kept = cut_row(marked, self.max_seq_len) if long else marked
+            fitted.marked.append(marked)
+            fitted.kept.append(_without_reward(kept) if out else kept)
+            fitted.dropped.append(out)
+            cut_tokens += sampled_tokens(row) - sampled_tokens(kept) if long else 0
+        return fitted._replace(cut_tokens=cut_tokens)
+
+    def _refusal(self, rows: Sequence[TensorDict], at: int) -> str:
+        row, told = rows[at], ""
+        for name in ("group_id", "traj_id", "turn"):
+            value = leaf(row, (name,))
+            told += "" if value is None else f", {name}={group_value(value)}"
+        prompt = leaf(row, ("tokens", "prompt"))
+        asked = "" if prompt is None else f", {prompt.shape[0]} of them before its last answer"
+        return (
+            f"row {at} of the batch{told} has {_length(row)} tokens{asked}, and train.max_seq_len "
+            f"is {self.max_seq_len}: raise it; shorten prompts (env.max_prompt_length), answers "
+            "(inference_model.max_tokens) or conversations (env.max_steps); or set "
+            "train.on_overlong=truncate (trains the beginning) or drop"
+        )
+
+
+def cut_row(row: TensorDict, max_length: int) -> TensorDict:
+    """The first tokens of a row, with all that is known of them and nothing of the others.
+
+    Every per-token fact of :data:`~torchrl_llm.data.token_facts.FACTS` is cut, the kept ids, and
+    what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``). Rewards
+    per token that stood on what is cut off fall on the last token of the response that is left: the
+    return of each token that is trained stays what it was. A reward of the whole row stays.
+
+    The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it has one; ``terminated``
+    stays, the task was over. ``"cut_tokens"``, int64, says how many sampled tokens were cut off.
+    Text and conversation are left whole.
+
+    Args:
+        row: without batch dimension; it is not changed.
+        max_length: ``L``, below the length of the row.
+
+    Returns:
+        A row that shares its tensors.
+
+    Example:
+        >>> ids = torch.arange(5)
+        >>> tokens = {"prompt": ids[:2], "response": ids[2:], "full": ids}
+        >>> row = TensorDict(tokens=tokens, next={"reward": torch.tensor([[1.0], [2.0], [3.0]])})
+        >>> cut = cut_row(row, 4)
+        >>> cut["next", "reward"].flatten().tolist(), cut["cut_tokens"].item()
+        ([1.0, 5.0], 1)
+    """
+    length, size = _length(row), leaf(row, ("tokens", "response")).shape[0]
+    start = length - size
+    left = max(max_length - start, 0)
+    spans = {"full": (length, max_length), "prompt": (start, max_length), "response": (size, left)}
+    changed: dict[Path, Any] = {}
+    for fact in FACTS.values():
+        column = leaf(row, fact.key)
+        if column is not None:
+            changed[fact.key] = column[:max_length]
+    for path, node in _nodes(row):
+        for name, (before, after) in spans.items():
+            column = node.get(name)
+            if isinstance(column, Tensor) and column.shape[:1] == (before,):
+                changed[*path, name] = column[:after]
+    counts = leaf(row, ("support", "counts"))
+    if counts is not None:
+        kept = Support(leaf(row, ("support", "token_ids")), counts).span(0, max_length)
+        changed |= {("support", name): column for name, column in kept._asdict().items()}
+    advantage = leaf(row, ("advantage",))
+    if advantage is not None and advantage.shape[0] == length:
+        changed["advantage",] = advantage[:max_length]
+    for path, values in _token_rewards(row, size):
+        changed[path] = torch.cat([values[: max(left, 1) - 1], _sum(values[max(left, 1) - 1 :])])
+    cut = row.clone(False)
+    for path, value in (changed | _flags(row)).items():
+        set_copied(cut, path, value)
+    before = leaf(row, (CUT_TOKENS,))
+    number = sampled_tokens(row) - sampled_tokens(cut) + (0 if before is None else int(before))
+    return cut.set(CUT_TOKENS, torch.tensor(number))
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(0, keepdim=True)
+
+
+def _length(row: TensorDict) -> int:
+    full = leaf(row, ("tokens", "full"))
+    return 0 if full is None else full.shape[0]
+
+
+def _conversation(row: TensorDict) -> Hashable:
+    """What the turns of a conversation have in common; ``None`` for a row that does not say."""
+    names = [leaf(row, (key,)) for key in ("traj_id", "agent")]
+    if names[0] is None:
+        return None
+    return tuple(None if name is None else group_value(name) for name in names)
+
+
+def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The nodes of a row and of its ``next``, where columns may be along the tokens."""
+    above: list[tuple[Path, Any]] = [((), row), (("next",), leaf(row, ("next",)))]
+    for path, node in above:
+        for name, child in {} if node is None else plain_node(node)._tensordict.items():
+            inner = plain_node(child)
+            if type(inner) is TensorDict:
+                yield (*path, name), inner._tensordict
+
+
+def _token_rewards(row: TensorDict, size: int) -> Iterator[tuple[Path, Tensor]]:
+    """Rewards of each of several tokens of a response."""
+    node = leaf(row, ("next",))
+    leaves = {} if node is None or size < 2 else dict(plain_node(node).items(True, True))
+    for key, values in leaves.items():
+        path = (key,) if isinstance(key, str) else key
+        rewards = any("reward" in name for name in path) and isinstance(values, Tensor)
+        if rewards and values.is_floating_point() and values.shape[:1] == (size,):
+            yield ("next", *path), values
+
+
+def _flags(row: TensorDict) -> dict[Path, Tensor]:
+    done, reason = leaf(row, ("next", "done")), leaf(row, ("next", "truncation_reason"))
+    yes = torch.ones(1, dtype=torch.bool) if done is None else torch.ones_like(done)
+    if reason is None:
+        reason = torch.full(yes.shape, int(TruncationReason.NONE), dtype=torch.int8)
+    none = reason == TruncationReason.NONE
+    return {
+        ("next", "truncated"): yes,
+        ("next", "truncation_reason"): reason.masked_fill(none, int(TruncationReason.MAX_SEQ_LEN)),
+    }
+
+
+def _marked(row: TensorDict, start: int) -> TensorDict:
+    """A row whose sampled tokens from ``start`` on are overlong; those masked before stay so."""
+    row = row.clone(False)
+    source, reason = leaf(row, ("trace", "source")), leaf(row, ("trace", "mask_reason"))
+    if reason is not None:
+        over = (source == Source.SAMPLED) & (reason == MaskReason.TRAINED)
+        over[:start] = False
+        set_copied(row, ("trace", "mask_reason"), reason.masked_fill(over, MaskReason.OVERLONG))
+    return row
+
+
+def _without_reward(row: TensorDict) -> TensorDict:
+    row, valid = row.clone(False), leaf(row, ("next", "reward_valid"))
+    flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
+    set_copied(row, ("next", "reward_valid"), flag)
+    return row
