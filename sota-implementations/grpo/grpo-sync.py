@@ -28,7 +28,13 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
+from grpo_utils import (
+    algorithm_metrics,
+    make_algorithm,
+    make_buffer,
+    make_curriculum,
+    parts_of,
+)
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -63,7 +69,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     seed_everything(config.seed)
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
-    env, eval_env = make_envs(config, policy)
+    env, eval_env = make_envs(config, policy, **config.curriculum.arguments)
     sampler, weight_updater = make_sampler(config, policy)
     collector = LLMCollector(
         env,
@@ -83,6 +89,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         max_resamples=config.filter.resamples,
         rows_per_trajectory=max_turns(config),
     )
+    curriculum = make_curriculum(config, algorithm, env.primer)
     optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -96,6 +103,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         parts={
             "optimizer": optimizer,
             "scheduler": scheduler,
+            **curriculum.parts,
             "collector": collector,
             "buffer": buffer,
             "source": source,
@@ -107,6 +115,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
+        ended=curriculum.ended,
     )
     yield run
     if sampler is not policy:
@@ -129,6 +138,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
+        metrics |= curriculum.see(rows)  # results may decide which prompts are drawn next
         run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
         yield run
     run.finish()

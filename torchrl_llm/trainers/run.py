@@ -189,6 +189,7 @@ class TrainingRun:
         evaluation: when to evaluate.
         watch: looks at the rows that :meth:`record` is given.
         shown: which metrics are shown; the reward of those who learn from one by default.
+        ended: says why the run is over before ``max_steps``; ``None`` while it is not.
 
     Attributes:
         step: the last step that was begun.
@@ -221,6 +222,7 @@ class TrainingRun:
         evaluation: EvalConfig | None = None,
         watch: RewardWatch | None = None,
         shown: Shown | None = None,
+        ended: Callable[[], str | None] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -234,6 +236,7 @@ class TrainingRun:
         self._evaluation = evaluation or EvalConfig()
         self._watch = watch or RewardWatch()
         self._shown = shown or Shown()
+        self._ended = ended or (lambda: None)
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
@@ -316,10 +319,13 @@ class TrainingRun:
         with self._log:
             with self.stop, self._bar, _objects_at_rest():
                 yield from self._steps()
-            if self.step < self.max_steps:
+            reason = self._ended()
+            if self.step < self.max_steps and reason is None:
                 self._stopped_by = self.stop.signal
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
+            elif reason is not None:
+                self.say(f"ended with step {self.step}: {reason}")
             elif self.step < self.max_steps:
                 self.say(
                     f"saved {self._store.path(self.step)}; to go on:\n"
@@ -330,7 +336,7 @@ class TrainingRun:
         if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
             numbers, self._before = self._measured()
             self._table.write(0, numbers)
-        while self.step < self.max_steps and not self.stop.requested:
+        while not self.is_over and not self.stop.requested:
             self.step += 1
             self._started = time.perf_counter()
             yield self.step
@@ -338,6 +344,11 @@ class TrainingRun:
                 raise RuntimeError(f"step {self.step} ended without TrainingRun.record")
         if self.step and self.step not in self._store.steps():
             self.save()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
+        return self.step >= self.max_steps or self._ended() is not None
 
     def _command(self) -> str:
         """What it takes to go on."""
@@ -426,7 +437,7 @@ class TrainingRun:
             raise RewardError(
                 f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
             )
-        if self._checkpoint.push_to_hub is not None and self.step == self.max_steps:
+        if self._checkpoint.push_to_hub is not None and self.is_over:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
@@ -462,7 +473,7 @@ class TrainingRun:
         speed = metrics[self._shown.tokens] / seconds
         metrics |= {"perf/step_s": seconds, "perf/tokens_per_s": speed, **memory_metrics()}
         self._bar.update(self.step, self._note(metrics))
-        due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
+        due = self.is_over or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
             numbers, self._after = self._measured()
             metrics |= numbers
