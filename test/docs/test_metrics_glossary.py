@@ -43,6 +43,7 @@ RUNS = {
         *SMALL,
         "env=calculator",
         "reward.kl_coeff=0.05",
+        "curriculum.order=band",
         "reward.components.length={longest: 3, unit: characters, cushion: 2, weight: 0.1}",
     ],
     "expert-iteration/expert-iteration.py": ["train.prompts_per_batch=4"],

@@ -12,8 +12,8 @@ import torch
 from tensordict import LazyStackedTensorDict
 
 from torchrl_llm.data.ragged import row_values
-from torchrl_llm.data.row_order import ROW_ID
 from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.row_order import ROW_ID
 from torchrl_llm.envs.transforms import DataLoadingPrimer
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import CreditAssigner, SPOAdvantage
