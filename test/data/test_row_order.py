@@ -103,7 +103,7 @@ def test_a_queue_ends_when_each_row_is_solved_or_was_visited_often_enough():
         visits[row] += 1
         order.record({row: [1.0, 1.0] if row < 2 else [1.0, 0.0]})
     assert visits == {0: 1, 1: 1, 2: 2, 3: 2}
-    assert order.ended() == "the queue is empty: of 4 prompts 2 solved, 2 visited 2 times without"
+    assert order.ended() == "the queue is empty: of 4 prompts 2 solved, 2 unsolved (visits=2)"
     assert order.active() == 0
     assert len(draws(loader, 3)) == 3  # whoever still draws gets rows
 

@@ -250,7 +250,7 @@ class QueueOrder(_Passes):
         >>> order.begin(2)
         >>> order.record({0: [1, 1], 1: [0, 1]}); order.ended()
         >>> order.record({1: [0, 0]}); order.ended()
-        'the queue is empty: of 2 prompts 1 solved, 1 visited 2 times without'
+        'the queue is empty: of 2 prompts 1 solved, 1 unsolved (visits=2)'
     """
 
     def __init__(self, *, solved: float = 1.0, visits: int | None = None) -> None:
@@ -284,7 +284,7 @@ class QueueOrder(_Passes):
             return None
         solved = int(self._facts["solved"].sum())
         others = self.num_rows - solved
-        rest = f", {others} visited {self.visits} times without" if others else ""
+        rest = f", {others} unsolved (visits={self.visits})" if others else ""
         return f"the queue is empty: of {self.num_rows} prompts {solved} solved{rest}"
 
 
