@@ -7,7 +7,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
+from grpo_utils import (
+    algorithm_metrics,
+    make_algorithm,
+    make_buffer,
+    make_curriculum,
+    parts_of,
+)
 from hydra.core.hydra_config import HydraConfig
 
 from torchrl_llm.recipes.builders import (
@@ -51,6 +57,7 @@ def train_async(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )
     with collection(config) as collector:
+        curriculum = make_curriculum(config, algorithm, collector.primer)
         source = BatchSource(
             collector,
             buffer,
@@ -71,6 +78,8 @@ def train_async(
             parts={
                 "optimizer": optimizer,
                 "scheduler": scheduler,
+                **curriculum.parts,
+                **({} if collector.primer is None else {"prompts": collector.primer}),
                 "collector": collector,
                 "buffer": buffer,
                 "source": source,
@@ -82,6 +91,7 @@ def train_async(
             checkpoint=config.checkpoint,
             evaluation=config.eval,
             watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
+            ended=curriculum.ended,
         )
         if config.weight_sync.verify and config.inference_model.backend == "vllm":
             collector.canary = make_canary(config, policy, "load")
@@ -105,5 +115,6 @@ def train_async(
                     collector.update_policy_weights_(policy.model)
             metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
             metrics |= source.policy_age | algorithm_metrics(algorithm)
+            metrics |= curriculum.see(rows)  # results may decide which prompts are drawn next
             run.record(metrics, rows, source.outcomes())
         run.finish()

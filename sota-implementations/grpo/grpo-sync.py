@@ -28,7 +28,13 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, parts_of
+from grpo_utils import (
+    algorithm_metrics,
+    make_algorithm,
+    make_buffer,
+    make_curriculum,
+    parts_of,
+)
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -63,7 +69,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     folder = folder_of(folder, ranks)
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
-    env, eval_env = make_envs(own, policy)
+    env, eval_env = make_envs(own, policy, **config.curriculum.arguments)
     learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     sampler, weight_updater = make_sampler(config, policy, learner)
     collector = LLMCollector(
@@ -86,6 +92,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         rows_per_trajectory=max_turns(config),
         ranks=ranks,
     )
+    curriculum = make_curriculum(config, algorithm, env.primer, ranks)
     optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
@@ -99,6 +106,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         parts={
             "optimizer": optimizer,
             "scheduler": scheduler,
+            **curriculum.parts,
             "collector": collector,
             "buffer": buffer,
             "source": source,
@@ -111,6 +119,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         evaluation=config.eval,
         watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
         ranks=ranks,
+        ended=curriculum.ended,
     )
     yield run
     if sampler is not learner:
@@ -136,6 +145,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         metrics |= ranks.sums(overlong_metrics(sampler)) | algorithm_metrics(algorithm)
+        metrics |= curriculum.see(rows)  # results may decide which prompts are drawn next
         metrics |= canary_metrics(getattr(weight_updater, "canary", None))
         run.record(metrics, rows, source.outcomes())
         yield run

@@ -16,6 +16,7 @@ from torchrl_llm.data.kl_controllers import AdaptiveKLController
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import (
+    DataLoadingPrimer,
     KLComputation,
     OverlongPenalty,
     RetrieveLogProb,
@@ -23,9 +24,11 @@ from torchrl_llm.envs.transforms import (
 )
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import SPOAdvantage
-from torchrl_llm.recipes import GRPOConfig
+from torchrl_llm.recipes import GRPOConfig, GRPOGroups
 from torchrl_llm.recipes.builders import make_reference, make_step_buffer
 from torchrl_llm.rewards import TokenRewards
+from torchrl_llm.trainers.curriculum import Curriculum
+from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 
 def make_algorithm(
@@ -85,6 +88,24 @@ def read_by_the_loss(
 def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
     """A buffer of one step's rows, which reach it as rows to train on."""
     return algorithm.append_to(make_step_buffer(config))
+
+
+def make_curriculum(
+    config: GRPOGroups,
+    algorithm: Algorithm,
+    primer: DataLoadingPrimer | None,
+    ranks: Ranks = ALONE,
+) -> Curriculum:
+    """What tells results to the order of the prompts; nothing, where that does not follow them.
+
+    Args:
+        config: its ``curriculum``.
+        algorithm: whose credit may know success rates.
+        primer: draws the prompts.
+        ranks: the processes that train together.
+    """
+    follows = config.curriculum.follows_results
+    return Curriculum(primer if follows else None, algorithm.credit, ranks)
 
 
 def parts_of(policy: TransformersWrapper) -> dict[str, Any]:

@@ -171,6 +171,11 @@ class PipelineConfig(GRPOGroups):
             self.advantage.type != "spo",
             "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
         )
+        ensure(
+            self.curriculum.order == "shuffle",
+            f"curriculum.order={self.curriculum.order} has no effect: each actor draws its prompts "
+            "by itself; grpo-sync.py and grpo-async.py have it",
+        )
 
 
 def load_config(values: Mapping[str, Any]) -> PipelineConfig:

@@ -75,8 +75,8 @@ class DemonstrationConfig(DataSource):
             ``response``, ``output``, ``solution``, ``answer``, ...).
         messages: column with whole conversations, instead of the two; ``None`` for ``messages`` or
             ``conversations`` where neither of the two is named.
-        tools: column with the tools of each conversation, as the chat template takes them; ``None``
-            for ``tools`` where it is there.
+        tools: column with the tools of a conversation, a list of schemas or the same as JSON;
+            ``None`` for ``tools``, in the rows that have it.
         answer: column with what ``reward`` compares; ``None`` for the completion, the last turn of
             the conversation.
         system_prompt: first message of every conversation.
@@ -389,7 +389,7 @@ def make_evaluation(
 def make_answer_env(config: SFTConfig, held_out: Demonstrations, tokenizer: Any) -> TaskEnv:
     """An environment that asks what stands before the last answer of each held-out row."""
     ensure(
-        held_out.columns.tools is None,
+        not any(held_out.tools(index) for index in range(len(held_out))),
         "reward has no effect on rows with tools: a held-out prompt is answered in one turn, "
         "without tools",
     )

@@ -15,6 +15,8 @@ from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm.collectors import RayLLMCollector
 from torchrl_llm.data.replay_buffers import JoinTurns, RayReplayBuffer, ReplayBuffer
+from torchrl_llm.data.row_files import RowLoader
+from torchrl_llm.data.row_order import BandOrder
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl_llm.errors import ConfigError, WorkerError
@@ -34,6 +36,30 @@ def cluster():
 
 
 # -- prompts ------------------------------------------------------------------------------------
+
+
+def test_results_reach_the_order_of_an_actor_and_go_on_after_a_resume():
+    def rows():
+        made = [{"query": f"question {n}"} for n in range(6)]
+        return RayDataLoadingPrimer(RowLoader(made, seed=0, order=BandOrder(revisit=2)), repeats=2)
+
+    first = rows()
+    env, other = (shared_env(copy, 2) for copy in _copies(first, 2))
+    drawn = [each.reset()["row_id"].tolist() for each in (env, other, env)]
+    assert all(a == b for a, b in drawn)
+    left = sorted(set(range(6)) - {a for a, _ in drawn})
+    first.order.record({row: [1.0, 0.0] if row == drawn[0][0] else [1.0] for row, _ in drawn})
+    first.order.record({row: [0.0] for row in left})
+    assert first.order.ended() is None
+    assert first.order.metrics()["train/curriculum_active"] == 1 / 6
+    second = rows()  # another actor, as after a kill
+    second.order.load_state_dict(first.order.state_dict())
+    second.set_extra_state(first.get_extra_state())
+    again = shared_env(second, 2)
+    for each in (env, again):
+        assert [each.reset()["row_id"].tolist() for _ in range(2)] == [[drawn[0][0]] * 2] * 2
+    for each in (first, second):
+        each.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
+import torch
 
+from torchrl_llm.data.column import chat_of
 from torchrl_llm.data.column_names import as_messages
-from torchrl_llm.data.demonstrations import (
-    DemonstrationColumns,
-    Demonstrations,
-    check_conversation,
-    learned_rows,
-)
+from torchrl_llm.data.conversation_rules import check_conversation, check_written, keep_turns
+from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
+from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import ConfigError, DataError, TemplateError
 from torchrl_llm.modules import load_tokenizer
 
 
@@ -34,18 +34,18 @@ def text_of(demonstrations, index=0):
 
 
 COLUMNS = [
-    ({"prompt": "", "completion": ""}, {}, (("prompt",), "completion", None, None)),
-    ({"question": "", "answer": "", "id": 1}, {}, (("question",), "answer", None, None)),
-    ({"messages": [], "prompt": "", "answer": ""}, {}, ((), None, "messages", None)),
-    ({"conversations": [], "tools": []}, {}, ((), None, "conversations", "tools")),
+    ({"prompt": "", "completion": ""}, {}, (("prompt",), "completion", None, "tools")),
+    ({"question": "", "answer": "", "id": 1}, {}, (("question",), "answer", None, "tools")),
+    ({"messages": [], "prompt": "", "answer": ""}, {}, ((), None, "messages", "tools")),
+    ({"conversations": [], "t": []}, {"tools": "t"}, ((), None, "conversations", "t")),
     (
         {"instruction": "", "input": "", "output": ""},
         {},
-        (("instruction", "input"), "output", None, None),
+        (("instruction", "input"), "output", None, "tools"),
     ),
-    ({"x": "", "y": ""}, {"prompt": "x", "completion": "y"}, (("x",), "y", None, None)),
-    ({"messages": [], "q": "", "answer": ""}, {"prompt": "q"}, (("q",), "answer", None, None)),
-    ({"talk": []}, {"messages": "talk"}, ((), None, "talk", None)),
+    ({"x": "", "y": ""}, {"prompt": "x", "completion": "y"}, (("x",), "y", None, "tools")),
+    ({"messages": [], "q": "", "answer": ""}, {"prompt": "q"}, (("q",), "answer", None, "tools")),
+    ({"talk": []}, {"messages": "talk"}, ((), None, "talk", "tools")),
 ]
 
 
@@ -124,26 +124,6 @@ def test_overlong_rows_are_an_error_dropped_or_cut(formatter):
     assert (len(cut[0].token_ids), cut[0].overlong, cut.check(10)) == (20, True, 1)
 
 
-def role(name, content="x"):
-    return {"role": name, "content": content}
-
-
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([], "only nothing"),
-        ([role("user")], "only user"),
-        ([role("user"), role("system"), role("assistant")], "message 1 is a system message"),
-        ([role("user"), role("tool"), role("assistant")], "message 1 is a tool's result"),
-        ([role("assistant"), role("assistant")], "message 1 is the assistant's, as the one before"),
-        ([role("user"), role("assistant", " ")], "message 1 is the assistant's and empty"),
-    ],
-)
-def test_conversations_that_cannot_have_taken_place_are_refused(messages, problem):
-    with pytest.raises(DataError, match=problem):
-        check_conversation(messages)
-
-
 def test_what_is_no_conversation_is_shown():
     for value in (3, "hello", ["a"], None):
         with pytest.raises(DataError, match="expected a list of messages, got"):
@@ -156,6 +136,193 @@ def test_tools_without_a_template_for_them_are_refused():
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    columns = DemonstrationColumns(messages="messages", tools="tools")
-    with pytest.raises(ConfigError, match=r"data\.tools=tools: the chat template has no form"):
-        Demonstrations([{"messages": []}], ChatFormatter(tokenizer), columns)
+    rows = [{"messages": [user("Hi"), says("Ho")]}, {"messages": [user("Hi"), says("Ho")]}]
+    rows[1]["tools"] = [ADD]
+    found = made(rows, ChatFormatter(tokenizer))
+    assert text_of(found).startswith("Ho")
+    with pytest.raises(DataError, match=r"row 2 of .* has tools \(tools\), .* no form for them"):
+        found[1]
+
+
+# -- tools, reasoning, flags ----------------------------------------------------------------------
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def says(content, **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+def calls(arguments='{"a": 2}', **fields):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return says(None, tool_calls=[call], **fields)
+
+
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "4"}
+LEARNED_CALL = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>4<|im_end|>'
+)
+
+
+def test_calls_are_learned_with_the_tools_before_them_in_every_form_of_theirs(formatter):
+    chat = [user("2+2?"), calls(), RESULT, says("4")]
+    legacy = says(None, function_call={"name": "add", "arguments": '{"a": 2}'})
+    result = {"role": "function", "name": "add", "content": "4"}
+    sharegpt = [
+        {"from": "human", "value": "2+2?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "4"},
+    ]
+    forms = [
+        {"messages": chat, "tools": [ADD]},
+        {"messages": json.dumps(chat), "tools": json.dumps([ADD])},
+        {
+            "messages": [user("2+2?"), calls({"a": 2}), RESULT, says("4")],
+            "tools": [ADD["function"]],
+        },
+        {"messages": [user("2+2?"), legacy, result, says("4")], "tools": [ADD]},
+        {"prompt": chat[:1], "completion": chat[1:], "tools": [ADD]},
+        {"conversations": sharegpt, "tools": json.dumps([ADD["function"]])},
+    ]
+    ids = [made([form], formatter)[0].token_ids.tolist() for form in forms]
+    assert all(each == ids[0] for each in ids)
+    found = made(forms[:1], formatter)
+    assert text_of(found) == LEARNED_CALL
+    shown = found.show(0)
+    assert '"description": "Adds."' in shown.split("[[<tool_call>")[0]
+    assert "[[<tool_call>" in shown
+    assert "<tool_response>\n4\n</tool_response>" in shown
+    without = made([{"messages": chat}, forms[0]], formatter)  # the second row has tools, too
+    assert without[1].token_ids.tolist() == ids[0]
+    assert len(without[0].token_ids) < len(ids[0])
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_learned_by_any_of_its_names(key):
+    thinking = ChatFormatter(load_tokenizer(), chat_template_name="qwen3")
+    chat = [user("2+2?"), says("4", **{key: "Two and two."}), user("3+3?"), says("6")]
+    found = made([{"messages": chat}], thinking)
+    assert text_of(found) == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>6<|im_end|>"
+    assert "[[<think>\nTwo and two." in found.show(0)
+
+
+def test_a_text_that_the_template_does_not_write_is_told_with_its_message(formatter):
+    thought = [user("2+2?"), says("4", reasoning_content="Two and two.")]
+    with pytest.raises(DataError, match=r"row 1 of .*message 1 .*write its reasoning 'Two and two"):
+        made([{"messages": thought}], formatter)[0]
+    tokenizer = load_tokenizer()
+    # Thoughts of earlier turns are dropped, as by the templates of several published models.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' }}"
+        "{% if m['reasoning_content'] and loop.last %}{{ m['reasoning_content'] + '/' }}{% endif %}"
+        "{{ m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    found = made(
+        [{"messages": thought}, {"messages": [*thought, user("?"), says("!")]}],
+        ChatFormatter(tokenizer),
+    )
+    assert "Two and two./4" in text_of(found)
+    with pytest.raises(DataError, match=r"row 2 of .*message 1 .*write its reasoning"):
+        found[1]
+
+
+def test_white_space_and_escapes_of_a_template_are_no_loss():
+    chat = [user('say "a\nb"'), says(" <think>\nx\n</think>\n\nline one\nline two ")]
+    check_written(chat, 'user "say \\"a\\nb\\"" assistant <think> x </think>line one\nline two')
+    with pytest.raises(TemplateError, match=r"message 1 .*its text 'line one'"):
+        check_written(chat, 'user say "a\nb"')
+
+
+@pytest.mark.parametrize(("flags", "learned"), [
+    ([{"weight": 0}, {"weight": 1}], "6<|im_end|>"),
+    ([{"train": False}, {}], "6<|im_end|>"),
+    ([{"weight": 1}, {"train": False}], "4<|im_end|>"),
+    ([{"weight": None}, {"train": True}], "4<|im_end|>6<|im_end|>"),
+])  # fmt: skip
+def test_turns_that_are_flagged_are_not_learned(formatter, flags, learned):
+    chat = [user("2+2?"), says("4", **flags[0]), user("3+3?"), says("6", **flags[1])]
+    found = made([{"messages": chat}], formatter)
+    assert text_of(found) == learned
+    plain = made([{"messages": [user("2+2?"), says("4"), user("3+3?"), says("6")]}], formatter)
+    assert found[0].token_ids.equal(plain[0].token_ids)
+
+
+@pytest.mark.parametrize(("chat", "problem"), [
+    ([user("a"), says("b", weight=0.5)], "message 1: weight must be 0 or 1, got 0.5"),
+    ([{**user("a"), "train": True}, says("b")], r"message 0 \(user\) has train=True"),
+    ([user("a"), says("b", weight=0)], "no turn of the assistant is learned"),
+])  # fmt: skip
+def test_flags_that_mean_nothing_are_refused(formatter, chat, problem):
+    with pytest.raises(DataError, match=problem):
+        made([{"messages": chat}], formatter)[0]
+
+
+def test_a_turn_in_pieces_cannot_be_left_out():
+    with pytest.raises(TemplateError, match="2 turns of the assistant in 3 pieces"):
+        keep_turns(torch.tensor([1, 0, 1, 0, 1]).bool(), [True, False])
+
+
+# -- conversations that cannot have taken place ---------------------------------------------------
+
+
+IMPOSSIBLE = [
+    ([], "only nothing"),
+    ([user("x")], "only user"),
+    ([user("x"), {"role": "bot", "content": "y"}], "message 1 has the role 'bot'; roles are"),
+    ([user("x"), {"role": "system", "content": "y"}, says("z")], "message 1 is a system message"),
+    ([user("x"), {"role": "tool", "content": "y"}, says("z")], "message 1 is a tool's result"),
+    ([says("x"), says("y")], "message 1 is the assistant's, as the one before"),
+    ([user("x"), says(" ")], "message 1 is the assistant's and empty"),
+    ([user(""), says("x")], "message 0 is the user's and empty"),
+    ([user("x"), calls(), user("y"), says("z")], r"message 1 calls .* message 2 \(user\)"),
+    ([user("x"), calls(), {**RESULT, "tool_call_id": "b"}], "message 2 is the result of .*'b'"),
+    ([user("x"), says("y"), RESULT], "message 2 is the result of .* are none"),
+    ([user("x"), calls("2+2"), RESULT], "message 1 calls .* no JSON object: .*2\\+2"),
+    ([{**user("x"), "tool_calls": calls()["tool_calls"]}, says("y")], "message 0 has tool calls"),
+]
+
+
+@pytest.mark.parametrize(("messages", "problem"), IMPOSSIBLE)
+def test_conversations_that_cannot_have_taken_place_are_refused(messages, problem):
+    with pytest.raises(DataError, match=problem):
+        check_conversation(chat_of(messages, "message").messages)
+
+
+def test_calls_that_are_spelled_out_may_have_results_and_the_last_call_none():
+    spelled = [user("x"), says("<tool_call>add</tool_call>"), {"role": "tool", "content": "4"}]
+    for chat in ([*spelled, says("4")], [user("x"), calls()]):
+        check_conversation(chat_of(chat, "message").messages)
+
+
+def test_file_and_line_of_a_bad_row_are_told(tmp_path, formatter):
+    good = json.dumps({"messages": [user("a"), says("b")]})
+    path = tmp_path / "chats.jsonl"
+    lines = [good, "", *[good] * 731, json.dumps({"conversation": "c"}), good]
+    path.write_text("\n".join(lines))
+    rows = load_rows(path)
+    assert len(rows) == 734
+    found = made(rows, formatter)
+    message = r"chats\.jsonl, line 734: there is no column 'messages'; there are \['conversation'\]"
+    with pytest.raises(DataError, match=message):
+        found.check(10)  # the others are looked at, too
+
+
+def test_a_multi_line_record_of_csv_is_named_by_its_first_line(tmp_path, formatter):
+    path = tmp_path / "qa.csv"
+    path.write_text('question,answer\n"a\nb",c\n"d\ne",\n')
+    found = made(load_rows(path), formatter)
+    with pytest.raises(DataError, match=r"qa\.csv, line 4: the column 'answer' is empty"):
+        found[1]
+    assert pickle.loads(pickle.dumps(found.rows[1])).place.endswith("line 4")
+
+
+def test_a_second_system_message_is_told_by_its_cause(formatter):
+    chat = [{"role": "system", "content": "a"}, user("b"), says("c")]
+    with pytest.raises(DataError, match=r"data\.system_prompt is the first message"):
+        made([{"messages": chat}], formatter, system_prompt="d")[0]

@@ -45,6 +45,7 @@ RUNS = {
         "reward.kl_coeff=0.05",
         "train.max_seq_len=60",
         "train.on_overlong=truncate",
+        "curriculum.order=band",
         "reward.components.length={longest: 3, unit: characters, cushion: 2, weight: 0.1}",
     ],
     "expert-iteration/expert-iteration.py": ["train.prompts_per_batch=4"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -123,6 +124,27 @@ def test_a_tool_is_trained_with_beside_collectors(tmp_path, run, monkeypatch, in
     assert max(column(table, "train/kl_to_inference")) < 0.1
     first = column(table, "train/tokens_generated")[0]
     assert column(table, "train/tokens_trained")[0] == first > 0
+
+
+def test_collectors_draw_from_one_queue_which_ends_the_run(tmp_path, run):
+    rows = [{"query": f"What is {20 + n}+{41 + n}?", "answer": str(61 + 2 * n)} for n in range(20)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"env.data_files={file}", "curriculum.order=queue", "curriculum.visits=1"]
+    begun = run(tmp_path / "a", *settings, "train.max_steps=1")
+    assert column(begun, "train/curriculum_seen") == pytest.approx([1 / 3])
+    # The results are kept: the queue goes on with the others.
+    more = ("train.max_steps=20", "checkpoint.resume=auto")
+    table = run(tmp_path / "a", *settings, *more)
+    seen = column(table, "train/curriculum_seen")
+    # Twelve prompts, four a step; while results are under way, a prompt may be drawn once more.
+    assert 3 <= len(seen) <= 6
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (pytest.approx(1 / 3), 1.0)
+    assert column(table, "train/curriculum_active")[-1] == 0.0
+    said = (tmp_path / "a" / "run.log").read_text()
+    assert f"ended with step {len(seen)}: the queue is empty" in said
+    check_accounts(table)
 
 
 def test_the_last_collector_that_fails_says_why(tmp_path, run, monkeypatch):

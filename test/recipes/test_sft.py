@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,14 @@ from recipes.grpo_helper import column, rows, weights
 from recipes.script import run_alone
 from transformers import AutoModelForCausalLM
 
+from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
+from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.modules import load_tokenizer
+from torchrl_llm.modules import TransformersBackend, load_model, load_tokenizer
+from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes.command_keys import KeyTable
 from torchrl_llm.recipes.strict_config import key_table
+from torchrl_llm.trainers import optimize
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "sft" / "sft.py"
 NONE_HELD_OUT = ["eval.num_prompts=0", "logging.progress=false"]
@@ -76,7 +81,7 @@ def test_a_model_learns_the_answers_of_a_table_and_gives_them(tmp_path, table, r
     assert accuracy[-1] > 0.9
     assert (tmp_path / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
     said = (tmp_path / "a" / "run.log").read_text()
-    assert said.index("row 1 of") < said.index("<|im_end|>]]")  # what is learned is shown
+    assert said.index("sums.csv, line 2,") < said.index("<|im_end|>]]")  # what is learned is shown
     assert "held-out greedy accuracy" in said
     saved = tmp_path / "a" / "checkpoints" / "step_000018"
     AutoModelForCausalLM.from_pretrained(saved)
@@ -150,6 +155,31 @@ def test_layout_and_memory_change_nothing_but_rounding(tmp_path, run, layout):
     assert len(set(usual)) == 4
 
 
+PROBLEMS = [  # of the shape of GSM8K's, 100 to 500 tokens
+    {"question": f"Ann sold {n} clips. " + "And how many did she sell then? " * (n % 4 + 1),
+     "answer": f"She sold {n}/2 = <<{n}/2={n // 2}>>{n // 2}.\n" * (n % 5 + 1) + f"#### {n // 2}"}
+    for n in range(20, 44, 2)
+]  # fmt: skip
+
+
+def test_rows_that_are_padded_bucketed_or_packed_have_one_loss_and_gradient():
+    formatter = ChatFormatter(load_tokenizer())
+    columns = DemonstrationColumns.find(PROBLEMS[0])
+    rows = learned_rows(Demonstrations(PROBLEMS, formatter, columns))
+    found = {}
+    for layout, budget in product(("padded", "bucketed", "packed", "auto"), (None, 700)):
+        model = load_model().train()
+        backend = TransformersBackend(model, layout=layout)
+        steps = torch.optim.SGD(model.parameters(), lr=1e-3)
+        metrics = optimize(SFTLoss(backend), [rows], steps, budget=budget, layout=layout)
+        found[layout, budget] = metrics["train/loss_sft"], metrics["train/grad_norm"]
+    loss, norm = found["padded", None]
+    assert loss > 5
+    assert norm > 5
+    for values in found.values():
+        assert values == pytest.approx((loss, norm), rel=1e-6)
+
+
 def test_a_reference_holds_the_model_back(tmp_path, run, table):
     settings = [f"data={table}", "train.max_steps=6", "logging.progress=false"]
     free = column(run(tmp_path / "free", *settings), "eval/loss")
@@ -163,7 +193,7 @@ def test_long_rows_are_refused_dropped_or_cut_as_asked(tmp_path, run):
     chats = [chat("Hi", "yes"), chat("Hi", "no, " * 30)] * 6
     settings = [f"data={write(tmp_path / 'chats.jsonl', chats)}", "train.batch_size=12"]
     settings += ["train.max_seq_len=32", *NONE_HELD_OUT]
-    with pytest.raises(DataError, match=r"row 2 of .*chats\.jsonl has \d+ tokens, .* may have 32"):
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 2 has \d+ tokens, .* may have 32"):
         run(tmp_path / "a", *settings)
     (dropped,) = run(tmp_path / "b", *settings, "train.on_overlong=drop")
     (cut,) = run(tmp_path / "c", *settings, "train.on_overlong=truncate")
@@ -193,8 +223,12 @@ BAD_DATA = {
         r"\['b', 'prompt'\].*completion",
     ),
     "no prompt by its name": ([{"a": "1", "answer": "2"}], [], r"\['a', 'answer'\].*a prompt"),
-    "an empty answer": ([QA, {**QA, "answer": ""}], [], r"row 2 of .*'answer' is empty"),
-    "no messages": ([{"messages": "hello"}], [], "row 1 of .*a list of messages, got 'hello'"),
+    "an empty answer": (
+        [QA, {**QA, "answer": ""}],
+        [],
+        r"rows\.json, element 2: .*'answer' is empty",
+    ),
+    "no messages": ([{"messages": "hello"}], [], "element 1: .*a list of messages, got 'hello'"),
     "no assistant": ([{"messages": chat("Hi")}], [], "no turn of the assistant.*only user"),
     "an empty turn": (
         [{"messages": chat("Hi", " ")}],

@@ -29,6 +29,7 @@ from torchrl_llm.collectors.transport.channel import (
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens
 from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.envs.transforms import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryCheck, WeightLedger, WeightUpdater
 
@@ -86,6 +87,8 @@ class ChannelCollector(VersionedCollector):
     Attributes:
         accounts: tokens that were received and lost.
         ledger: digests of the weights that were published.
+        primer: draws the prompts of all workers, where they share their order; ``None`` where each
+            draws its own.
         canary: says with each version what it computes, so that every worker compares its engine
             before it delivers a row; to be set. ``None`` proves the bytes alone.
 
@@ -111,6 +114,8 @@ class ChannelCollector(VersionedCollector):
         >>> channel.claim("a", 2, timeout_s=0), channel.version()
         (True, 1)
     """
+
+    primer: DataLoadingPrimer | None = None
 
     def __init__(
         self,

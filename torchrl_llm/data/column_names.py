@@ -52,8 +52,9 @@ def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
 
     Args:
         value: a list of messages, of which each has ``role`` and ``content``, or ``from`` and
-            ``value`` (ShareGPT); such a list as JSON, as in a CSV file; or, with a ``role``, what
-            the one message says: a text or a number.
+            ``value`` (ShareGPT, with calls as JSON in messages from ``function_call``); such a list
+            as JSON, as in a CSV file; or, with a ``role``, what the one message says: a text or a
+            number.
         role: whose message a text or a number is.
 
     Raises:
@@ -88,12 +89,49 @@ def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
     return list(value)
 
 
+def as_tools(value: Any) -> list[dict[str, Any]]:
+    """The tools that a value of a table holds, as chat templates take them.
+
+    Args:
+        value: a list of schemas, as a list or as JSON; a schema may stand without the
+            ``{"type": "function", "function": ...}`` around it.
+
+    Raises:
+        DataError: anything else.
+
+    Example:
+        >>> as_tools('[{"name": "add", "parameters": {}}]')
+        [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
+    """
+    tools = []
+    for number, tool in enumerate(as_mappings(value, "a list of tools")):
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"tool {number} must be a schema with a name, got {tool!r:.200}")
+        tools.append({"type": "function", "function": function} if function is tool else dict(tool))
+    return tools
+
+
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if "from" not in message or "value" not in message:
-        return dict(message)
-    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-    role = message["from"]
-    return {"role": _SHAREGPT.get(role, role), "content": message["value"], **rest}
+    """A message as this package has it, from the forms of ShareGPT and of OpenAI's older calls."""
+    message = dict(message)
+    if "from" in message and "value" in message:
+        role, value = message.pop("from"), message.pop("value")
+        message = {"role": _SHAREGPT.get(role, role), "content": value, **message}
+    if message.get("role") == "function_call":
+        message |= {"role": "assistant", "content": "", "tool_calls": _calls(message["content"])}
+    elif message.get("role") == "function":
+        message["role"] = "tool"
+    if (call := message.pop("function_call", None)) is not None:
+        message["tool_calls"] = [call]
+    return message
+
+
+def _calls(value: Any) -> list[Any]:
+    """The calls that a message of the role ``function_call`` holds, one or a list of them."""
+    calls = _loaded(value) if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    return as_mappings(calls, "a tool call as JSON, with name and arguments")
 
 
 def _loaded(text: str) -> Any:

@@ -1,8 +1,10 @@
 """Demonstrations: conversations of a table, as token ids and which of them are to be learned.
 
-What is learned is what the assistant says, in every turn, with the token that ends the turn.
+What is learned is what the assistant says, thinks and calls, in every turn, with the token that
+ends the turn. A turn with ``weight`` 0 or ``train`` false is left out.
 
-Not here: how rows are read (:mod:`torchrl_llm.data.row_files`). Next:
+Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are refused
+(:mod:`torchrl_llm.data.conversation_rules`). Next:
 :class:`torchrl_llm.objectives.SFTLoss` learns them.
 """
 
@@ -19,14 +21,20 @@ from torchrl_llm.data.column import chat_of
 from torchrl_llm.data.column_names import (
     MESSAGES,
     PROMPTS,
-    as_mappings,
     as_messages,
+    as_tools,
     check_named,
     first_column,
 )
-from torchrl_llm.data.messages import calls_of, message_text
+from torchrl_llm.data.conversation_rules import (
+    check_conversation,
+    check_written,
+    keep_turns,
+    learned_turns,
+)
 from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.table_files import place_of
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerError
 
@@ -53,13 +61,13 @@ class DemonstrationColumns(NamedTuple):
             messages before the answer.
         completion: with the answer, or the messages of it.
         messages: with whole conversations, instead of the two.
-        tools: with the tools of each conversation; ``None`` for none.
+        tools: with the tools of a conversation, in the rows that have some.
     """
 
     prompt: tuple[str, ...] = ()
     completion: str | None = None
     messages: str | None = None
-    tools: str | None = None
+    tools: str = "tools"
 
     @classmethod
     def find(
@@ -81,7 +89,7 @@ class DemonstrationColumns(NamedTuple):
             prompt: as named by the user, ``None`` to look for one.
             completion: likewise.
             messages: likewise, instead of the two.
-            tools: likewise; ``tools`` where it is there.
+            tools: likewise; ``tools`` without a name.
 
         Raises:
             ConfigError: ``messages`` and one of the two.
@@ -93,7 +101,7 @@ class DemonstrationColumns(NamedTuple):
         """
         named = {"prompt": prompt, "completion": completion, "messages": messages, "tools": tools}
         check_named(row, **named)
-        tools = tools or first_column(row, ["tools"])
+        tools = tools or "tools"
         pair = prompt or completion
         if messages is not None and pair is not None:
             raise ConfigError(
@@ -112,7 +120,7 @@ class DemonstrationColumns(NamedTuple):
                 "its name; name data.prompt and data.completion, or data.messages for whole "
                 "conversations"
             )
-        return cls(asked, said, None, tools)
+        return cls(asked, said, tools=tools)
 
     def read(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The messages of a row.
@@ -123,8 +131,12 @@ class DemonstrationColumns(NamedTuple):
         Raises:
             DataError: a value that holds no messages.
         """
+        wanted = (*self.prompt[:1], self.completion) if self.messages is None else (self.messages,)
+        for name in wanted:
+            if name not in row:
+                raise DataError(f"there is no column {name!r}; there are {sorted(row)}")
         if self.messages is not None:
-            return as_messages(row.get(self.messages))
+            return as_messages(row[self.messages])
         parts = [row.get(name) for name in self.prompt]
         prompt = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
         found = []
@@ -142,9 +154,12 @@ class DemonstrationColumns(NamedTuple):
 
         Args:
             row: of the table.
+
+        Raises:
+            DataError: a value that is no list of tools.
         """
-        value = None if self.tools is None else row.get(self.tools)
-        return as_mappings(value, "a list of tools") if value else None
+        value = row.get(self.tools)
+        return as_tools(value) if value else None
 
 
 class Demonstration(NamedTuple):
@@ -183,10 +198,10 @@ class Demonstrations(Sequence[Demonstration]):
             keeps its first tokens.
 
     Raises:
-        ConfigError: tools with a chat template that has no form for calls.
         DataError: when a row is read that cannot be learned from: no turn of the assistant, an
-            empty one, roles in an impossible order, a message that the template cannot express, or
-            too many tokens.
+            empty one, roles in an impossible order, a message that the template cannot express,
+            tools with a template that has no form for calls, or too many tokens. It names file and
+            line, where rows come from a file.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -211,11 +226,6 @@ class Demonstrations(Sequence[Demonstration]):
         max_seq_len: int | None = None,
         on_overlong: OnOverlong = "error",
     ) -> None:
-        if columns.tools is not None and formatter.probe.call is None:
-            raise ConfigError(
-                f"data.tools={columns.tools}: the chat template has no form for tools; choose "
-                "another with model.chat_template_name, or leave the column out of the data"
-            )
         self.rows, self.formatter, self.columns = rows, formatter, columns
         self._name, self._first_row = name, first_row
         self._system_prompt = system_prompt
@@ -234,41 +244,74 @@ class Demonstrations(Sequence[Demonstration]):
         try:
             messages = list(chat_of(self.columns.read(row), "message").messages)
             if self._system_prompt is not None:
+                if messages and messages[0]["role"] == "system":
+                    raise DataError(
+                        "it has a system message of its own, and data.system_prompt is the first "
+                        "message of every conversation; leave one of the two out"
+                    )
                 messages.insert(0, {"role": "system", "content": self._system_prompt})
             check_conversation(messages)
+            learned_turns(messages)
         except DataError as error:
-            raise DataError(f"{self._where(index)}: {error}") from error
+            raise DataError(f"{self.where(index)}: {error}") from error
         return messages
 
-    def __getitem__(self, index: int) -> Demonstration:  # type: ignore[override]
-        messages = self.messages(index)
+    def tools(self, index: int) -> list[dict[str, Any]] | None:
+        """The tools of a row, ``None`` for none.
+
+        Args:
+            index: of the row.
+        """
         try:
             tools = self.columns.read_tools(self.rows[index])
-            encoded = self.formatter.encode(messages, add_generation_prompt=False, tools=tools)
+        except DataError as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
+        if tools is not None and self.formatter.probe.call is None:
+            raise DataError(
+                f"{self.where(index)} has tools ({self.columns.tools}), and the chat template has "
+                "no form for them; choose another with model.chat_template_name, or take them out "
+                "of the data"
+            )
+        return tools
+
+    def __getitem__(self, index: int) -> Demonstration:  # type: ignore[override]
+        messages, tools = self.messages(index), self.tools(index)
+        whole = {"add_generation_prompt": False, "tools": tools}
+        try:
+            encoded = self.formatter.encode(messages, **whole)
+            check_written(messages, self.formatter.render(messages, **whole))
+            learned = keep_turns(encoded.assistant, learned_turns(messages)).clone()
         except (DataError, TemplateError, TokenizerError) as error:
-            raise DataError(f"{self._where(index)}: {error}") from error
-        ids, learned = encoded.token_ids, encoded.assistant.clone()
+            raise DataError(f"{self.where(index)}: {error}") from error
+        ids = encoded.token_ids
         learned[:1] = False  # nothing stands before it that it could be predicted from
         length, limit = ids.shape[0], self.max_seq_len
         if limit is None or length <= limit:
             return Demonstration(ids, learned, False)
         if self.on_overlong == "error":
             raise DataError(
-                f"{self._where(index)} has {length} tokens, and a conversation may have {limit}; "
+                f"{self.where(index)} has {length} tokens, and a conversation may have {limit}; "
                 "drop such rows or cut them (train.on_overlong), or allow more (train.max_seq_len) "
                 "if the model does"
             )
         kept = 0 if self.on_overlong == "drop" else limit
         return Demonstration(ids[:kept], learned[:kept], True)
 
-    def _where(self, index: int) -> str:
-        return f"row {self._first_row + index} of {self._name}"
+    def where(self, index: int) -> str:
+        """Where a row stands: its file and line, or its number.
+
+        Args:
+            index: of the row.
+        """
+        return place_of(self.rows[index], f"row {self._first_row + index} of {self._name}")
 
     def check(self, most: int) -> int:
         """Read the first rows, so that a bad one is told of before anything else is done.
 
+        The conversations of rows that are in memory are all looked at, which takes little time.
+
         Args:
-            most: how many at most.
+            most: how many are made tokens at most.
 
         Returns:
             How many of these are overlong.
@@ -286,6 +329,9 @@ class Demonstrations(Sequence[Demonstration]):
                 f"all rows of {self._name} have more than {self.max_seq_len} tokens, and nothing "
                 "is left to learn from"
             )
+        if isinstance(self.rows, list):
+            for index in range(most, len(self)):
+                self.messages(index)
         return overlong
 
     def show(self, index: int) -> str:
@@ -306,39 +352,8 @@ class Demonstrations(Sequence[Demonstration]):
             left_out = len(text) - begin - end
             text = f"{text[:begin]}\n... {left_out:,} characters ...\n{text[-end:]}"
         return (
-            f"{self._where(index)}, {position:,} tokens; the {int(one.learned.sum()):,} between "
+            f"{self.where(index)}, {position:,} tokens; the {int(one.learned.sum()):,} between "
             f"[[ and ]] are learned:\n{text.rstrip()}"
-        )
-
-
-def check_conversation(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a conversation that nothing can be learned from, or that cannot have taken place.
-
-    Args:
-        messages: canonical messages.
-
-    Raises:
-        DataError: no turn of the assistant, an empty one, two of them in a row, a system message
-            that is not the first, or a tool's result behind no turn of the assistant.
-    """
-    before = None
-    for number, message in enumerate(messages):
-        role, what = message["role"], None
-        if role == "system" and number:
-            what = "is a system message, which only the first may be"
-        elif role == "tool" and before not in ("assistant", "tool"):
-            what = f"is a tool's result and follows a message of {before or 'no one'}"
-        elif role == "assistant" and before == "assistant":
-            what = "is the assistant's, as the one before; make one of the two"
-        elif role == "assistant" and not (message_text(dict(message)).strip() or calls_of(message)):
-            what = "is the assistant's and empty"
-        if what is not None:
-            raise DataError(f"message {number} {what}")
-        before = role
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        raise DataError(
-            f"there is no turn of the assistant to learn from, only {', '.join(roles) or 'nothing'}"
         )
 
 

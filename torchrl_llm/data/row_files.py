@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchrl_llm._imports import require
+from torchrl_llm.data.row_order import ROW_ID, RowOrder, shuffled
 from torchrl_llm.data.table_files import (
     Row,
     check_columns,
@@ -26,7 +27,7 @@ from torchrl_llm.data.table_files import (
     read_jsonl,
     read_table,
 )
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["GeneratedRows", "MappedRows", "Row", "RowLoader", "load_rows", "read_jsonl"]
 
@@ -176,6 +177,11 @@ class RowLoader:
         batch_size: how many rows ``collate_fn`` sees at a time.
         collate_fn: list of rows to one mapping of columns, each with a value per row, as for
             ``torch.utils.data.DataLoader``; ``None`` hands the rows out as they are.
+        order: follows results, instead of passes over all rows. Rows then have their index in the
+            dataset as ``"row_id"``, under which results are recorded.
+
+    Raises:
+        ConfigError: an order with ``shuffle=False`` or a ``collate_fn``, which it would ignore.
 
     Attributes:
         part: which of several loaders over the same order this is, and how many they are: every so
@@ -199,9 +205,12 @@ class RowLoader:
         seed: int | None = None,
         batch_size: int = 1,
         collate_fn: Callable[[list[Row]], Mapping[str, Any]] | None = None,
+        order: RowOrder | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"rows are read at least one at a time, got batch_size={batch_size}")
+        if order is not None and not (shuffle and collate_fn is None):
+            raise ConfigError("an order hands rows out one by one: no shuffle=False, no collate_fn")
         self.rows = rows
         self.shuffle = shuffle
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
@@ -210,11 +219,17 @@ class RowLoader:
         self.part = (0, 1)
         self.epoch = 0
         self.index = 0
+        self.order = order
+        if order is not None:
+            order.begin(len(rows))
 
     def __len__(self) -> int:
         return -(-len(self.rows) // (self.batch_size or 1))
 
     def __iter__(self) -> Iterator[Any]:
+        if self.order is not None:
+            yield from self._ordered(self.order)
+            return
         order = self._order()
         first, step = self.part
         if self.collate_fn is None:
@@ -235,16 +250,37 @@ class RowLoader:
         if not self.shuffle:
             return range(len(self.rows))
         # Each epoch's order is a function of two numbers, so a position is two numbers too.
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(len(self.rows), generator=generator).tolist()
+        return shuffled(len(self.rows), self.seed, self.epoch).tolist()
+
+    def _ordered(self, order: RowOrder) -> Iterator[Row]:
+        """What an order draws in a pass; passes of which it wants nothing are left out."""
+        first, step = self.part
+        drawn = False
+        while True:
+            chosen: list[int] = []  # what all parts draw together
+            is_over = False
+            while len(chosen) < step:
+                found = order.draw(self.seed, self.epoch, self.index)
+                if found is not None:
+                    row, self.index = found
+                    chosen.append(row)
+                    continue
+                self.epoch, self.index = self.epoch + 1, 0
+                is_over = bool(chosen)
+                if drawn and not chosen:
+                    return
+            drawn = True
+            yield {**self.rows[chosen[first]], ROW_ID: torch.tensor(chosen[first])}
+            if is_over:
+                return
 
     def reset(self, seed: int | None = None) -> None:
-        """Start over, with another seed if one is given."""
+        """Start over, with another seed if one is given; an order keeps its results."""
         self.seed = self.seed if seed is None else seed
         self.epoch = self.index = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position."""
+        """Seed and position; an order has a state of its own."""
         if self.index < 0:  # a later part comes to the end of an epoch before the others
             return {
                 "seed": self.seed,

@@ -22,6 +22,43 @@ from torchrl_llm.errors import DataError
 
 Row = Mapping[str, Any]
 
+
+class FileRow(dict):
+    """Row of a file: a dict that knows where it stands.
+
+    Args:
+        values: column to value.
+        file: path and kind of place, ``rows.jsonl, line``.
+        number: of the line or element, from 1.
+
+    Example:
+        >>> row = FileRow({"a": 1}, "rows.jsonl, line", 7)
+        >>> row, row.place
+        ({'a': 1}, 'rows.jsonl, line 7')
+    """
+
+    __slots__ = ("file", "number")
+
+    def __init__(self, values: Row, file: str, number: int) -> None:
+        super().__init__(values)
+        self.file, self.number = file, number
+
+    @property
+    def place(self) -> str:
+        """Path and line, for errors."""
+        return f"{self.file} {self.number}"
+
+
+def place_of(row: Any, otherwise: str) -> str:
+    """Where a row stands, for errors.
+
+    Args:
+        row: of a table.
+        otherwise: what is said of one that comes from no file of text.
+    """
+    return row.place if isinstance(row, FileRow) else otherwise
+
+
 _JSON = (".jsonl", ".json", ".ndjson")
 _CSV = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet",)
@@ -95,11 +132,11 @@ def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[st
     """
     path, columns = Path(path).expanduser(), tuple(columns)
     rows = []
-    for where, row in _elements(_read_text(path), path):
+    for file, number, row in _elements(_read_text(path), path):
         if not isinstance(row, dict):
-            raise DataError(f"{where} must be a JSON object, got {type(row).__name__}")
-        check_columns(row, columns, where)
-        rows.append(row)
+            raise DataError(f"{file} {number} must be a JSON object, got {type(row).__name__}")
+        rows.append(FileRow(row, file, number))
+        check_columns(row, columns, rows[-1].place)
     if not rows:
         raise DataError(f"the data file {path} has no rows")
     return rows
@@ -135,6 +172,7 @@ def read_csv(
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows: list[dict[str, str]] = []
+    file = f"{path}, line"
     try:
         header = next(lines, [])
         if not any(header):
@@ -148,7 +186,9 @@ def read_csv(
         if len(set(header)) < len(header):
             raise DataError(f"{path} has two columns of one name: {header}")
         check_columns(dict.fromkeys(header), tuple(columns), f"{path}")
+        before = lines.line_num
         for values in lines:
+            number, before = before + 1, lines.line_num
             if not values:
                 continue
             if len(values) != len(header):
@@ -156,7 +196,7 @@ def read_csv(
                     f"{path}, line {lines.line_num} has {len(values)} values for the "
                     f"{len(header)} columns {header}; a value with a {delimiter!r} needs quotes"
                 )
-            rows.append(dict(zip(header, values, strict=True)))
+            rows.append(FileRow(zip(header, values, strict=True), file, number))
     except csv.Error as error:
         raise DataError(f"{path}, line {lines.line_num} is not CSV: {error}") from error
     if not rows:
@@ -195,16 +235,17 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _elements(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """What a file holds, and where each of it stands."""
+def _elements(text: str, path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Where each part of a file stands (path and kind of place, number), and the part."""
     if text.lstrip().startswith("["):
+        file = f"{path}, element"
         for number, value in enumerate(_parsed(text, f"the array in {path}"), 1):
-            yield f"{path}, element {number}", value
+            yield file, number, value
         return
+    file = f"{path}, line"
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _parsed(line, where)
+            yield file, number, _parsed(line, f"{file} {number}")
 
 
 def _parsed(text: str, where: str) -> Any:

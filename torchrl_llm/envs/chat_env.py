@@ -24,6 +24,7 @@ from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import formatter_arguments, make_mode
 from torchrl_llm.data.row_files import MappedRows, RowLoader, load_rows
+from torchrl_llm.data.row_order import RowOrder
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
@@ -377,6 +378,8 @@ class DatasetChatEnv(TransformedEnv):
             ``dataloader_actor_name`` ask, see
             :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.
         dataloader_actor_name: name of that actor.
+        order: follows results, instead of passes over all rows; see
+            :mod:`torchrl_llm.data.row_order`.
 
     ``state_dict()`` holds the position in the data and all counters, for an exact resume.
 
@@ -418,6 +421,7 @@ class DatasetChatEnv(TransformedEnv):
         worker_id: int | None = None,
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
+        order: RowOrder | None = None,
     ) -> None:
         if dataloader_actor_name is not None and not ray_backend:
             raise ConfigError("dataloader_actor_name has no effect without ray_backend=True")
@@ -438,6 +442,7 @@ class DatasetChatEnv(TransformedEnv):
                 seed=seed,
                 batch_size=batch_size_dl,
                 collate_fn=collate_fn,
+                order=order,
             )
         make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer
         if ray_backend:
@@ -491,7 +496,16 @@ class DatasetChatEnv(TransformedEnv):
         Raises:
             ConfigError: for an argument that only the loader could honour.
         """
-        own = {"dataset", "shuffle", "name", "split", "batch_size_dl", "seed", "collate_fn"}
+        own = {
+            "dataset",
+            "shuffle",
+            "name",
+            "split",
+            "batch_size_dl",
+            "seed",
+            "collate_fn",
+            "order",
+        }
         if unused := sorted(own & set(kwargs)):
             raise ConfigError(f"{unused} would have no effect: the data loader decides these")
         size = _batch_size(batch_size)

@@ -366,13 +366,14 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
 
 
 def make_envs(
-    config: RecipeConfig, policy: modules.TransformersWrapper
+    config: RecipeConfig, policy: modules.TransformersWrapper, **order: Any
 ) -> tuple[TaskEnv, TaskEnv | None]:
     """The environment to train in, and that of the held-out prompts.
 
     Args:
         config: the recipe's.
         policy: its tokenizer is the environments'.
+        **order: arguments of the first that say in which order its prompts are drawn.
 
     Returns:
         Two environments; no second one with ``eval.num_prompts=0``.
@@ -381,7 +382,7 @@ def make_envs(
         ConfigError: the problems do not suffice.
     """
     return (
-        make_train_env(config, policy.tokenizer, seed=config.seed),
+        make_train_env(config, policy.tokenizer, seed=config.seed, **order),
         make_eval_env(config, policy.tokenizer),
     )
 
@@ -420,7 +421,7 @@ def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
     )
 
 
-def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEnv:
+def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int, **order: Any) -> TaskEnv:
     """The environment to train in, whose repeats of a prompt all begin in the same reset.
 
     Its reward is the task's own with the configured components.
@@ -429,6 +430,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         config: the recipe's; ``rows_per_batch`` conversations at a time.
         tokenizer: the policy's.
         seed: of the order of the prompts.
+        **order: arguments of the environment that say more of it.
 
     Raises:
         ConfigError: the problems do not suffice.
@@ -442,6 +444,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int) -> TaskEn
         group_repeats=True,
         seed=seed,
         tokenizer=tokenizer,
+        **order,
     )
     return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
 

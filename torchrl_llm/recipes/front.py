@@ -179,7 +179,7 @@ class _Recipe(ABC):
         """
         run = self.run
         if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
-            more = "" if run.step < run.max_steps else "with more steps "
+            more = "with more steps " if run.is_over else ""
             run.say(
                 f"this run is over, after step {run.step} of {run.max_steps}; another goes on "
                 f"{more}from what is saved:\n  {run.how_to_resume}"

@@ -14,6 +14,7 @@ from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.command_keys import check_overrides
+from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.other_names import RENAMED
 from torchrl_llm.recipes.strict_config import (
@@ -37,6 +38,7 @@ class GRPOGroups:
 
     env: groups.EnvConfig = field(default_factory=groups.EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
     train: groups.TrainConfig = field(default_factory=groups.TrainConfig)
     train_model: groups.TrainModelConfig = field(default_factory=groups.TrainModelConfig)

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,9 +29,11 @@ from torchrl_llm.collectors import ChannelCollector, RayLLMCollector
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport import RayChannel, RowChannel
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.recipes import builders, groups
+from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.sampling_engine import engine_arguments
@@ -46,6 +48,9 @@ class CollectionConfig:
     Attributes:
         rows_per_batch: responses that a collector samples at a time.
         in_flight: what new weights do with responses that are being sampled.
+        curriculum: order in which prompts are drawn.
+        prompts: name of the actor that all collectors draw prompts from, where the order is that
+            of all together; ``None`` where each has one of its own.
     """
 
     env: groups.EnvConfig
@@ -59,6 +64,8 @@ class CollectionConfig:
     seed: int
     rows_per_batch: int
     in_flight: Literal["wait", "keep", "abort"] = "wait"
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    prompts: str | None = None
 
     @classmethod
     def of(cls, config: AsyncGRPOConfig, *, device: Literal["auto", "cpu"]) -> CollectionConfig:
@@ -72,6 +79,7 @@ class CollectionConfig:
             device: of the collectors; ``auto`` for the GPU that they see, if they see one.
         """
         names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
+        names += ("curriculum",)
         own = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=groups.LoraConfig(), gradient_checkpointing=False)
         return cls(
@@ -127,13 +135,20 @@ def sent_dtype(config: AsyncGRPOConfig | CollectionConfig) -> torch.dtype | None
 
 
 def make_collecting_env(config: CollectionConfig) -> TaskEnv:
-    """The environments of a collector, in its own process, with an order of prompts of their own.
+    """The environments of a collector, in its own process.
+
+    Each collector has an order of prompts of its own, or asks the actor ``config.prompts``.
 
     Args:
         config: what to build.
     """
     tokenizer = load_tokenizer(config.model.name)
-    return builders.make_train_env(config, tokenizer, seed=secrets.randbits(31))
+    if config.prompts is None:
+        return builders.make_train_env(config, tokenizer, seed=secrets.randbits(31))
+    shared = {"ray_backend": True, "dataloader_actor_name": config.prompts}
+    return builders.make_train_env(
+        config, tokenizer, seed=config.seed, **shared, **config.curriculum.arguments
+    )
 
 
 def rollout_options(config: AsyncGRPOConfig) -> dict[str, Any]:
@@ -166,6 +181,7 @@ class RayCollection(ChannelCollector):
         pacer: see there.
         timeout_s: see there.
         dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_weights`.
+        primer: draws the prompts of all collectors; ``None`` where each draws its own.
     """
 
     def __init__(
@@ -177,8 +193,9 @@ class RayCollection(ChannelCollector):
         pacer: Pacer,
         timeout_s: float,
         dtype: torch.dtype | None = None,
+        primer: DataLoadingPrimer | None = None,
     ) -> None:
-        self.members, self._dtype = list(members), dtype
+        self.members, self._dtype, self.primer = list(members), dtype, primer
         super().__init__(
             channel,
             batch_rows=batch_rows,
@@ -279,6 +296,11 @@ def ray_collection(
         what = CollectionConfig.of(config, device=device)
         # Names of this run: those of the run that it continues are in its accounts already.
         run = secrets.token_hex(3)
+        primer = None
+        if config.curriculum.order != "shuffle":
+            # The actor ends with the process that starts it, which is the learner's.
+            what = replace(what, prompts=f"prompts-{run}")
+            primer = make_env(what).primer
         build = partial(
             _build, config, channel, partial(make_env, what), partial(make_policy, what), run
         )
@@ -293,12 +315,15 @@ def ray_collection(
             pacer=Pacer(rule, batch_rows=rows * config.train.weight_update_frequency),
             timeout_s=config.ray.timeout_s,
             dtype=sent_dtype(config),
+            primer=primer,
         )
         try:
             yield collection
         finally:
             collection.shutdown(raise_on_error=False)
             channel.shutdown()
+            if isinstance(primer, RayDataLoadingPrimer):
+                primer.shutdown()
     finally:
         if own:
             ray.shutdown()

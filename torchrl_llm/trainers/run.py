@@ -214,6 +214,8 @@ class TrainingRun:
         shown: which metrics are shown; the reward of those who learn from one by default.
         ranks: the processes that train together: rank 0 writes and speaks for all, and all stop,
             and save, after the same step.
+        ended: says why the run is over before ``max_steps``; ``None`` while it is not. It says the
+            same in all ranks.
 
     Attributes:
         step: the last step that was begun.
@@ -249,6 +251,7 @@ class TrainingRun:
         watch: RewardWatch | None = None,
         shown: Shown | None = None,
         ranks: Ranks = ALONE,
+        ended: Callable[[], str | None] | None = None,
     ) -> None:
         self.ranks = ranks
         self.folder = Path(folder)
@@ -271,6 +274,7 @@ class TrainingRun:
         self._evaluation = evaluation or EvalConfig()
         self._watch = watch or RewardWatch()
         self._shown = shown or Shown()
+        self._ended = ended or (lambda: None)
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last, ranks=ranks
@@ -367,10 +371,13 @@ class TrainingRun:
         with self._logged():
             with self.stop, self._bar, _objects_at_rest():
                 yield from self._steps()
-            if self.step < self.max_steps:
+            reason = self._ended()
+            if self.step < self.max_steps and reason is None:
                 self._stopped_by = next(filter(None, self.ranks.gather(self.stop.signal)))
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
+            elif reason is not None:
+                self.say(f"ended with step {self.step}: {reason}")
             elif self.step < self.max_steps:
                 self.say(
                     f"saved {self._store.path(self.step)}; to go on:\n"
@@ -381,7 +388,7 @@ class TrainingRun:
         if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
             numbers, self._before = self._measured()
             self._write(0, numbers)
-        while self.step < self.max_steps and not self.ranks.any(self.stop.requested):
+        while not self.is_over and not self.ranks.any(self.stop.requested):
             self.step += 1
             self._started = time.perf_counter()
             yield self.step
@@ -393,6 +400,11 @@ class TrainingRun:
     def _save_unless_saved(self) -> None:
         if self.ranks.from_main(self.step not in self._store.steps()):
             self.save()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
+        return self.step >= self.max_steps or self._ended() is not None
 
     def _command(self) -> str:
         """What it takes to go on."""
@@ -480,7 +492,7 @@ class TrainingRun:
                 f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
             )
         pushes = self.ranks.is_main and self._checkpoint.push_to_hub is not None
-        if pushes and self.step == self.max_steps:
+        if pushes and self.is_over:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
@@ -540,7 +552,7 @@ class TrainingRun:
         metrics["perf/tokens_per_s"] = metrics.get(self._shown.tokens, 0) / metrics["perf/step_s"]
         metrics = self.ranks.from_main(metrics)
         self._bar.update(self.step, self._note(metrics))
-        due = self.step == self.max_steps or self._falls_on(self._evaluation.interval)
+        due = self.is_over or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
             numbers, self._after = self._measured()
             metrics |= numbers

@@ -14,6 +14,7 @@ from torchrl_llm.data.column_names import (
     first_column,
 )
 from torchrl_llm.data.row_files import load_rows
+from torchrl_llm.data.table_files import place_of
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.function_reward import as_reward
@@ -77,7 +78,7 @@ class RowsEnv(TaskEnv):
         self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
         # Rows in memory are all looked at; those of another sequence may have to be read.
         for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
-            _query(row, self._columns[0], f"row {number}")
+            _query(row, self._columns[0], place_of(row, f"row {number}"))
         if kwargs.get("reward") is not None:
             kwargs["reward"] = as_reward(kwargs["reward"])
             self._check_answer(rows[0], kwargs["reward"])

@@ -25,6 +25,7 @@ from torchrl.envs import Transform
 from torchrl_llm._ray import RayService, check_service
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
+from torchrl_llm.data.row_order import RowOrder
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.ids import IdCounter
 from torchrl_llm.errors import ConfigError, DataError
@@ -399,6 +400,21 @@ class DataLoadingPrimer(RayService, Transform):
         loader = self._feed.loader
         rows = getattr(loader, "rows", getattr(loader, "dataset", loader))
         return len(rows) if hasattr(rows, "__len__") else None
+
+    @property
+    def order(self) -> RowOrder:
+        """The order that follows results, to record them.
+
+        Raises:
+            ConfigError: the loader has none.
+        """
+        order = getattr(self.dataloader, "order", None)
+        if order is None:
+            raise ConfigError(
+                "the rows come in no order that follows results; pass an order to RowLoader or to "
+                "the environment"
+            )
+        return order
 
     @property
     def first_epoch(self) -> int | None:

@@ -8,7 +8,7 @@ repeats go to whoever starts a conversation next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,9 @@ class _Source:
     def first_epoch(self) -> int | None:
         return self._primer.first_epoch
 
+    def order(self, method: str, *args: Any) -> Any:
+        return getattr(self._primer.order, method)(*args)
+
     def restart(self, seed: int | None) -> None:
         self._primer.reset_dataloader(seed)
         self._num_drawn = 0
@@ -54,6 +57,39 @@ class _Source:
         if state["num_drawn"] >= self._num_drawn:
             self._primer.set_extra_state(state["primer"])
             self._num_drawn = state["num_drawn"]
+
+
+class RemoteOrder:
+    """The order of rows that an actor hands out: results go there, and it says how it stands.
+
+    Args:
+        source: the actor.
+    """
+
+    def __init__(self, source: RemoteObject) -> None:
+        self._source = source
+
+    def record(
+        self, results: Mapping[int, Sequence[float]], values: Mapping[int, float] | None = None
+    ) -> None:
+        """See :meth:`torchrl_llm.data.row_order.RowOrder.record`."""
+        self._source.call("order", "record", results, values)
+
+    def ended(self) -> str | None:
+        """Why there is nothing left to draw."""
+        return self._source.call("order", "ended")
+
+    def metrics(self) -> dict[str, float]:
+        """Its numbers."""
+        return self._source.call("order", "metrics")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The results so far."""
+        return self._source.call("order", "state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the results of :meth:`state_dict`."""
+        self._source.call("order", "load_state_dict", dict(state))
 
 
 def _no_loader() -> Iterable[Any]:
@@ -128,6 +164,11 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
             ),
             what=f"RayDataLoadingPrimer {actor_name or ''}".strip(),
         )
+
+    @property
+    def order(self) -> RemoteOrder:
+        """The order of the rows in the actor, to record results."""
+        return RemoteOrder(self._source)
 
     @property
     def first_epoch(self) -> int | None:

@@ -300,6 +300,14 @@ class SPOAdvantage(BatchStatistics):
         """
         return self._value(self._name(prompt, agent))
 
+    def value_of(self, row: TensorDict) -> float:
+        """The baseline of a row's prompt now.
+
+        Args:
+            row: a turn, without batch dimension.
+        """
+        return self._value(self._name(self._group_of(row), leaf(row, ("agent",))))
+
     def sampling_weights(self, prompts: Sequence[Any], *, floor: float = 0.05) -> Tensor:
         r"""How often each prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
 

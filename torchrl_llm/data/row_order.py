@@ -1,0 +1,339 @@
+"""Orders of rows that follow results: prompts at the edge of what is known, or a queue that ends.
+
+An order decides which row :class:`~torchrl_llm.data.row_files.RowLoader` hands out next, from its
+position in the data and from the results so far. Each row carries its index as ``"row_id"``, and
+results come back under it. Without results every order is a shuffled pass over all rows.
+
+Next: :class:`torchrl_llm.trainers.curriculum.Curriculum` reads results off the rows of a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional.advantages import uncertainty_weight
+
+ROW_ID = "row_id"
+"""Column with the index of a row in its dataset, int64 ``[]``."""
+
+
+def shuffled(num_rows: int, seed: int, epoch: int) -> Tensor:
+    """The order of one pass, int64 ``[N]``, a function of its arguments.
+
+    Args:
+        num_rows: length of the dataset.
+        seed: of all passes.
+        epoch: number of the pass.
+
+    Example:
+        >>> sorted(shuffled(4, seed=0, epoch=1).tolist())
+        [0, 1, 2, 3]
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(num_rows, generator=generator)
+
+
+class RowOrder(ABC):
+    """Base of the orders that follow results.
+
+    A draw is a function of seed, position and results, so that a run that goes on from a saved
+    position and the saved results draws what it would have drawn. What is known of a row is the
+    success rate of its visits; the results of one step are one visit.
+
+    Args:
+        memory: how much the results of the visits before weigh against those of a new one.
+    """
+
+    def __init__(self, *, memory: float = 0.0) -> None:
+        if not 0 <= memory < 1:
+            raise ConfigError(f"memory must be at least 0 and below 1, got {memory}")
+        self.memory = memory
+        self.epoch = 0
+        self.begin(0)
+
+    def begin(self, num_rows: int) -> None:
+        """Start without results.
+
+        Args:
+            num_rows: length of the dataset.
+        """
+        self.num_rows = num_rows
+        self._facts = {name: torch.zeros(num_rows, dtype=t) for name, t in self._columns().items()}
+
+    def _columns(self) -> dict[str, torch.dtype]:
+        """What is kept of each row, all zero before its first visit."""
+        return {"rate": torch.float64, "count": torch.float64, "visits": torch.int64}
+
+    @abstractmethod
+    def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
+        """The next row.
+
+        Args:
+            seed: of the loader.
+            epoch: number of the pass.
+            index: place in it.
+
+        Returns:
+            Index of the row, and the place behind it; ``None`` where the pass is over. Some pass
+            within reach must have a row.
+        """
+
+    def record(
+        self, results: Mapping[int, Sequence[float]], values: Mapping[int, float] | None = None
+    ) -> None:
+        """Learn how answers to rows went.
+
+        Args:
+            results: index of a row to the success of each answer, in [0, 1].
+            values: index of a row to a success rate that something else tracks, such as
+                :class:`~torchrl_llm.objectives.SPOAdvantage`; it takes the place of the mean.
+
+        Raises:
+            DataError: a success outside [0, 1], or a row that is not there.
+        """
+        for row, successes in results.items():
+            if not 0 <= row < self.num_rows or not all(0 <= s <= 1 for s in successes):
+                raise DataError(
+                    f"results are successes in [0, 1] of one of {self.num_rows} rows, got "
+                    f"{list(successes)[:8]} of row {row}"
+                )
+            if successes:
+                self._visit(row, successes, None if values is None else values.get(row))
+
+    def _visit(self, row: int, successes: Sequence[float], value: float | None) -> None:
+        rate, count, visits = (self._facts[name] for name in ("rate", "count", "visits"))
+        kept = self._kept(row) * float(count[row])
+        total = kept + len(successes)
+        mean = (kept * float(rate[row]) + sum(successes)) / total
+        rate[row], count[row] = mean if value is None else value, total
+        visits[row] += 1
+
+    def _kept(self, row: int) -> float:
+        return self.memory
+
+    def ended(self) -> str | None:
+        """Why there is nothing left to draw; ``None`` while there is."""
+        return None
+
+    @abstractmethod
+    def active(self) -> float:
+        """Share of the rows that are drawn at present."""
+
+    def metrics(self) -> dict[str, float]:
+        """``train/curriculum_...``: share of rows seen and drawn, and success rate of the seen."""
+        seen = self._facts["visits"] > 0
+        success = self._facts["rate"][seen].mean().item() if bool(seen.any()) else float("nan")
+        return {
+            "train/curriculum_seen": seen.double().mean().item(),
+            "train/curriculum_success": success,
+            "train/curriculum_active": self.active(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The results so far; the position is the loader's."""
+        return {"epoch": self.epoch, **{name: fact.clone() for name, fact in self._facts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the results of :meth:`state_dict`.
+
+        Args:
+            state: of an order of the same kind.
+
+        Raises:
+            DataError: it is of another number of rows.
+        """
+        if len(state["rate"]) != self.num_rows:
+            raise DataError(
+                f"the results are those of {len(state['rate'])} rows, and the dataset has "
+                f"{self.num_rows}; a run goes on with the data that it began with"
+            )
+        self.epoch = int(state["epoch"])
+        self._facts = {name: state[name].clone() for name in self._facts}
+
+
+class _Passes(RowOrder):
+    """A shuffled pass after the other, from which rows are left out."""
+
+    _pass: tuple[tuple[int, int], Tensor] | None = None
+
+    @abstractmethod
+    def wanted(self) -> Tensor:
+        """Which rows are drawn at present, bool ``[N]``."""
+
+    def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
+        """The next row of the pass that is wanted; see the base class."""
+        self.epoch = epoch
+        if self._pass is None or self._pass[0] != (seed, epoch):
+            self._pass = (seed, epoch), shuffled(self.num_rows, seed, epoch)
+        order = self._pass[1][index:]
+        found = self._drawn()[order].nonzero()
+        if not len(found):
+            return None
+        place = int(found[0])
+        return int(order[place]), index + place + 1
+
+    def _drawn(self) -> Tensor:
+        return self.wanted()
+
+    def active(self) -> float:
+        """Share of the rows that are drawn at present."""
+        return self.wanted().double().mean().item()
+
+
+class BandOrder(_Passes):
+    """Rows whose success rate is in a band; others rest, and are tried again later.
+
+    All answers to a prompt that is always or never solved have one reward, and teach nothing by
+    comparison. Such rows are left out of the next passes, and none for ever: models change.
+
+    Args:
+        low: least success rate.
+        high: greatest success rate.
+        revisit: passes that a row outside the band is left out of.
+        memory: see :class:`RowOrder`. When a row is tried again, what was known is forgotten.
+
+    Raises:
+        ConfigError: for an impossible band, or rows that would never rest.
+
+    Example:
+        >>> order = BandOrder(revisit=2)
+        >>> order.begin(3)
+        >>> order.record({0: [1, 1], 1: [1, 0], 2: [0, 0]})
+        >>> order.wanted().tolist()
+        [False, True, False]
+    """
+
+    def __init__(
+        self, low: float = 0.1, high: float = 0.9, *, revisit: int = 4, memory: float = 0.5
+    ) -> None:
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(f"a band of success rates rises within [0, 1], got [{low}, {high}]")
+        if revisit < 1:
+            raise ConfigError(f"rows rest for at least one pass, got revisit={revisit}")
+        self.low, self.high, self.revisit = low, high, revisit
+        super().__init__(memory=memory)
+
+    def _columns(self) -> dict[str, torch.dtype]:
+        return super()._columns() | {"rests_until": torch.int64}
+
+    def wanted(self) -> Tensor:
+        """Which rows are drawn at present, bool ``[N]``."""
+        return self._facts["rests_until"] <= self.epoch
+
+    def _kept(self, row: int) -> float:
+        return 0.0 if int(self._facts["rests_until"][row]) else self.memory
+
+    def _visit(self, row: int, successes: Sequence[float], value: float | None) -> None:
+        super()._visit(row, successes, value)
+        inside = self.low <= float(self._facts["rate"][row]) <= self.high
+        self._facts["rests_until"][row] = 0 if inside else self.epoch + 1 + self.revisit
+
+
+class QueueOrder(_Passes):
+    """Rows until each is solved, or was visited so many times; then the queue has ended.
+
+    Args:
+        solved: success rate of a visit with which a row leaves the queue.
+        visits: visits after which it leaves in any case; ``None`` for no limit.
+
+    Raises:
+        ConfigError: for impossible numbers.
+
+    Example:
+        >>> order = QueueOrder(visits=2)
+        >>> order.begin(2)
+        >>> order.record({0: [1, 1], 1: [0, 1]}); order.ended()
+        >>> order.record({1: [0, 0]}); order.ended()
+        'the queue is empty: of 2 prompts 1 solved, 1 unsolved (visits=2)'
+    """
+
+    def __init__(self, *, solved: float = 1.0, visits: int | None = None) -> None:
+        if not 0 < solved <= 1:
+            raise ConfigError(f"a row is solved at a success rate in (0, 1], got {solved}")
+        if visits is not None and visits < 1:
+            raise ConfigError(f"a row is visited at least once, got visits={visits}")
+        self.solved, self.visits = solved, visits
+        super().__init__()
+
+    def _columns(self) -> dict[str, torch.dtype]:
+        return super()._columns() | {"solved": torch.bool}
+
+    def _visit(self, row: int, successes: Sequence[float], value: float | None) -> None:
+        super()._visit(row, successes, None)
+        self._facts["solved"][row] |= float(self._facts["rate"][row]) >= self.solved
+
+    def wanted(self) -> Tensor:
+        """Which rows are in the queue, bool ``[N]``."""
+        left = ~self._facts["solved"]
+        return left if self.visits is None else left & (self._facts["visits"] < self.visits)
+
+    def _drawn(self) -> Tensor:
+        wanted = self.wanted()
+        # Whoever still draws from an empty queue gets any row, until the run has ended.
+        return wanted if bool(wanted.any()) else torch.ones_like(wanted)
+
+    def ended(self) -> str | None:
+        """What became of the rows, where the queue is empty; ``None`` before."""
+        if bool(self.wanted().any()):
+            return None
+        solved = int(self._facts["solved"].sum())
+        others = self.num_rows - solved
+        rest = f", {others} unsolved (visits={self.visits})" if others else ""
+        return f"the queue is empty: of {self.num_rows} prompts {solved} solved{rest}"
+
+
+class WeightedOrder(RowOrder):
+    r"""Rows drawn at random, by how uncertain their success is: SPO's prioritised sampling.
+
+    arXiv:2509.13232, section 3.3: row :math:`i` with the probability
+    :math:`\propto \sqrt{v_i (1 - v_i)} + \epsilon`, with replacement. As many draws as there are
+    rows are a pass. Deviation: without a tracker's :math:`v` it is the mean of the visits.
+
+    Args:
+        floor: :math:`\epsilon`, the smallest weight.
+        memory: see :class:`RowOrder`.
+
+    Raises:
+        ConfigError: a floor that is not above 0, with which rows would be lost.
+
+    Example:
+        >>> order = WeightedOrder()
+        >>> order.begin(2)
+        >>> order.record({0: [1.0, 1.0]})
+        >>> [round(w, 2) for w in order.weights().tolist()]
+        [0.05, 0.55]
+    """
+
+    def __init__(self, *, floor: float = 0.05, memory: float = 0.5) -> None:
+        if not floor > 0:
+            raise ConfigError(f"the smallest weight must be above 0, got floor={floor}")
+        self.floor = floor
+        super().__init__(memory=memory)
+
+    def weights(self) -> Tensor:
+        """Weight of each row, float64 ``[N]``, not normalised; a new row counts as half solved."""
+        rates = torch.where(self._facts["visits"] > 0, self._facts["rate"], 0.5)
+        return uncertainty_weight(rates, floor=self.floor)
+
+    def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
+        """A row at random, by its weight; see the base class."""
+        self.epoch = epoch
+        if index >= self.num_rows:
+            return None
+        number = seed * 1_000_003 + epoch * self.num_rows + index
+        generator = torch.Generator().manual_seed(number % 2**63)
+        share = torch.rand((), dtype=torch.float64, generator=generator)
+        bounds = self.weights().cumsum(0)
+        row = int(torch.searchsorted(bounds, share * bounds[-1], right=True))
+        return min(row, self.num_rows - 1), index + 1
+
+    def active(self) -> float:
+        """Effective share of the rows, (sum w)^2 / (N sum w^2)."""
+        weights = self.weights()
+        return (weights.sum() ** 2 / (weights.square().sum() * self.num_rows)).item()

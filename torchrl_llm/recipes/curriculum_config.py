@@ -1,0 +1,71 @@
+"""Order in which prompts are drawn: the group ``curriculum`` of the GRPO recipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torchrl_llm.data.row_order import BandOrder, QueueOrder, RowOrder, WeightedOrder
+from torchrl_llm.recipes.strict_config import ensure, naming
+
+# Keys that each order reads.
+_READ = {"band": ("band", "revisit"), "queue": ("solved", "visits"), "spo": ("floor",)}
+
+
+@dataclass(kw_only=True)
+class CurriculumConfig:
+    """Order in which prompts are drawn, see :mod:`torchrl_llm.data.row_order`.
+
+    Attributes:
+        order: ``shuffle``, another order in each pass; ``file``, that of the data; ``band``, only
+            prompts whose success rate is in a band; ``queue``, each prompt until it is solved or
+            was visited often enough, and the run ends with the last one; ``spo``, at random by how
+            uncertain success is, with ``advantage=spo`` by the rates that it tracks.
+        band: ``[low, high]``, the success rates of ``band``.
+        revisit: passes that a prompt outside the band is left out of.
+        solved: success rate of a step with which a prompt leaves the ``queue``.
+        visits: steps with it after which it leaves in any case; ``None`` for no limit.
+        floor: smallest weight of ``spo``.
+    """
+
+    order: Literal["shuffle", "file", "band", "queue", "spo"] = "shuffle"
+    band: list[float] = field(default_factory=lambda: [0.1, 0.9])
+    revisit: int = 4
+    solved: float = 1.0
+    visits: int | None = None
+    floor: float = 0.05
+
+    def __post_init__(self) -> None:
+        default = {name: made.default for name, made in self.__dataclass_fields__.items()}
+        default["band"] = [0.1, 0.9]
+        for entry in fields(self)[1:]:
+            name = entry.name
+            owner = next(order for order, read in _READ.items() if name in read)
+            ensure(
+                self.order == owner or getattr(self, name) == default[name],
+                f"curriculum.{name} has no effect with curriculum.order={self.order}; it belongs "
+                f"to {owner}",
+            )
+        ensure(len(self.band) == 2, f"curriculum.band must be [low, high], got {self.band}")
+        with naming(f"curriculum.order={self.order}"):
+            self.build()
+
+    @property
+    def follows_results(self) -> bool:
+        """Whether results decide what is drawn."""
+        return self.order in _READ
+
+    def build(self) -> RowOrder | None:
+        """The order that follows results; ``None`` for one that does not."""
+        if self.order == "band":
+            return BandOrder(*self.band, revisit=self.revisit)
+        if self.order == "queue":
+            return QueueOrder(solved=self.solved, visits=self.visits)
+        return WeightedOrder(floor=self.floor) if self.order == "spo" else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`, those that differ from usual."""
+        if self.follows_results:
+            return {"order": self.build()}
+        return {"shuffle": False} if self.order == "file" else {}

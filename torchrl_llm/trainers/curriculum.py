@@ -1,0 +1,143 @@
+"""Results of a step, read off its rows and told to the order in which prompts are drawn.
+
+The orders are :mod:`torchrl_llm.data.row_order`; they may be in this process, or in the actor of a
+:class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer` that many collectors ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict
+
+from torchrl_llm.data.ragged import row_values
+from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.row_order import ROW_ID
+from torchrl_llm.envs.transforms import DataLoadingPrimer
+from torchrl_llm.errors import DataError
+from torchrl_llm.objectives import CreditAssigner, SPOAdvantage
+from torchrl_llm.trainers.ranks import ALONE, Ranks
+
+
+class Curriculum:
+    """Part of a training loop that lets results decide what is drawn next.
+
+    Args:
+        primer: draws the rows in an order that follows results; ``None`` for a loop whose order
+            does not, in which nothing is recorded.
+        credit: an :class:`~torchrl_llm.objectives.SPOAdvantage` gives its success rates to the
+            order; others have none.
+        ranks: the processes that train together; the orders of all learn what rank 0 has seen.
+
+    Example:
+        >>> Curriculum(None).see(None)
+        {}
+    """
+
+    def __init__(
+        self,
+        primer: DataLoadingPrimer | None,
+        credit: CreditAssigner | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._primer, self._ranks = primer, ranks
+        self._tracker = credit if isinstance(credit, SPOAdvantage) else None
+
+    @property
+    def parts(self) -> dict[str, Curriculum]:
+        """Itself as a part of a run, to be restored before what draws rows."""
+        return {} if self._primer is None else {"curriculum": self}
+
+    def see(self, rows: LazyStackedTensorDict | None) -> dict[str, float]:
+        """Record the results of a step.
+
+        Args:
+            rows: all that were collected for it, one per turn; those of all ranks in rank 0.
+
+        Returns:
+            ``train/curriculum_...``, see :meth:`torchrl_llm.data.row_order.RowOrder.metrics`.
+
+        Raises:
+            DataError: rows without ``"row_id"``, or without ``success`` and with rewards outside
+                [0, 1].
+        """
+        if self._primer is None:
+            return {}
+        order = self._primer.order
+        results = successes(rows)
+        values = None
+        if self._tracker is not None:
+            values = {int(row[ROW_ID]): self._tracker.value_of(row) for row in row_list(rows)}
+        order.record(*self._ranks.from_main((results, values)))
+        return order.metrics()
+
+    def ended(self) -> str | None:
+        """Why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        return None if self._primer is None else self._primer.order.ended()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The results so far; the position is saved with what draws."""
+        return self._primer.order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after :meth:`state_dict`."""
+        self._primer.order.load_state_dict(state)
+
+
+def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:
+    """Success of each finished conversation, by the row of the data that it began with.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one per turn.
+
+    Returns:
+        Index of the data's row to what its conversations came to: ``success`` of the last turn, 0
+        or 1, or the summed reward where rows do not say it. Those without a valid reward are left
+        out.
+
+    Raises:
+        DataError: rows without ``"row_id"``, or without ``success`` and with rewards outside
+            [0, 1].
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> def row(number, reward):
+        ...     next_ = TensorDict(reward=torch.full((1, 1), reward), done=torch.ones(1).bool())
+        ...     return TensorDict(row_id=torch.tensor(number), next=next_)
+        >>> successes(lazy_stack([row(3, 1.0), row(5, 0.0), row(3, 0.5)]))
+        {3: [1.0, 0.5], 5: [0.0]}
+    """
+    indices = row_values(rows, ROW_ID, torch.sum, None)
+    if indices is None:
+        raise DataError(
+            f"results are recorded by {ROW_ID!r}, and the rows lack it; draw them by a RowLoader "
+            "with an order"
+        )
+    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
+    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
+    failed = ~rewards.isfinite() if flags is None else ~(flags & rewards.isfinite())
+    done = row_values(rows, ("next", "done"), torch.any)
+    told = row_values(rows, ("next", "success"), torch.any, None)
+    gains = rewards.where(~failed, 0.0) if told is None else (told & done).float()
+    ids = row_values(rows, "traj_id", torch.sum, None)
+    ids = torch.arange(len(rows)) if ids is None else ids
+    _, places = ids.unique(return_inverse=True)
+
+    def summed(values: torch.Tensor) -> list[float]:
+        return torch.zeros(int(places.max()) + 1).index_add(0, places, values.float()).tolist()
+
+    wholes = zip(summed(gains), summed(failed), summed(done), strict=True)
+    begun = dict(zip(places.tolist(), indices.tolist(), strict=True))
+    found: dict[int, list[float]] = {}
+    for place, (gain, bad, ends) in enumerate(wholes):
+        if bad or not ends:
+            continue
+        gain = min(gain, 1.0) if told is not None else gain
+        if not 0 <= gain <= 1:
+            raise DataError(
+                f"a curriculum follows success rates, and a reward is {gain:g}: write success, or "
+                "rewards in [0, 1]"
+            )
+        found.setdefault(begun[place], []).append(gain)
+    return found
