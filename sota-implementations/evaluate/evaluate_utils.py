@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
+
+import torch
 
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
+from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
@@ -31,6 +34,7 @@ from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import model_folder
 
+_LOW, _HIGH = "_low", "_high"
 _ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
 # The hub's IFEval is all for evaluation, and has one split of this name.
 _SPLITS = {"ifeval": "train"}
@@ -278,25 +282,34 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` for the samples of
         a prompt, ``reward`` (mean of the valid ones), ``invalid``, ``truncated`` (fractions),
         ``response_length`` (mean tokens), ``num_prompts``, and the four accuracies of IFEval.
+        After each figure that is an estimate, the ends of its 95 % confidence interval
+        (``accuracy_low``, ``accuracy_high``): Wilson's, or a bootstrap over prompts.
     """
     prompts = defaultdict(list)
     for record in records:
-        prompts[record["prompt"]].append(bool(record["success"] and record["valid"]))
-    samples = min(map(len, prompts.values()))
-    result = {"accuracy": fmean(map(fmean, prompts.values()))}
+        prompts[record["prompt"]].append(record)
+    groups = list(prompts.values())
+    right = [[bool(r["success"] and r["valid"]) for r in group] for group in groups]
+    samples = min(map(len, groups))
+    result = _bounded("accuracy", right, _of_flags)
     if samples > 1:
-        chances = [pass_at_k(sum(right), len(right), samples) for right in prompts.values()]
-        result[f"pass@{samples}"] = fmean(chances)
+        chances = [pass_at_k(sum(each), len(each), samples) for each in right]
+        result |= _bounded(f"pass@{samples}", [[chance] for chance in chances], _of_shares)
+    rewards = [[r["reward"] for r in group if r["valid"]] for group in groups]
+    result |= _bounded("reward", rewards, _bootstrap)
     result |= {
-        "reward": _mean(record["reward"] for record in records if record["valid"]),
         "invalid": _mean(not record["valid"] for record in records),
         "truncated": _mean(record["cut"] for record in records),
         "response_length": _mean(record["length"] for record in records),
-        "num_prompts": float(len(prompts)),
+        "num_prompts": float(len(groups)),
     }
     scored = [r["scores"] for r in records if "scores" in r and r["valid"]]
     for name in scored[0] if scored else ():
-        result[name] = _mean(flag for scores in scored for flag in scores[name])
+        flags = [
+            [f for r in group if "scores" in r and r["valid"] for f in r["scores"][name]]
+            for group in groups
+        ]
+        result |= _bounded(name, flags, _of_flags)
     return result
 
 
@@ -305,9 +318,46 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(values) if values else nan
 
 
+_Values = Sequence[Sequence[float]]  # what belongs to each prompt
+
+
+def _bounded(name: str, values: _Values, find: Callable[[_Values], Interval]) -> dict[str, float]:
+    """The mean of what belongs to prompts, and the 95 % confidence interval that is found."""
+    low, high = find(values)
+    return {
+        name: _mean(value for group in values for value in group),
+        name + _LOW: low.item(),
+        name + _HIGH: high.item(),
+    }
+
+
+def _bootstrap(values: _Values) -> Interval:
+    """Of any numbers: whole prompts are drawn, for samples of one are no independent trials."""
+    totals = torch.tensor([float(sum(group)) for group in values])
+    return bootstrap_interval(totals, torch.tensor([len(group) for group in values]))
+
+
+def _of_shares(values: _Values) -> Interval:
+    """The bootstrap; Wilson's where it sees no spread because all prompts are right, or none is."""
+    flat = {value for group in values for value in group}
+    return _wilson(values) if flat in ({0}, {1}) else _bootstrap(values)
+
+
+def _of_flags(values: _Values) -> Interval:
+    """Wilson's where each prompt counts once, as right or wrong; otherwise that of shares."""
+    once = all(len(group) <= 1 for group in values)
+    return _wilson(values) if once else _of_shares(values)
+
+
+def _wilson(values: _Values) -> Interval:
+    counted = [fmean(group) for group in values if group]
+    return wilson_interval(torch.tensor(sum(counted)), torch.tensor(len(counted)))
+
+
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of all tasks, for people."""
+    """The figures of all tasks, for people; a confidence interval next to its figure."""
     names = list(dict.fromkeys(name for result in results.values() for name in result))
+    names = [name for name in names if name.removesuffix(_LOW).removesuffix(_HIGH) == name]
     rows = [[name, *(_figure(name, result) for result in results.values())] for name in names]
     return text_table(rows, header=["", *results])
 
@@ -315,4 +365,8 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
 def _figure(name: str, result: Mapping[str, float]) -> str:
     if name not in result:
         return ""
-    return f"{result[name]:.0f}" if name == "num_prompts" else f"{result[name]:.4f}"
+    if name == "num_prompts":
+        return f"{result[name]:.0f}"
+    low = result.get(name + _LOW, nan)
+    known = "" if isnan(low) else f" ({low:.4f} to {result[name + _HIGH]:.4f})"
+    return f"{result[name]:.4f}{known}"
