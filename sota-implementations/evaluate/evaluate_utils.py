@@ -9,20 +9,27 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
+from server_policy import server_policy
 
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
-from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
+from torchrl_llm.modules import (
+    ChatServerPolicy,
+    LLMWrapperBase,
+    TransformersWrapper,
+    load_model,
+    vLLMWrapper,
+)
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
@@ -35,7 +42,13 @@ from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import model_folder
 
 _LOW, _HIGH = "_low", "_high"
-_ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
+_URL = "inference_model.url"
+# Keys that only one kind of what answers has.
+_KEYS = {
+    "transformers": ("device", "dtype"),
+    "vllm": ("dtype", "num_devices", "gpu_memory_utilization", "max_model_len"),
+    "url": ("protocol", "served_model", "api_key_variable", "request_timeout_s", "request"),
+}
 # The hub's IFEval is all for evaluation, and has one split of this name.
 _SPLITS = {"ifeval": "train"}
 # Where nothing else ends a conversation.
@@ -58,6 +71,13 @@ class SamplerConfig:
         num_devices: GPUs of the engine (tensor parallel).
         gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
         max_model_len: most tokens of prompt and response.
+        url: a server that answers, instead of a model of this process: ``http://host:port``.
+        protocol: how it is asked: by ``tokens``, encoded here with the tokenizer of ``model.name``,
+            or by ``chat`` completions, its own template and text; ``auto`` finds out.
+        served_model: name of the model at the server; ``None`` for its only one.
+        api_key_variable: environment variable that holds the key, so that no file does.
+        request_timeout_s: most seconds for one answer.
+        request: further fields of each chat request; ``null`` leaves one out that would be sent.
     """
 
     backend: Literal["transformers", "vllm"] = "transformers"
@@ -71,18 +91,40 @@ class SamplerConfig:
     num_devices: int = 1
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
+    url: str | None = None
+    protocol: Literal["auto", "tokens", "chat"] = "auto"
+    served_model: str | None = None
+    api_key_variable: str | None = None
+    request_timeout_s: float = 600.0
+    request: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        ensure(
+            self.url is None or self.backend == "transformers",
+            f"inference_model.backend has no effect with {_URL}: the server answers",
+        )
+        ensure(
+            not (self.request and self.protocol == "tokens"),
+            "inference_model.request has no effect with inference_model.protocol=tokens",
+        )
+        ensure(
+            self.request_timeout_s > 0,
+            f"inference_model.request_timeout_s must be positive, got {self.request_timeout_s}",
+        )
         try:
             SamplingParams(**self.arguments)
         except ConfigError as error:
             raise ConfigError(f"inference_model: {error}") from None
         check_device(self.device, "inference_model.device")
-        elsewhere = ("device",) if self.backend == "vllm" else _ENGINE_KEYS
-        for name in elsewhere:
+        kind = self.backend if self.url is None else "url"
+        for key in fields(self):
+            owners = [each for each, names in _KEYS.items() if key.name in names]
+            default = {} if key.default is MISSING else key.default
+            said = f"with inference_model.backend={kind}" if self.url is None else f"with {_URL}"
             ensure(
-                getattr(self, name) == getattr(type(self), name),
-                f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
+                not owners or kind in owners or getattr(self, key.name) == default,
+                f"inference_model.{key.name} has no effect "
+                + (f"without {_URL}" if owners == ["url"] else said),
             )
 
     @property
@@ -182,9 +224,11 @@ def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
     return config
 
 
-def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
+def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
     """The model that answers."""
     wanted = config.inference_model
+    if wanted.url is not None:
+        return server_policy(config)
     device = present_device(wanted.device, "inference_model.device")
     dtype = wanted.dtype
     if dtype == "auto":
@@ -197,7 +241,7 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
         "generate_kwargs": wanted.arguments,
     }
     if wanted.backend == "vllm":
-        engine = {name: getattr(wanted, name) for name in _ENGINE_KEYS}
+        engine = {name: getattr(wanted, name) for name in _KEYS["vllm"] if name != "dtype"}
         backend = VLLMBackend(config.model.name, tokenizer=tokenizer, dtype=dtype, **engine)
         return vLLMWrapper(backend, **options)
     return TransformersWrapper(
@@ -231,7 +275,7 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
 
 
 def answer_task(
-    config: EvaluateConfig, task: str, policy: LLMWrapperBase, path: Path
+    config: EvaluateConfig, task: str, policy: LLMWrapperBase | ChatServerPolicy, path: Path
 ) -> list[dict]:
     """Answer the prompts of a task, and write each answer as soon as it is there.
 
@@ -244,10 +288,14 @@ def answer_task(
     Returns:
         The records that were written.
     """
-    env = make_env(config, task, policy.tokenizer)
-    if config.model.is_told_of_tools and (schemas := env.tool_schemas):
+    with_ids = isinstance(policy, LLMWrapperBase)
+    env = make_env(config, task, policy.tokenizer if with_ids else None)
+    # A model at a server was never trained on the task, whatever its name here.
+    told = config.model.is_told_of_tools if with_ids else config.model.show_tools is not False
+    if told and (schemas := env.tool_schemas):
         policy = policy.get_new_version(tools=schemas)
-    env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
+    if with_ids:
+        env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     num_prompts = config.eval.num_prompts or env.primer.num_rows
     records: list[dict] = []
     with path.open("w", encoding="utf-8") as file:
@@ -267,6 +315,8 @@ def answer_task(
                 on_answer=write,
                 title=task,
             )
+        except WorkerError as error:
+            raise WorkerError(f"{error}; {path} has the {len(records)} answers so far") from error
         finally:
             env.close()
     return records
@@ -300,7 +350,7 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     result |= {
         "invalid": _mean(not record["valid"] for record in records),
         "truncated": _mean(record["cut"] for record in records),
-        "response_length": _mean(record["length"] for record in records),
+        "response_length": _mean(r["length"] for r in records if r["length"] is not None),
         "num_prompts": float(len(groups)),
     }
     scored = [r["scores"] for r in records if "scores" in r and r["valid"]]
