@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from server_policy import server_policy
+from server_policy import check_chat, server_policy
 
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
@@ -32,6 +32,7 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
+from torchrl_llm.modules.policies.chat_server import RESERVED
 from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.data_config import ROWS, DataConfig
@@ -107,6 +108,8 @@ class SamplerConfig:
             not (self.request and self.protocol == "tokens"),
             "inference_model.request has no effect with inference_model.protocol=tokens",
         )
+        reserved = sorted(RESERVED & set(self.request))
+        ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
         ensure(
             self.request_timeout_s > 0,
             f"inference_model.request_timeout_s must be positive, got {self.request_timeout_s}",
@@ -205,6 +208,8 @@ class EvaluateConfig:
         for task, options in self.options.items():
             own = {name: value for name, value in options.items() if name != "system_prompt"}
             check_options(task, own, path=f"options.{task}")
+        if self.inference_model.protocol == "chat":
+            check_chat(self, "inference_model.protocol=chat")
         ensure(
             self.eval.repeats == 1 or self.inference_model.temperature > 0,
             "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",

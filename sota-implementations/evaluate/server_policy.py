@@ -16,7 +16,7 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules.backends.openai_protocol import model_card
 from torchrl_llm.recipes.builders import make_tokenizer
-from torchrl_llm.recipes.strict_config import ensure
+from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.trainers import say
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 # Long enough for a server that is being restarted, short enough for an address that is wrong.
 _START_S = 10.0
+_KEYS = (
+    "inference_model.served_model names the model, and inference_model.api_key_variable the "
+    "environment variable that holds the key"
+)
 # Digits, blanks, accents and signs, which tokenizers cut in different ways.
 _SAMPLE = "Question 12: what is 345 + 67?\n  naïve = [x**2 for x in (1, 2)]"
 # vLLM fills what is not sent from the model's generation config; others do not know these fields.
@@ -55,14 +59,12 @@ def server_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         ensure(
             bool(key), f"inference_model.api_key_variable: {variable} is not set in the environment"
         )
-    http = HTTPClient(server_root(wanted.url), api_key=key)
+    with naming("inference_model.url"):
+        http = HTTPClient(server_root(wanted.url), api_key=key)
     try:
         card = model_card(http, wanted.served_model, _START_S)
     except ConfigError as error:
-        hint = str(error).replace("model= must", "inference_model.served_model must")
-        if "refuses access" in hint:
-            hint += " (inference_model.api_key_variable names the environment variable with it)"
-        raise ConfigError(f"inference_model.url: {hint}") from error
+        raise ConfigError(f"inference_model.url: {error} ({_KEYS})") from error
     why = "inference_model.protocol=chat"
     if wanted.protocol != "chat":
         why = _why_not_tokens(config, http, card)
@@ -71,20 +73,7 @@ def server_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         say(f"{http.url}: {card['id']} is asked by token ids, with the tokenizer of {name}")
         return _token_policy(config, card, key)
     ensure(wanted.protocol != "tokens", f"inference_model.protocol=tokens cannot be: {why}")
-    ensure(
-        config.model.name is None,
-        f"model.name={config.model.name}: {why}. Leave model.name out: the server then uses its "
-        "own template and tokenizer (chat completions)",
-    )
-    ensure(
-        config.model.chat_template_name is None,
-        "model.chat_template_name has no effect on chat completions: the server has its own",
-    )
-    ensure(
-        config.eval.on_overlong != "truncate",
-        "eval.on_overlong=truncate cannot be with chat completions, where the server encodes the "
-        "prompt; choose error or drop",
-    )
+    check_chat(config, why)
     room = card.get("max_model_len")
     ensure(
         room is None or wanted.max_tokens < room,
@@ -101,6 +90,30 @@ def server_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         timeout_s=wanted.request_timeout_s,
         concurrency=config.eval.batch_size,
         on_overlong=config.eval.on_overlong,
+    )
+
+
+def check_chat(config: EvaluateConfig, why: str) -> None:
+    """Refuse what has no effect where a server encodes the prompts.
+
+    Args:
+        config: the recipe's.
+        why: the server is asked by chat completions.
+
+    Raises:
+        ConfigError: a key of prompts that are written here.
+    """
+    for name in ("name", "chat_template_name"):
+        value = getattr(config.model, name)
+        ensure(
+            value is None,
+            f"model.{name}={value} has no effect on chat completions ({why}). Leave it out: the "
+            "server has a template and a tokenizer of its own",
+        )
+    ensure(
+        config.eval.on_overlong != "truncate",
+        f"eval.on_overlong=truncate cannot be with chat completions ({why}), where the server "
+        "encodes the prompt; choose error or drop",
     )
 
 

@@ -25,7 +25,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import calls_of, canonical_message
 from torchrl_llm.errors import BackendError, ConfigError, DataError, OverlongError
 
-_RESERVED = {"messages", "n", "stream", "tools"}
+RESERVED = frozenset({"messages", "n", "stream", "tools"})
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -81,7 +81,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__()
-        if reserved := sorted(_RESERVED & set(request)):
+        if reserved := sorted(RESERVED & set(request)):
             raise ConfigError(f"{reserved} cannot be among the fields of a request")
         self._http, self._request, self._tools = http, dict(request), list(tools)
         self._timeout_s, self._on_overlong = timeout_s, on_overlong
@@ -136,9 +136,7 @@ class ChatServerPolicy(TensorDictModuleBase):
             if "context" not in str(error) or "length" not in str(error):
                 raise
             if self._on_overlong == "error":
-                raise OverlongError(
-                    f'{error}; shorten the prompt, or set on_overlong="drop"'
-                ) from error
+                raise OverlongError(f"{error}; on_overlong=drop leaves it unanswered") from error
             return ChatAnswer({"content": ""}, None, 0)
 
 
