@@ -14,14 +14,16 @@ import random
 import ssl
 import threading
 import time
-from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
+_Result = TypeVar("_Result")
 # The server computed nothing, or a proxy lost its server; the same request may be sent again.
 _RETRIED = {429: "is busy", 502: "has no server behind it", 503: "is not available"}
 _FIRST_PAUSE_S = 0.25
@@ -68,6 +70,50 @@ class Cancellation:
     def _remove(self, request: Future[Any]) -> None:
         with self._lock:
             self._requests.discard(request)
+
+
+class RequestThreads:
+    """Threads that wait for requests, as many as may be on their way at once.
+
+    Args:
+        concurrency: how many.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestThreads, (self._concurrency,)
+
+    def run(self, jobs: Sequence[Callable[[Cancellation], _Result]]) -> list[_Result]:
+        """Results of all jobs; the first error, or an interrupt, ends the others at the server."""
+        if not jobs:
+            return []
+        cancellation = Cancellation()
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._concurrency, "torchrl_llm-requests")
+            futures = [self._threads.submit(job, cancellation) for job in jobs]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future for future in futures if future in done and future.exception()]
+            if failed:
+                raise failed[0].exception()
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            cancellation.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the threads; the next call starts others."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HTTPClient:
@@ -267,6 +313,11 @@ class HTTPClient:
             finally:
                 await response.aclose()
             return response
+
+
+def server_root(url: Any) -> Any:
+    """The address of a server, whether it is given with ``/v1`` or without."""
+    return url.rstrip("/").removesuffix("/v1") if isinstance(url, str) else url
 
 
 def _loop() -> asyncio.AbstractEventLoop:

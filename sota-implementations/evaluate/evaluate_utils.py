@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import nan
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import torch
+from server_policy import check_chat, server_policy
+
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
-from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, load_model, vLLMWrapper
+from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
+from torchrl_llm.modules import (
+    ChatServerPolicy,
+    LLMWrapperBase,
+    TransformersWrapper,
+    load_model,
+    vLLMWrapper,
+)
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
+from torchrl_llm.modules.policies.chat_server import RESERVED
 from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.data_config import ROWS, DataConfig
@@ -31,7 +42,14 @@ from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import model_folder
 
-_ENGINE_KEYS = ("num_devices", "gpu_memory_utilization", "max_model_len")
+_LOW, _HIGH = "_low", "_high"
+_URL = "inference_model.url"
+# Keys that only one kind of what answers has.
+_KEYS = {
+    "transformers": ("device", "dtype"),
+    "vllm": ("dtype", "num_devices", "gpu_memory_utilization", "max_model_len"),
+    "url": ("protocol", "served_model", "api_key_variable", "request_timeout_s", "request"),
+}
 # The hub's IFEval is all for evaluation, and has one split of this name.
 _SPLITS = {"ifeval": "train"}
 # Where nothing else ends a conversation.
@@ -54,6 +72,13 @@ class SamplerConfig:
         num_devices: GPUs of the engine (tensor parallel).
         gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
         max_model_len: most tokens of prompt and response.
+        url: a server that answers, instead of a model of this process: ``http://host:port``.
+        protocol: how it is asked: by ``tokens``, encoded here with the tokenizer of ``model.name``,
+            or by ``chat`` completions, its own template and text; ``auto`` finds out.
+        served_model: name of the model at the server; ``None`` for its only one.
+        api_key_variable: environment variable that holds the key, so that no file does.
+        request_timeout_s: most seconds for one answer.
+        request: further fields of each chat request; ``null`` leaves one out that would be sent.
     """
 
     backend: Literal["transformers", "vllm"] = "transformers"
@@ -67,18 +92,42 @@ class SamplerConfig:
     num_devices: int = 1
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
+    url: str | None = None
+    protocol: Literal["auto", "tokens", "chat"] = "auto"
+    served_model: str | None = None
+    api_key_variable: str | None = None
+    request_timeout_s: float = 600.0
+    request: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        ensure(
+            self.url is None or self.backend == "transformers",
+            f"inference_model.backend has no effect with {_URL}: the server answers",
+        )
+        ensure(
+            not (self.request and self.protocol == "tokens"),
+            "inference_model.request has no effect with inference_model.protocol=tokens",
+        )
+        reserved = sorted(RESERVED & set(self.request))
+        ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
+        ensure(
+            self.request_timeout_s > 0,
+            f"inference_model.request_timeout_s must be positive, got {self.request_timeout_s}",
+        )
         try:
             SamplingParams(**self.arguments)
         except ConfigError as error:
             raise ConfigError(f"inference_model: {error}") from None
         check_device(self.device, "inference_model.device")
-        elsewhere = ("device",) if self.backend == "vllm" else _ENGINE_KEYS
-        for name in elsewhere:
+        kind = self.backend if self.url is None else "url"
+        for key in fields(self):
+            owners = [each for each, names in _KEYS.items() if key.name in names]
+            default = {} if key.default is MISSING else key.default
+            said = f"with inference_model.backend={kind}" if self.url is None else f"with {_URL}"
             ensure(
-                getattr(self, name) == getattr(type(self), name),
-                f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
+                not owners or kind in owners or getattr(self, key.name) == default,
+                f"inference_model.{key.name} has no effect "
+                + (f"without {_URL}" if owners == ["url"] else said),
             )
 
     @property
@@ -161,6 +210,8 @@ class EvaluateConfig:
         for task, options in self.options.items():
             own = {name: value for name, value in options.items() if name != "system_prompt"}
             check_options(task, own, path=f"options.{task}")
+        if self.inference_model.protocol == "chat":
+            check_chat(self, "inference_model.protocol=chat")
         without = [name for name in self.tasks if name == ROWS or self.data_files.get(name)]
         ensure(
             self.eval.split is None or len(without) < len(self.tasks),
@@ -185,9 +236,11 @@ def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
     return config
 
 
-def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
+def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
     """The model that answers."""
     wanted = config.inference_model
+    if wanted.url is not None:
+        return server_policy(config)
     device = present_device(wanted.device, "inference_model.device")
     dtype = wanted.dtype
     if dtype == "auto":
@@ -200,7 +253,7 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase:
         "generate_kwargs": wanted.arguments,
     }
     if wanted.backend == "vllm":
-        engine = {name: getattr(wanted, name) for name in _ENGINE_KEYS}
+        engine = {name: getattr(wanted, name) for name in _KEYS["vllm"] if name != "dtype"}
         backend = VLLMBackend(config.model.name, tokenizer=tokenizer, dtype=dtype, **engine)
         return vLLMWrapper(backend, **options)
     return TransformersWrapper(
@@ -235,7 +288,7 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
 
 
 def answer_task(
-    config: EvaluateConfig, task: str, policy: LLMWrapperBase, path: Path
+    config: EvaluateConfig, task: str, policy: LLMWrapperBase | ChatServerPolicy, path: Path
 ) -> list[dict]:
     """Answer the prompts of a task, and write each answer as soon as it is there.
 
@@ -248,12 +301,16 @@ def answer_task(
     Returns:
         The records that were written.
     """
-    env = make_env(config, task, policy.tokenizer)
+    with_ids = isinstance(policy, LLMWrapperBase)
+    env = make_env(config, task, policy.tokenizer if with_ids else None)
+    # A model at a server was never trained on the task, whatever its name here.
+    is_told = config.model.is_told_of_tools if with_ids else config.model.show_tools is not False
     told: dict[str, Any] = {}
-    if config.model.is_told_of_tools and (schemas := env.tool_schemas):
+    if is_told and (schemas := env.tool_schemas):
         told["tools"] = schemas  # whoever learns from the answers has to be told, too
         policy = policy.get_new_version(tools=schemas)
-    env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
+    if with_ids:
+        env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     num_prompts = config.eval.num_prompts or env.primer.num_rows
     records: list[dict] = []
     with path.open("w", encoding="utf-8") as file:
@@ -273,6 +330,8 @@ def answer_task(
                 on_answer=write,
                 title=task,
             )
+        except WorkerError as error:
+            raise WorkerError(f"{error}; {path} has the {len(records)} answers so far") from error
         finally:
             env.close()
     return records
@@ -288,25 +347,34 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` for the samples of
         a prompt, ``reward`` (mean of the valid ones), ``invalid``, ``truncated`` (fractions),
         ``response_length`` (mean tokens), ``num_prompts``, and the four accuracies of IFEval.
+        After each figure that is an estimate, the ends of its 95 % confidence interval
+        (``accuracy_low``, ``accuracy_high``): Wilson's, or a bootstrap over prompts.
     """
     prompts = defaultdict(list)
     for record in records:
-        prompts[record["prompt"]].append(bool(record["success"] and record["valid"]))
-    samples = min(map(len, prompts.values()))
-    result = {"accuracy": fmean(map(fmean, prompts.values()))}
+        prompts[record["prompt"]].append(record)
+    groups = list(prompts.values())
+    right = [[bool(r["success"] and r["valid"]) for r in group] for group in groups]
+    samples = min(map(len, groups))
+    result = _bounded("accuracy", right, _of_flags)
     if samples > 1:
-        chances = [pass_at_k(sum(right), len(right), samples) for right in prompts.values()]
-        result[f"pass@{samples}"] = fmean(chances)
+        chances = [pass_at_k(sum(each), len(each), samples) for each in right]
+        result |= _bounded(f"pass@{samples}", [[chance] for chance in chances], _of_shares)
+    rewards = [[r["reward"] for r in group if r["valid"]] for group in groups]
+    result |= _bounded("reward", rewards, _bootstrap)
     result |= {
-        "reward": _mean(record["reward"] for record in records if record["valid"]),
         "invalid": _mean(not record["valid"] for record in records),
         "truncated": _mean(record["cut"] for record in records),
-        "response_length": _mean(record["length"] for record in records),
-        "num_prompts": float(len(prompts)),
+        "response_length": _mean(r["length"] for r in records if r["length"] is not None),
+        "num_prompts": float(len(groups)),
     }
     scored = [r["scores"] for r in records if "scores" in r and r["valid"]]
     for name in scored[0] if scored else ():
-        result[name] = _mean(flag for scores in scored for flag in scores[name])
+        flags = [
+            [f for r in group if "scores" in r and r["valid"] for f in r["scores"][name]]
+            for group in groups
+        ]
+        result |= _bounded(name, flags, _of_flags)
     return result
 
 
@@ -315,9 +383,46 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(values) if values else nan
 
 
+_Values = Sequence[Sequence[float]]  # what belongs to each prompt
+
+
+def _bounded(name: str, values: _Values, find: Callable[[_Values], Interval]) -> dict[str, float]:
+    """The mean of what belongs to prompts, and the 95 % confidence interval that is found."""
+    low, high = find(values)
+    return {
+        name: _mean(value for group in values for value in group),
+        name + _LOW: low.item(),
+        name + _HIGH: high.item(),
+    }
+
+
+def _bootstrap(values: _Values) -> Interval:
+    """Of any numbers: whole prompts are drawn, for samples of one are no independent trials."""
+    totals = torch.tensor([float(sum(group)) for group in values])
+    return bootstrap_interval(totals, torch.tensor([len(group) for group in values]))
+
+
+def _of_shares(values: _Values) -> Interval:
+    """The bootstrap; Wilson's where it sees no spread because all prompts are right, or none is."""
+    flat = {value for group in values for value in group}
+    return _wilson(values) if flat in ({0}, {1}) else _bootstrap(values)
+
+
+def _of_flags(values: _Values) -> Interval:
+    """Wilson's where each prompt counts once, as right or wrong; otherwise that of shares."""
+    once = all(len(group) <= 1 for group in values)
+    return _wilson(values) if once else _of_shares(values)
+
+
+def _wilson(values: _Values) -> Interval:
+    counted = [fmean(group) for group in values if group]
+    return wilson_interval(torch.tensor(sum(counted)), torch.tensor(len(counted)))
+
+
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of all tasks, for people."""
+    """The figures of all tasks, for people; a confidence interval next to its figure."""
     names = list(dict.fromkeys(name for result in results.values() for name in result))
+    names = [name for name in names if name.removesuffix(_LOW).removesuffix(_HIGH) == name]
     rows = [[name, *(_figure(name, result) for result in results.values())] for name in names]
     return text_table(rows, header=["", *results])
 
@@ -325,4 +430,8 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
 def _figure(name: str, result: Mapping[str, float]) -> str:
     if name not in result:
         return ""
-    return f"{result[name]:.0f}" if name == "num_prompts" else f"{result[name]:.4f}"
+    if name == "num_prompts":
+        return f"{result[name]:.0f}"
+    low = result.get(name + _LOW, nan)
+    known = "" if isnan(low) else f" ({low:.4f} to {result[name + _HIGH]:.4f})"
+    return f"{result[name]:.4f}{known}"

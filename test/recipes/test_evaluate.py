@@ -233,10 +233,55 @@ def test_the_folder_of_a_run_is_its_newest_checkpoint(tmp_path, recipe):
         recipe.load_config({"model": {"name": str(tmp_path)}})
 
 
-def test_the_table_names_every_figure(recipe):
-    text = recipe.table({"gsm8k": recipe.figures([record(0, True)])})
-    assert [line.split() for line in text.splitlines()][:2] == [["gsm8k"], ["accuracy", "1.0000"]]
-    assert "truncated" in text
+def test_the_table_names_every_figure_and_its_interval(recipe):
+    result = recipe.figures([record(0, True)])
+    lines = [line.split(maxsplit=1) for line in recipe.table({"gsm8k": result}).splitlines()]
+    # Wilson of 1 of 1: 1 / (1 + 3.8415)
+    assert lines[:2] == [["gsm8k"], ["accuracy", "1.0000 (0.2065 to 1.0000)"]]
+    assert lines[2] == ["reward", "1.0000"]  # of one prompt no spread is known
+    assert "truncated" in dict(map(tuple, lines[1:]))
+    assert not any("_low" in name or "_high" in name for name, *_ in lines)
+
+
+# Confidence intervals
+
+
+def ends(result, name):
+    return result[f"{name}_low"], result[f"{name}_high"]
+
+
+def test_an_accuracy_has_wilsons_interval_and_a_failed_reward_counts_as_not_right(recipe):
+    rows = [record(n, n < 9) for n in range(9)] + [record(9, True, valid=False)]
+    result = recipe.figures(rows)
+    # 9 of 10, worked by hand in test_intervals.py
+    assert ends(result, "accuracy") == pytest.approx((0.59585, 0.98213), abs=1e-4)
+    # All nine valid rewards are equal: nothing is known of their spread.
+    assert ends(result, "reward") == pytest.approx((float("nan"),) * 2, nan_ok=True)
+
+
+def test_samples_of_a_prompt_are_drawn_together(recipe):
+    # Half of the prompts are always right: 200 answers say no more than 50 prompts do.
+    rows = [record(n, n % 2 == 0) for n in range(50) for _ in range(4)]
+    result = recipe.figures(rows)
+    low, high = ends(result, "accuracy")
+    assert high - low == pytest.approx(2 * 1.96 * (0.25 / 50) ** 0.5, rel=0.1)
+    assert ends(result, "pass@4") == ends(result, "reward") == (low, high)
+
+
+def test_a_rate_without_spread_still_has_a_width(recipe):
+    for right, expected in [(True, (0.72246, 1.0)), (False, (0.0, 0.27754))]:
+        result = recipe.figures([record(n, right) for n in range(10) for _ in range(2)])
+        for name in ("accuracy", "pass@2"):
+            assert ends(result, name) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_instructions_of_a_prompt_are_drawn_together(recipe):
+    scores = [{"prompt": [n % 2 == 0], "inst": [n % 2 == 0] * 3} for n in range(40)]
+    result = recipe.figures([record(n, False, scores=each) for n, each in enumerate(scores)])
+    low, high = ends(result, "inst")
+    assert high - low == pytest.approx(2 * 1.96 * (0.25 / 40) ** 0.5, rel=0.1)
+    # (20 + 1.9207 -+ 1.96 sqrt(10 + 0.9604)) / 43.8415
+    assert ends(result, "prompt") == pytest.approx((0.35200, 0.64800), abs=1e-4)
 
 
 def test_without_files_the_hub_is_asked_for_the_split_that_it_has(recipe, monkeypatch):

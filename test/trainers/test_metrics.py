@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import csv
-import sys
 
 import pytest
 import torch
 from objectives.rows_helper import actor, two_rows
 from torchrl.record.loggers import Logger
 
-from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss
-from torchrl_llm.trainers.metrics import LossMeter, MetricsTable, make_loggers
+from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
 
 
 def rows(path):
@@ -23,8 +21,8 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
     table.write(0, {"eval/accuracy": 0.5})
     table.write(1, {"train/reward": torch.tensor(0.25)})
     assert rows(table.path) == [
-        {"train/step": "0", "train/reward": "", "eval/accuracy": "0.5"},
-        {"train/step": "1", "train/reward": "0.25", "eval/accuracy": ""},
+        {"train/step": "0", "train/reward": "", "eval/accuracy": "0.5", "eval/step": "0"},
+        {"train/step": "1", "train/reward": "0.25", "eval/accuracy": "", "eval/step": ""},
     ]
 
 
@@ -74,72 +72,40 @@ def test_resuming_without_a_file_begins_one(tmp_path):
     assert len(rows(table.path)) == 1
 
 
-def test_numbers_reach_torchrls_tensorboard_logger(tmp_path):
-    loggers = make_loggers(["csv", "tensorboard"], run_dir=tmp_path, experiment_name="grpo")
-    MetricsTable(tmp_path / "metrics.csv", loggers).write(1, {"train/reward": 0.5})
-    assert list((tmp_path / "grpo").glob("events.out.tfevents*"))
-
-
-def test_unknown_backends_and_settings_without_effect_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"did you mean 'tensorboard'.*csv, tensorboard, wandb"):
-        make_loggers(["tensorbord"], run_dir=tmp_path, experiment_name="x")
-    with pytest.raises(ConfigError, match="no effect without wandb"):
-        make_loggers(["csv"], run_dir=tmp_path, experiment_name="x", project="p")
-
-
-def test_asking_for_wandb_without_the_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"torchrl_llm\[wandb\]"):
-        make_loggers(["wandb"], run_dir=tmp_path, experiment_name="x")
-
-
 CONFIG = {"optimizer.lr": 0.1, "env.tools": ["calculator"], "model.name": None, "seed": 3}
 
 
-def test_weights_and_biases_gets_configuration_and_metrics(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    (logger,) = make_loggers(["wandb"], run_dir=tmp_path, experiment_name="x", project="p")
-    table = MetricsTable(tmp_path / "metrics.csv", [logger])
-    table.log_config(CONFIG)
-    table.write(1, {"train/reward": 0.5})
-    config, reward = dict(wandb.run.config), wandb.run.summary["train/reward"]
-    wandb.finish()
-    assert table.failures == {}
-    assert config | CONFIG | {"env.tools": "['calculator']"} == config
-    assert reward == 0.5
+class Lines(Logger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.got = []
+
+    def log_metrics(self, metrics, step=None, **kwargs):
+        self.got.append((dict(metrics), step))
+
+    def close(self, timeout=None):
+        self.got.append("closed")
+
+    _create_experiment = log_video = log_scalar = log_histogram = log_hparams = __repr__ = (
+        lambda self, *args: ""
+    )
 
 
-def test_tensorboard_gets_the_configuration(tmp_path, warned):
-    loggers = make_loggers(["tensorboard"], run_dir=tmp_path, experiment_name="x")
-    MetricsTable(tmp_path / "metrics.csv", loggers).log_config(CONFIG)
-    loggers[0].experiment.flush()
-    assert not warned
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*tfevents*"))
-    assert b"optimizer.lr" in written
-    assert b"calculator" in written
+class Refuses(Lines):
+    def log_hparams(self, cfg):
+        raise TypeError("no such thing")
 
 
 def test_a_logger_that_refuses_the_configuration_still_gets_the_metrics(tmp_path, warned):
-    class Refuses(Logger):
-        got = ()
-
-        def log_hparams(self, cfg):
-            raise TypeError("no such thing")
-
-        def log_scalar(self, name, value, step=None, **kwargs):
-            self.got += ((name, value),)
-
-        _create_experiment = log_video = log_histogram = __repr__ = lambda self, *args: ""
-
     logger = Refuses("x", str(tmp_path))
     table = MetricsTable(tmp_path / "metrics.csv", [logger])
     table.log_config(CONFIG)
     table.write(1, {"train/reward": 0.5})
     (said,) = warned
     assert "Refuses did not take the configuration: TypeError: no such thing" in said
-    assert logger.got == (("train/reward", 0.5),)
+    assert logger.got == [({"train/reward": 0.5}, 1)]
 
 
 @pytest.mark.parametrize("name", ["", "policy/"])
@@ -195,24 +161,19 @@ def test_a_file_that_lost_rows_is_named_and_mended_from_the_checkpoint(tmp_path,
 
 
 class Down:
-    """A logger whose server does not answer until the third step."""
+    """A logger whose server does not answer in some steps."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, *steps):
+        self.asked, self.steps = [], steps
 
     def log_scalar(self, name, value, step=None):
         self.asked.append((name, step))
-        if step < 3:
+        if step in self.steps:
             raise ConnectionError("no route to host")
 
 
-class Works(Down):
-    def log_scalar(self, name, value, step=None):
-        self.asked.append((name, step))
-
-
 def test_a_logger_that_raises_is_warned_of_once_and_the_others_go_on(tmp_path, warned):
-    down, works = Down(), Works()
+    down, works = Down(1, 2), Down()
     table = MetricsTable(tmp_path / "metrics.csv", [down, works])
     for step in (1, 2, 3):
         table.write(step, {"train/reward": 0.5, "train/loss": 0.1})
@@ -225,7 +186,40 @@ def test_a_logger_that_raises_is_warned_of_once_and_the_others_go_on(tmp_path, w
     assert len(rows(table.path)) == 3
 
 
+def test_a_logger_that_fails_three_times_in_a_row_is_dropped_and_that_is_said(tmp_path, warned):
+    down, works = Down(1, 2, 4, 5, 6, 7), Down()
+    table = MetricsTable(tmp_path / "metrics.csv", [down, works])
+    for step in range(1, 9):
+        table.write(step, {"train/reward": 0.5})
+    assert down.asked[-1] == ("train/reward", 6)  # step 3 worked, so that counting began again
+    first, dropped = warned
+    assert "the run goes on" in first
+    assert "the metrics of step 6 either" in dropped
+    assert "3 times in a row: it is dropped" in dropped
+    assert table.failures == {"Down": 5}
+    assert [step for _, step in works.asked] == list(range(1, 9))
+    assert len(rows(table.path)) == 8
+
+
+def test_a_logger_gets_all_metrics_of_a_step_at_once_and_its_end(tmp_path):
+    logger = Lines("x", str(tmp_path))
+    table = MetricsTable(tmp_path / "metrics.csv", [logger])
+    table.write(1, {"train/reward": 0.5, "eval/accuracy": 0.25})
+    table.close()
+    table.write(2, {"train/reward": 0.75})
+    expected = {"train/reward": 0.5, "eval/accuracy": 0.25, "eval/step": 1}
+    assert logger.got == [(expected, 1), "closed"]
+
+
+def test_the_step_of_an_evaluation_is_a_metric_of_it(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    table.write(0, {"eval/accuracy": 0.25})
+    table.write(1, {"train/reward": 0.5})
+    table.write(2, {"train/reward": 0.5, "eval/accuracy": 0.75})
+    assert table.read("eval/step") == ([0, 2], [0.0, 2.0])
+
+
 def test_a_metrics_file_that_cannot_be_written_stays_an_error(tmp_path):
-    table = MetricsTable(tmp_path / "gone" / "metrics.csv", [Works()])
+    table = MetricsTable(tmp_path / "gone" / "metrics.csv", [Down()])
     with pytest.raises(FileNotFoundError):
         table.write(1, {"train/reward": 0.5})

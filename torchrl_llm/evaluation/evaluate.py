@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
         reward: summed over its turns; 0.0 where it is invalid.
         valid: whether every turn has a valid reward.
         success: whether it was answered rightly.
-        length: tokens of the last response.
+        length: tokens of the last response; -1 where a server did not count them.
         cut: whether the last response was cut by its length limit.
     """
 
@@ -48,7 +48,7 @@ class Evaluation:
             not answered rightly and is shown in ``invalid``.
         reward: mean of the valid rewards, each summed over its turns; NaN without any.
         invalid: fraction of prompts whose reward failed.
-        response_length: mean tokens of the last response.
+        response_length: mean tokens of the last response; NaN where no server counted them.
         truncated: fraction of last responses cut by their length limit.
         num_prompts: how many prompts were answered; fewer than were wanted where the data has no
             more.
@@ -144,7 +144,7 @@ def evaluate(
         accuracy=(flat["success"] & valid).float().mean().item(),
         reward=flat["reward"][valid].mean().item(),
         invalid=(~valid).float().mean().item(),
-        response_length=flat["length"].float().mean().item(),
+        response_length=flat["length"][flat["length"] >= 0].float().mean().item(),
         truncated=flat["cut"].float().mean().item(),
         num_prompts=answered,
         conversations=tuple(shown),
@@ -206,9 +206,16 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
         "reward": torch.where(valid, reward, 0.0),
         "valid": valid,
         "success": success.reshape(size, -1).any(-1).cpu(),
-        "length": torch.tensor([ids.shape[0] for ids in read_rows(td, ("tokens", "response"))]),
+        "length": _lengths(td, size),
         "cut": td.get(("tokens", "finish_reason")).reshape(size).cpu() == FinishReason.LENGTH,
     }
+
+
+def _lengths(td: TensorDictBase, size: int) -> Tensor:
+    counted = td.get(("tokens", "response_length"), None)  # of a policy without token ids
+    if counted is not None:
+        return counted.reshape(size).cpu()
+    return torch.tensor([ids.shape[0] for ids in read_rows(td, ("tokens", "response"))])
 
 
 def _text(row: TensorDictBase) -> str:
@@ -234,7 +241,8 @@ def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
     Returns:
         ``messages`` (the whole conversation) or ``text``, ``query``, the :class:`Outcome` field by
         field (``reward`` is ``None`` where it is invalid), ``error``, the short columns of the data
-        set (``task_id``, ``key``, ...), and ``scores`` where the reward wrote some.
+        set (``task_id``, ``key``, ...), and ``scores`` where the reward wrote some. ``length`` is
+        ``None`` where it is not known.
     """
     record: dict[str, Any] = {}
     for name, value in row.items():
@@ -248,6 +256,8 @@ def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
     else:
         record["messages"] = [_message(message) for message in history.full.chats[0]]
     record |= outcome._asdict()
+    if outcome.length < 0:
+        record["length"] = None
     if not outcome.valid:
         error = row.get(("next", "error"), {"type": "", "message": ""})
         record |= {"reward": None, "error": f"{error['type']}: {error['message']}"}

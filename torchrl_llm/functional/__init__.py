@@ -25,6 +25,7 @@ from torchrl_llm.functional.chunked_head import (
 )
 from torchrl_llm.functional.divergence import chunked_divergence, divergence_from_logits
 from torchrl_llm.functional.gae import GAE, gae, value_loss
+from torchrl_llm.functional.intervals import Interval, bootstrap_interval, wilson_interval
 from torchrl_llm.functional.kl import KL_ESTIMATORS, k1, k2, k3, weighted_k3
 from torchrl_llm.functional.logprobs import (
     entropy_from_logits,
@@ -88,6 +89,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "AttentionBlock",
     "HeadScores",
+    "Interval",
     "Normalizer",
     "PolicyMismatch",
     "Prefix",
@@ -100,6 +102,7 @@ __all__ = [
     "block_attention",
     "block_mask",
     "blocks_cost",
+    "bootstrap_interval",
     "chunked_divergence",
     "chunked_greedy_ids",
     "chunked_log_probs",
@@ -155,4 +158,5 @@ __all__ = [
     "uncertainty_weight",
     "value_loss",
     "weighted_k3",
+    "wilson_interval",
 ]

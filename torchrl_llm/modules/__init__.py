@@ -16,10 +16,12 @@ _LAZY = {
     "torchrl_llm.modules.backends.vllm.async_engine": (
         "AsyncVLLM make_async_vllm_engine make_vllm_worker"
     ),
-    "torchrl_llm.modules.model_loading": "context_length empty_model load_model load_tokenizer",
+    "torchrl_llm.modules.model_loading": (
+        "context_length empty_model end_token_ids load_model load_tokenizer"
+    ),
     "torchrl_llm.modules.policies": (
-        "FakeWrapper LLMWrapperBase LogProbDistribution RemoteTransformersWrapper "
-        "TransformersWrapper vLLMWrapper"
+        "ChatServerPolicy FakeWrapper LLMWrapperBase LogProbDistribution "
+        "RemoteTransformersWrapper TransformersWrapper vLLMWrapper"
     ),
     "torchrl_llm.modules.reference": "AdapterDisabled",
     "torchrl_llm.modules.remote": "EnginePool LoadBalancer",

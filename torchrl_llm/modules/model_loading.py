@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
@@ -148,6 +148,44 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
     """
     config = _load(AutoConfig, "model", name_or_path, {})
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response: of the tokenizer, the model's configuration and its generation.
+
+    Args:
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: when there is no such model.
+    """
+    config = _load(AutoConfig, "model", name_or_path, {})
+    path = embedded_model_path() if name_or_path is None else name_or_path
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # a model need not have one
+        generation = None
+    return known_eos(tokenizer, config, generation)
+
+
+def known_eos(*sources: Any) -> tuple[int, ...]:
+    """All ids that end a response, of tokenizer and configurations together.
+
+    Args:
+        sources: what may have an ``eos_token_id``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> known_eos(SimpleNamespace(eos_token_id=[7, 2]), SimpleNamespace(eos_token_id=2), None)
+        (2, 7)
+    """
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
 
 
 def _load(

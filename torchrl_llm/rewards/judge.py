@@ -19,7 +19,8 @@ from typing import Any, Literal
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
-from torchrl_llm._http import HTTPClient
+from torchrl_llm._chat_server import ask_chat
+from torchrl_llm._http import HTTPClient, server_root
 from torchrl_llm._registry import register
 from torchrl_llm.data.containers import ChatHistory
 from torchrl_llm.data.history import History
@@ -255,7 +256,6 @@ def _shown(text: str) -> str:
     return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
 
 
-_PATH = "/v1/chat/completions"
 _RESERVED = {"model", "messages", "n", "stream"}
 
 
@@ -342,8 +342,7 @@ class EndpointGrader(Grader):
             )
         self.model, self.options = model, options
         self.timeout, self.concurrency = timeout, concurrency
-        base = url.rstrip("/").removesuffix("/v1")
-        self._http = HTTPClient(base, api_key=api_key, max_retries=max_retries)
+        self._http = HTTPClient(server_root(url), api_key=api_key, max_retries=max_retries)
         self.url = self._http.url
 
     def ask(self, conversations: Sequence[Messages]) -> list[str | Exception]:
@@ -361,16 +360,11 @@ class EndpointGrader(Grader):
 
     def _ask(self, messages: Messages) -> str:
         body = {**self.options, "model": self.model, "messages": [dict(m) for m in messages]}
-        reply = self._http.call("POST", _PATH, body, timeout_s=self.timeout)
-        self._http.check(reply, _PATH)
-        try:
-            choice = reply.data["choices"][0]
-            content, reason = choice["message"]["content"], choice.get("finish_reason")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            content, reason = None, None
+        answer = ask_chat(self._http, body, timeout_s=self.timeout)
+        content = answer.message.get("content")
         if not isinstance(content, str):
-            raise RewardError(f"{self.url} answered without a text: {str(reply.data)[:200]}")
-        if reason == "length":
+            raise RewardError(f"{self.url} answered without a text: {str(answer.message)[:200]}")
+        if answer.finish_reason == "length":
             raise RewardError(
                 f"the judge's answer was cut at its limit of tokens; raise max_tokens: "
                 f"{content[-100:]!r}"

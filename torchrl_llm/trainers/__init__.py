@@ -17,7 +17,8 @@ _LAZY = {
     "torchrl_llm.trainers.batch_source": "BatchSource TokenLedger rollout_metrics trained_rows",
     "torchrl_llm.trainers.checkpoint": "CheckpointStore save_pretrained",
     "torchrl_llm.trainers.hub": "push_to_hub",
-    "torchrl_llm.trainers.metrics": "LossMeter MetricsTable make_loggers",
+    "torchrl_llm.trainers.loggers": "make_loggers",
+    "torchrl_llm.trainers.metrics": "LossMeter MetricsTable",
     "torchrl_llm.trainers.optim": (
         "clipped_step make_optimizer make_scheduler micro_batches optimize"
     ),

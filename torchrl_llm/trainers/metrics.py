@@ -1,23 +1,20 @@
-"""Metrics of a run: one wide ``metrics.csv``, and further loggers.
+"""Metrics of a run: one wide ``metrics.csv``, passed on to further loggers.
 
 Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
 time and memory. The CSV is the record of the run: it is written row by row, survives a killed
 process, and is cut back to the checkpoint when a run resumes.
 
-Loggers are found by name: TorchRL's, and those that other packages register.
-
-Next: :mod:`torchrl_llm.trainers.curves` draws them, :mod:`torchrl_llm.trainers.run_folder` reads
-them again.
+Next: :mod:`torchrl_llm.trainers.loggers` makes the loggers, :mod:`torchrl_llm.trainers.curves`
+draws the metrics, :mod:`torchrl_llm.trainers.run_folder` reads them again.
 """
 
 from __future__ import annotations
 
 import csv
-import inspect
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,10 @@ import torch
 from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
 
-from torchrl_llm._imports import require
-from torchrl_llm._registry import find, names, register
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 from torchrl_llm.trainers.run_folder import STEP, read_rows
+
+_MOST_FAILURES = 3
 
 
 class MetricsTable:
@@ -38,8 +34,9 @@ class MetricsTable:
 
     Args:
         path: the CSV file; its folder must exist.
-        loggers: TorchRL loggers that get every number too. One that raises is warned of once and
-            asked again at the next step: the run, and the other loggers, go on.
+        loggers: TorchRL loggers that get every number too. One that raises is warned of once, and
+            asked again at the next step; at the third time in a row it is dropped, because a server
+            that is gone costs a time limit at each step. The run, and the other loggers, go on.
         columns: columns that the header holds from the start, so that a metric which appears
             later (an evaluation) does not force the file to be written again.
 
@@ -61,13 +58,14 @@ class MetricsTable:
         self.path = Path(path)
         self.loggers = list(loggers)
         self.failures: dict[str, int] = {}
+        self._in_a_row: dict[int, int] = {}
         self._columns = [STEP, *columns]
         # The rows are in the file only: in memory a long run's would be tens of megabytes.
         self._last: int | None = None
         self._written = False
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step.
+        """Append the metrics of a step, with ``eval/step`` where there was an evaluation.
 
         Args:
             step: the training step, 1 for the first; 0 is what was measured before training.
@@ -83,6 +81,8 @@ class MetricsTable:
         for name in numbers:
             if name.partition("/")[0] not in ("train", "eval", "perf"):
                 raise ValueError(f"metric {name!r} must begin with train/, eval/ or perf/")
+        if any(name.startswith("eval/") for name in numbers):
+            numbers.setdefault("eval/step", step)
         row = {STEP: str(step), **{name: repr(value) for name, value in numbers.items()}}
         fresh = [name for name in row if name not in self._columns]
         if fresh or not self._written:
@@ -95,13 +95,13 @@ class MetricsTable:
                     [row.get(name, "") for name in self._columns]
                 )
         self._last = step
-        for logger in self.loggers:
-            self._pass_on(logger, numbers, step)
-
-    def _pass_on(self, logger: Logger, numbers: Mapping[str, float | int], step: int) -> None:
-        with self._forgiving(logger, f"the metrics of step {step}"):
-            for metric, value in numbers.items():
-                logger.log_scalar(metric, value, step=step)
+        for logger in list(self.loggers):
+            with self._forgiving(logger, f"the metrics of step {step}"):
+                if isinstance(logger, Logger):
+                    logger.log_metrics(numbers, step=step)
+                else:
+                    for metric, value in numbers.items():
+                        logger.log_scalar(metric, value, step=step)
 
     @contextmanager
     def _forgiving(self, logger: Logger, what: str) -> Iterator[None]:
@@ -110,11 +110,29 @@ class MetricsTable:
             yield
         except Exception as error:  # a server that is down, a full disk: not worth a run
             self.failures[name] = self.failures.get(name, 0) + 1
+            self._in_a_row[id(logger)] = self._in_a_row.get(id(logger), 0) + 1
             if self.failures[name] == 1:
                 log.warning(
                     f"{name} did not take {what}: {type(error).__name__}: {error}; the run goes "
                     f"on and {self.path} has all metrics (said once)"
                 )
+            if self._in_a_row[id(logger)] == _MOST_FAILURES and logger in self.loggers:
+                self.loggers.remove(logger)
+                log.warning(
+                    f"{name} did not take {what} either ({type(error).__name__}: {error}), which "
+                    f"is {_MOST_FAILURES} times in a row: it is dropped, and gets nothing more of "
+                    "this run"
+                )
+        else:
+            self._in_a_row[id(logger)] = 0
+
+    def close(self) -> None:
+        """End the loggers, so that another run of this process begins with its own."""
+        while self.loggers:
+            logger = self.loggers.pop()
+            if isinstance(logger, Logger):
+                with self._forgiving(logger, "its end"):
+                    logger.close()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Tell the loggers the configuration of the run.
@@ -125,7 +143,7 @@ class MetricsTable:
         """
         plain = (str, bool, int, float, type(None))
         flat = {key: v if isinstance(v, plain) else str(v) for key, v in config.items()}
-        for logger in self.loggers:
+        for logger in list(self.loggers):
             if isinstance(logger, Logger):
                 with self._forgiving(logger, "the configuration"):
                     logger.log_hparams(flat)
@@ -286,71 +304,3 @@ def _resident_bytes() -> int:
     except OSError:  # no Linux: the most it has held, in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(pages) * resource.getpagesize()
-
-
-@register("loggers", "csv")
-def no_logger(*, run_dir: str, experiment_name: str) -> None:
-    """Nothing besides ``metrics.csv``, which every run writes."""
-
-
-@register("loggers", "tensorboard")
-def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
-    """TensorBoard's events in ``<run_dir>/<experiment_name>``."""
-    from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-    return TensorboardLogger(exp_name=experiment_name, log_dir=run_dir)
-
-
-@register("loggers", "wandb")
-def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """Weights & Biases, in a project of its own or the given one."""
-    require("wandb", extra="wandb", feature="logging.backend=[wandb]")
-    from torchrl.record.loggers.wandb import WandbLogger
-
-    return WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
-
-
-def make_loggers(
-    backends: Sequence[str],
-    *,
-    run_dir: str | Path,
-    experiment_name: str,
-    project: str | None = None,
-) -> list[Logger]:
-    """The loggers of these names, without one for ``csv``, which every run writes itself.
-
-    Args:
-        backends: names of loggers, see ``python -m torchrl_llm list loggers``, or ``"module:name"``
-            of a function (a class) that makes a ``torchrl.record.loggers.Logger`` of the keywords
-            ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
-        run_dir: folder of the run.
-        experiment_name: name of the run.
-        project: for loggers that know projects.
-
-    Raises:
-        ConfigError: an unknown name, or a ``project`` that none of them takes.
-        MissingExtraError: a logger's package is not installed.
-
-    Example:
-        >>> make_loggers(["csv"], run_dir="runs", experiment_name="mine")
-        []
-    """
-    makers = []
-    for name in dict.fromkeys(backends):
-        try:
-            makers.append(find("loggers", name))
-        except ConfigError as error:
-            raise ConfigError(f"logging.backend: {error}") from error
-    knows = [maker for maker in makers if _knows_projects(maker)]
-    if project is not None and not knows:
-        able = [name for name in names("loggers") if _knows_projects(find("loggers", name))]
-        raise ConfigError(
-            f"logging.project has no effect without {' or '.join(able)} in logging.backend"
-        )
-    given = {"run_dir": str(run_dir), "experiment_name": experiment_name}
-    made = [maker(**given, **({"project": project} if maker in knows else {})) for maker in makers]
-    return [logger for logger in made if logger is not None]
-
-
-def _knows_projects(maker: Callable[..., Logger | None]) -> bool:
-    return "project" in inspect.signature(maker).parameters

@@ -39,7 +39,8 @@ from torchrl_llm.trainers.checkpoint import (
 from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
-from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
+from torchrl_llm.trainers.loggers import make_loggers
+from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
@@ -68,9 +69,10 @@ class LoggingConfig:
     """Where numbers go; ``metrics.csv`` is always written.
 
     Attributes:
-        backend: any of ``csv``, ``tensorboard``, ``wandb``.
+        backend: any of ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
         experiment_name: name of the run for those.
-        project: W&B's project.
+        project: W&B's or Trackio's project, MLflow's experiment; ``None`` for what the environment
+            says (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), else one of their own.
         progress: show a progress bar.
         samples: steps between two answers of the batch that are shown, the best and the worst to
             one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
@@ -504,6 +506,7 @@ class TrainingRun:
             picture = save_curves(self.folder / f"{name}.png", self.curves())
             if self._before and self._after:
                 show(compare_conversations(self._before, self._after))
+            self._table.close()
             for logger, number in self._table.failures.items():
                 say(f"{logger} raised {number} times, and may lack what it was given then")
             if lacking := self._rollouts.failures:

@@ -39,6 +39,7 @@ class FakeServer:
     Attributes:
         faults: callables that take the request handler and return whether they answered it.
         requests: paths and bodies so far.
+        keys: headers of authorization so far.
     """
 
     def __init__(self, *, vocab_size=VOCAB, max_length=4096, tokenizer=None, **options):
@@ -49,6 +50,7 @@ class FakeServer:
         self.max_length = max_length
         self.faults = deque()
         self.requests = []
+        self.keys = set()
         self.connections = 0
         self.busy = self.most_busy = 0
         self.version, self.paused = "default", False
@@ -59,6 +61,10 @@ class FakeServer:
     # -- /v1/completions --------------------------------------------------------------------------
 
     def complete(self, body):
+        if isinstance(body["prompt"], str):
+            ids = self.backend.tokenizer.encode(body["prompt"], add_special_tokens=False)
+            found = {"prompt_token_ids": ids} if self.options.get("returns_ids", True) else {}
+            return 200, {"choices": [{"text": "", **found}]}
         prompt = torch.tensor(body["prompt"])
         with self.lock:
             self.busy += 1
@@ -174,12 +180,15 @@ class FakeServer:
 
     def answer(self, path, body):
         if path == "/v1/models":
-            cards = [{"id": m, "max_model_len": self.max_length} for m in self.options["models"]]
+            more = self.options.get("card", {"max_model_len": self.max_length})
+            cards = [{"id": model, **more} for model in self.options["models"]]
             return 200, {"data": cards}
         if path == "/health":
             return 200, ""
         if path == "/v1/completions":
             return self.complete(body)
+        if path == "/v1/chat/completions":
+            return self.options["chat"](body)
         return self.control(path, body)
 
     @contextmanager
@@ -207,6 +216,7 @@ class FakeServer:
                 body = json.loads(self.rfile.read(size)) if size else None
                 with fake.lock:
                     fake.requests.append((self.path, body))
+                    fake.keys.add(self.headers.get("Authorization"))
                     fault = fake.faults.popleft() if fake.faults else None
                 if fault is not None and fault(self):
                     return

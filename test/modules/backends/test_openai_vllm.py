@@ -9,6 +9,9 @@ import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
 from modules.backends.vllm_server import kill, vllm_server
+from recipes.script import run_alone
+from recipes.test_evaluate import SCRIPT as EVALUATE
+from recipes.test_evaluate import answers
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, WeightUpdateError, WorkerError
@@ -75,6 +78,33 @@ class TestOpenAIBackendOnVLLM(BackendConformance):
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a.token_ids, b.token_ids)
             torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_evaluation_script_has_the_answers_of_this_process_by_ids_and_by_chat(
+    url, folder, tmp_path, monkeypatch, capfd
+):
+    settings = ["tasks=[arithmetic]", "eval.num_prompts=12", "inference_model.max_tokens=16"]
+    server = f"inference_model.url={url}"
+    ways = {
+        "here": [f"model.name={folder}"],
+        "ids": [server, f"model.name={folder}"],
+        "root": [server],  # vLLM says where its model is
+        "chat": [server, "inference_model.protocol=chat"],
+    }
+    found = {}
+    for name, more in ways.items():
+        run_alone(monkeypatch, EVALUATE, tmp_path / name, *settings, *more)
+        found[name] = answers(tmp_path / name, "arithmetic")
+    said = capfd.readouterr().err
+    assert said.count("is asked by token ids") == 2
+    assert said.count("is asked by chat completions") == 1
+    assert len(found["here"]) == 12
+    assert found["ids"] == found["root"] == found["here"]
+    # This model writes halves of characters, which vLLM leaves out of a text.
+    for chat, here in zip(found["chat"], found["here"], strict=True):
+        texts = [record["messages"][-1].pop("content") for record in (chat, here)]
+        assert texts[0].replace("\ufffd", "") == texts[1].replace("\ufffd", "")
+        assert {**chat, "messages": []} == {**here, "messages": []}
 
 
 def assert_same(backend, trained, *, atol=1e-5):

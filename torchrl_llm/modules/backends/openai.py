@@ -10,17 +10,15 @@ Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for requests and answ
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_llm._http import Cancellation, HTTPClient
+from torchrl_llm._http import Cancellation, HTTPClient, RequestThreads, server_root
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
@@ -30,7 +28,6 @@ from torchrl_llm.modules.backends.backend_port import Backend, Completion, Sampl
 from torchrl_llm.modules.backends.server import InFlight, VLLMServer
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
-_Result = TypeVar("_Result")
 _COOLEST = 0.01
 
 
@@ -117,34 +114,23 @@ class OpenAIBackend(Backend):
         self.eos_token_ids = tuple(ends)
         if None in self.eos_token_ids:
             raise ConfigError("the tokenizer has no eos token; pass eos_token_ids=")
-        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._timeout_s = timeout_s
         self._on_failure, self._on_other_prompt = on_failure, on_other_prompt
-        base = url.rstrip("/").removesuffix("/v1") if isinstance(url, str) else url
-        self._http = HTTPClient(base, api_key=api_key, max_retries=max_retries)
+        self._http = HTTPClient(server_root(url), api_key=api_key, max_retries=max_retries)
         self.server = VLLMServer(
             self._http, timeout_s=timeout_s, in_flight=in_flight, exchange_dir=exchange_dir
         )
-        card = _model_card(self._http, model, start_timeout_s)
+        card = protocol.model_card(self._http, model, start_timeout_s)
         self.model_name = card["id"]
         limits = [n for n in (card.get("max_model_len"), max_length) if n is not None]
         self.max_length = min(limits, default=None)
         # Log-probs of the distribution that was sampled; asked of the server when they matter.
         self._processed: bool | None = None
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_threads": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        self._threads = RequestThreads(concurrency)
 
     def close(self) -> None:
         """Close connections and end threads; the next call opens them again."""
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._http.close()
 
     @property
@@ -184,7 +170,7 @@ class OpenAIBackend(Backend):
             partial(self._complete, prompt, params, seed, ends)
             for prompt, seed in zip(rows, seeds, strict=True)
         ]
-        flat = self._run(jobs)
+        flat = self._threads.run(jobs)
         size = params.num_samples
         return [flat[start : start + size] for start in range(0, len(flat), size)]
 
@@ -234,7 +220,7 @@ class OpenAIBackend(Backend):
         if self._processed is None:
             params = SamplingParams(max_new_tokens=1, native={"allowed_token_ids": [0]})
             body = self._one_token(torch.tensor([0]), params)
-            [choice] = self._run([partial(self._choice, body)])
+            [choice] = self._threads.run([partial(self._choice, body)])
             found = protocol.read_completion(choice, params, max_tokens=1, end_ids=())
             # One id was allowed, so its probability was 1.
             self._processed = float(found.log_probs) > -1e-4
@@ -275,7 +261,7 @@ class OpenAIBackend(Backend):
             start += count
             if count:
                 jobs.append(partial(self._score, ids, mask, heat, entropy, own))
-        parts = self._run(jobs)
+        parts = self._threads.run(jobs)
         none = torch.zeros(0)
         log_probs = torch.cat([none, *(part.log_probs for part in parts)])
         entropies = torch.cat([none, *(part.entropy for part in parts)]) if entropy else None
@@ -341,7 +327,7 @@ class OpenAIBackend(Backend):
         """
         self.check_ids(sequences)
         self._check_lengths(sequences)
-        rows = self._run([partial(self._logits, ids) for ids in sequences])
+        rows = self._threads.run([partial(self._logits, ids) for ids in sequences])
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def _logits(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
@@ -368,27 +354,6 @@ class OpenAIBackend(Backend):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _run(self, jobs: Sequence[Callable[[Cancellation], _Result]]) -> list[_Result]:
-        """Results of all jobs; the first error, or an interrupt, ends the others at the server."""
-        if not jobs:
-            return []
-        cancellation = Cancellation()
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._concurrency, "torchrl_llm-openai")
-            futures = [self._threads.submit(job, cancellation) for job in jobs]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [future for future in futures if future in done and future.exception()]
-            if failed:
-                raise failed[0].exception()
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            cancellation.cancel()
-            raise
-
     def _choice(self, body: dict[str, Any], cancellation: Cancellation) -> dict[str, Any]:
         reply = self._http.call(
             "POST", "/v1/completions", body, timeout_s=self._timeout_s, cancellation=cancellation
@@ -405,21 +370,3 @@ class OpenAIBackend(Backend):
                 raise BackendError(problem)
             warnings.warn(problem, stacklevel=2)
         return choice
-
-
-def _model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[str, Any]:
-    """The entry of a model in the server's list, waiting until there is a server."""
-    reply = http.call("GET", "/v1/models", timeout_s=timeout_s, max_retries=10**6)
-    http.check(reply, "/v1/models")
-    try:
-        cards = {card["id"]: card for card in reply.data["data"]}
-    except (TypeError, KeyError):
-        raise ConfigError(
-            f"{http.url} lists no models, it answered {str(reply.data)[:200]}"
-        ) from None
-    if model is None and len(cards) == 1:
-        [model] = cards
-    if model not in cards:
-        wanted = "model= must name one" if model is None else f"{model!r} is not one"
-        raise ConfigError(f"{http.url} serves the models {sorted(cards)}; {wanted} of them")
-    return cards[model]

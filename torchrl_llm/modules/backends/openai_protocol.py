@@ -1,8 +1,8 @@
 """Requests to an OpenAI-compatible server, ``/v1/completions`` with token ids, and its answers.
 
-Pure functions between tensors and JSON. Beyond OpenAI's own fields they use vLLM's
-(``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); a server that ignores them is
-found out by its answer.
+Pure functions between tensors and JSON, and the list of the server's models. Beyond OpenAI's own
+fields they use vLLM's (``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); a
+server that ignores them is found out by its answer.
 
 Shape legend: ``T`` tokens of a row, ``R`` sampled tokens, ``V`` vocabulary.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_llm._http import HTTPClient
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
@@ -335,3 +336,31 @@ def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
     for token, value in values.items():
         row[token] = value
     return torch.tensor(row)
+
+
+def model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[str, Any]:
+    """The entry of a model in the server's list, waiting until there is a server.
+
+    Args:
+        http: the server.
+        model: its name there; ``None`` for the only one.
+        timeout_s: most seconds to wait.
+
+    Raises:
+        ConfigError: there is no such model, or no list of models.
+        WorkerError: the server is not there.
+    """
+    reply = http.call("GET", "/v1/models", timeout_s=timeout_s, max_retries=10**6)
+    http.check(reply, "/v1/models")
+    try:
+        cards = {card["id"]: card for card in reply.data["data"]}
+    except (TypeError, KeyError):
+        raise ConfigError(
+            f"{http.url} lists no models, it answered {str(reply.data)[:200]}"
+        ) from None
+    if model is None and len(cards) == 1:
+        [model] = cards
+    if model not in cards:
+        wanted = "model= must name one" if model is None else f"{model!r} is not one"
+        raise ConfigError(f"{http.url} serves the models {sorted(cards)}; {wanted} of them")
+    return cards[model]

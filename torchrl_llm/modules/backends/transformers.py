@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import logits_process as lp
 
@@ -30,6 +30,7 @@ from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.head import ValueHead, causal_model, sampling_mode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
+from torchrl_llm.modules.model_loading import known_eos
 
 # Tokens that a cache has room for beyond those that it holds.
 _MOST_ROOM = 64
@@ -137,7 +138,8 @@ class TransformersBackend(LocalBackend):
         super().__init__(
             vocab_size=base.get_input_embeddings().weight.shape[0],
             max_length=max_length or getattr(config, "max_position_embeddings", None),
-            eos_token_ids=eos_token_ids or _known_eos(base, tokenizer),
+            eos_token_ids=eos_token_ids
+            or known_eos(tokenizer, base.config, getattr(base, "generation_config", None)),
         )
         self.model, self.tokenizer, self.scorer = model, tokenizer, scorer
         if layout is not None:
@@ -355,12 +357,3 @@ def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [_BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
     return cache
-
-
-def _known_eos(base: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    found: set[int] = set()
-    for source in (tokenizer, base.config, getattr(base, "generation_config", None)):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(found))

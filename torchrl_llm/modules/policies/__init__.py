@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from torchrl_llm.modules.policies.chat_server import ChatServerPolicy
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.policies.model_wrappers import (
     FakeWrapper,
@@ -15,6 +16,7 @@ from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenD
 
 __all__ = [
     "ChatHistory",
+    "ChatServerPolicy",
     "FakeWrapper",
     "LLMWrapperBase",
     "LogProbDistribution",

@@ -1,0 +1,63 @@
+"""One request to ``/v1/chat/completions``, OpenAI's protocol, and what a server answers.
+
+The server writes the prompt by a template of its own and returns text: there are no token ids. Who
+samples for training asks for ids instead, see :mod:`torchrl_llm.modules.backends.openai`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torchrl_llm._http import Cancellation, HTTPClient
+from torchrl_llm.errors import BackendError
+
+PATH = "/v1/chat/completions"
+
+
+class ChatAnswer(NamedTuple):
+    """What a server answered to a conversation.
+
+    Attributes:
+        message: of the assistant, as the server wrote it; its ``content`` may be ``None``, next to
+            tool calls or where all that was written is reasoning.
+        finish_reason: why it ended, in the server's words; ``None`` where it did not say.
+        num_tokens: of the response; ``None`` where the server did not say.
+    """
+
+    message: Mapping[str, Any]
+    finish_reason: str | None
+    num_tokens: int | None
+
+
+def ask_chat(
+    http: HTTPClient,
+    body: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    cancellation: Cancellation | None = None,
+) -> ChatAnswer:
+    """Ask for one answer to a conversation.
+
+    Args:
+        http: the server.
+        body: the request, with ``model`` and ``messages``.
+        timeout_s: most seconds, those of repeated attempts included.
+        cancellation: may end it from another thread.
+
+    Raises:
+        BackendError: the server refuses the request, or answers without a message.
+        ConfigError: no access, or no such path or model.
+        WorkerError: no answer.
+    """
+    reply = http.call("POST", PATH, body, timeout_s=timeout_s, cancellation=cancellation)
+    http.check(reply, PATH)
+    try:
+        [choice, *_], usage = reply.data["choices"], reply.data.get("usage") or {}
+        message, reason = choice["message"], choice.get("finish_reason")
+        text, count = message["content"], usage.get("completion_tokens")
+    except (KeyError, ValueError, TypeError, AttributeError):
+        text = message = None
+    if message is None or not isinstance(text, (str, type(None))):
+        raise BackendError(f"{http.url} answered without a text: {str(reply.data)[:200]}")
+    return ChatAnswer(message, reason, count if isinstance(count, int) else None)

@@ -1,0 +1,131 @@
+"""Confidence intervals of what an evaluation counts: Wilson's, and the bootstrap over prompts.
+
+Shape legend: ``P`` prompts, ``S`` resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Indices drawn at a time, so that ten thousand prompts do not take a gigabyte.
+_DRAWN_AT_ONCE = 1 << 21
+
+
+class Interval(NamedTuple):
+    """Both ends of a confidence interval, float64.
+
+    Attributes:
+        low: the lower end.
+        high: the upper end.
+    """
+
+    low: Tensor
+    high: Tensor
+
+
+def wilson_interval(num_right: Tensor, num_trials: Tensor, *, level: float = 0.95) -> Interval:
+    """Wilson's score interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209).
+
+    ``(p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)`` with ``p = c / n``. It
+    stays within 0 and 1 and has a width also where none or all are right.
+
+    Args:
+        num_right: ``c``, any shape.
+        num_trials: ``n`` independent trials, the same shape; without any the interval is 0 to 1.
+        level: share of such intervals that hold the true proportion.
+
+    Returns:
+        The interval, of the same shape.
+
+    Raises:
+        ValueError: impossible counts or level.
+
+    Example:
+        >>> low, high = wilson_interval(torch.tensor(0), torch.tensor(10))
+        >>> low.item(), round(high.item(), 4)
+        (0.0, 0.2775)
+    """
+    _check_level(level)
+    if not bool(((num_right >= 0) & (num_right <= num_trials)).all()):
+        raise ValueError(
+            f"expected 0 <= num_right <= num_trials, got {num_right.tolist()} of "
+            f"{num_trials.tolist()}"
+        )
+    z = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+    c, n = num_right.double(), num_trials.double()
+    wrong = n - c
+    # Multiplied by n, so that n = 0 needs no case of its own.
+    middle = c + z * z / 2
+    half = z * (c * wrong / n.clamp_min(1) + z * z / 4).sqrt()
+    scale = n + z * z
+    low = torch.where(c == 0, 0.0, (middle - half) / scale)
+    return Interval(low, torch.where(wrong == 0, 1.0, (middle + half) / scale))
+
+
+def bootstrap_interval(
+    totals_P: Tensor,
+    counts_P: Tensor | None = None,
+    *,
+    level: float = 0.95,
+    num_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap of a mean whose independent units are prompts (Efron 1979).
+
+    Prompts are drawn with replacement, each with all that belongs to it, so that samples of one
+    prompt, which are alike, do not make the interval narrower. The statistic is
+    ``sum(totals) / sum(counts)``. Uses its own generator: user seeds do not change the draw, nor
+    does it change what they draw.
+
+    Args:
+        totals_P: float ``[P]``, the sum of what belongs to each prompt, or its one value.
+        counts_P: ``[P]``, how much belongs to each prompt; 1 if not given. Resamples in which
+            nothing counts are left out.
+        level: share of such intervals that hold the true mean, for many prompts.
+        num_resamples: ``S``.
+        seed: of the generator.
+
+    Returns:
+        The interval; NaN where all prompts that count have one value, or there is one alone: a
+        bootstrap sees no spread there, and an interval without width would be a lie.
+
+    Raises:
+        ValueError: shapes that differ, or an impossible level or number.
+
+    Example:
+        >>> low, high = bootstrap_interval(torch.tensor([0.0, 1.0] * 50))
+        >>> round(low.item(), 2), round(high.item(), 2)
+        (0.4, 0.6)
+    """
+    _check_level(level)
+    counts_P = torch.ones_like(totals_P) if counts_P is None else counts_P
+    if totals_P.ndim != 1 or counts_P.shape != totals_P.shape or num_resamples < 1:
+        raise ValueError(
+            "expected totals and counts [P] and num_resamples of at least 1, got "
+            f"{list(totals_P.shape)}, {list(counts_P.shape)} and {num_resamples}"
+        )
+    pairs_P2 = torch.stack([totals_P, counts_P], -1).double()
+    values = (pairs_P2[:, 0] / pairs_P2[:, 1])[counts_P > 0]
+    if bool((values == values[:1]).all()):
+        none = torch.tensor(math.nan, dtype=torch.float64)
+        return Interval(none, none)
+    size = len(totals_P)
+    generator = torch.Generator().manual_seed(seed)
+    sums = []
+    for rows in torch.arange(num_resamples).split(max(1, _DRAWN_AT_ONCE // size)):
+        drawn = torch.randint(size, (len(rows), size), generator=generator)
+        sums.append(pairs_P2[drawn].sum(1))
+    totals_S, counts_S = torch.cat(sums).unbind(-1)
+    means_S = (totals_S / counts_S)[counts_S > 0]
+    tail = (1 - level) / 2
+    ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    return Interval(*means_S.quantile(ends).unbind())
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}")

@@ -1,0 +1,168 @@
+"""Policy that a server answers by chat completions: messages go out, text comes back.
+
+For evaluation alone. The server writes the prompt by its own template and encodes it with its own
+tokenizer, so that there are no token ids, no log-probs and nothing that could be trained; a server
+that takes and gives token ids is an :class:`~torchrl_llm.modules.OpenAIBackend`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from torchrl_llm._chat_server import ChatAnswer, ask_chat
+from torchrl_llm._http import Cancellation, HTTPClient, RequestThreads
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.history import History
+from torchrl_llm.data.messages import calls_of, canonical_message
+from torchrl_llm.errors import BackendError, ConfigError, DataError, OverlongError
+
+RESERVED = frozenset({"messages", "n", "stream", "tools"})
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "function_call": FinishReason.TOOL_CALLS,
+}
+_SENT = ("role", "content", "tool_call_id")
+
+
+class ChatServerPolicy(TensorDictModuleBase):
+    """Answers conversations at a server that speaks chat completions.
+
+    It reads ``("history", "prompt")`` of rows ``[B]`` and writes ``("history", "full")``,
+    ``("tokens", "finish_reason")`` (``ABORT`` where the server says neither that the model stopped,
+    nor that it was cut) and ``("tokens", "response_length")``, int64, what the server counted; -1
+    where it did not say. Rows that ``"_step"`` leaves out are not asked about.
+
+    Args:
+        http: the server.
+        request: fields of every request, ``model`` among them.
+        timeout_s: most seconds for one request, those of repeated attempts included.
+        concurrency: most requests at once.
+        on_overlong: what becomes of a conversation that the server refuses as longer than its
+            context: :class:`~torchrl_llm.errors.OverlongError`, or an empty response that was
+            ``ABORT``-ed.
+        tools: schemas of tools that the server is told of; it reads the calls.
+
+    Raises:
+        ConfigError: fields of requests that are not the user's to set.
+
+    Example:
+        >>> http = HTTPClient("http://localhost:8000")
+        >>> policy = ChatServerPolicy(http, {"model": "mine", "temperature": 0})
+        >>> policy.in_keys
+        [('history', 'prompt')]
+    """
+
+    in_keys = [("history", "prompt")]  # noqa: RUF012
+    out_keys = [  # noqa: RUF012
+        ("history", "full"),
+        ("tokens", "finish_reason"),
+        ("tokens", "response_length"),
+    ]
+
+    def __init__(
+        self,
+        http: HTTPClient,
+        request: Mapping[str, Any],
+        *,
+        timeout_s: float = 600.0,
+        concurrency: int = 64,
+        on_overlong: Literal["error", "drop"] = "error",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__()
+        if reserved := sorted(RESERVED & set(request)):
+            raise ConfigError(f"{reserved} cannot be among the fields of a request")
+        self._http, self._request, self._tools = http, dict(request), list(tools)
+        self._timeout_s, self._on_overlong = timeout_s, on_overlong
+        self._threads = RequestThreads(concurrency)
+
+    def get_new_version(self, *, tools: Sequence[Mapping[str, Any]]) -> Self:
+        """The same server, told of tools."""
+        other = copy.copy(self)
+        other._tools = list(tools)
+        return other
+
+    def close(self) -> None:
+        """Close connections and end threads; the next call opens them again."""
+        self._threads.close()
+        self._http.close()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Ask for an answer to each row.
+
+        Raises:
+            BackendError: the server refuses a request, or answers nonsense.
+            OverlongError: a conversation is longer than the server's context.
+            WorkerError: no answer.
+        """
+        chats = tensordict["history"].prompt.chats
+        steps = tensordict.get("_step", None)
+        asked = [True] * len(chats) if steps is None else steps.reshape(len(chats), -1).any(-1)
+        rows = [row for row, yes in enumerate(asked) if yes]
+        # Of torch's generator, so that its seed repeats a run where the server can.
+        seeds = torch.randint(2**31 - 1, (len(rows),)).tolist()
+        jobs = [partial(self._answer, chats[i], s) for i, s in zip(rows, seeds, strict=True)]
+        reasons = torch.full((len(chats),), int(FinishReason.ABORT), dtype=torch.int8)
+        lengths = torch.zeros(len(chats), dtype=torch.int64)
+        for row, answer in zip(rows, self._threads.run(jobs), strict=True):
+            chats[row] = chats[row] + [_message(answer)]
+            reasons[row] = int(_REASONS.get(answer.finish_reason, FinishReason.ABORT))
+            lengths[row] = -1 if answer.num_tokens is None else answer.num_tokens
+        tensordict.set(("history", "full"), History.of(chats))
+        tensordict.set(("tokens", "finish_reason"), reasons)
+        return tensordict.set(("tokens", "response_length"), lengths)
+
+    def _answer(self, chat: Chat, seed: int, cancellation: Cancellation) -> ChatAnswer:
+        body = {**self._request, "messages": [_sent(message) for message in chat]}
+        if self._tools:
+            body["tools"] = self._tools
+        if body.get("temperature") != 0:
+            body["seed"] = seed
+        try:
+            return ask_chat(self._http, body, timeout_s=self._timeout_s, cancellation=cancellation)
+        except BackendError as error:
+            # OpenAI says "maximum context length" and so does vLLM; no status tells it.
+            if "context" not in str(error) or "length" not in str(error):
+                raise
+            if self._on_overlong == "error":
+                raise OverlongError(f"{error}; on_overlong=drop leaves it unanswered") from error
+            return ChatAnswer({"content": ""}, None, 0)
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as the protocol has it: arguments of calls are a text."""
+    out = {name: message[name] for name in _SENT if name in message}
+    calls = []
+    for call in calls_of(message):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**out, "tool_calls": calls} if calls else out
+
+
+def _message(answer: ChatAnswer) -> dict[str, Any]:
+    """A server's message as conversations hold it."""
+    found = answer.message
+    reasoning = found.get("reasoning_content") or found.get("reasoning")
+    try:
+        return canonical_message(
+            {
+                "role": "assistant",
+                "content": found["content"] or found.get("refusal"),
+                "reasoning_content": reasoning or None,
+                "tool_calls": found.get("tool_calls"),
+            }
+        )
+    except DataError as error:
+        raise BackendError(f"the server's message cannot be read: {error}") from error

@@ -1,0 +1,180 @@
+"""Loggers of a run by name: TorchRL's, and those that other packages register.
+
+Every one gets its numbers from :class:`~torchrl_llm.trainers.MetricsTable`, which writes
+``metrics.csv`` whatever loggers there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from torchrl.record.loggers import Logger
+from torchrl.record.loggers.mlflow import MLFlowLogger
+from torchrl.record.loggers.trackio import TrackioLogger
+
+from torchrl_llm._imports import require
+from torchrl_llm._registry import find, names, register
+from torchrl_llm.errors import ConfigError, TorchRLLLMError
+
+_PROJECT = "torchrl_llm"
+# What MLflow does not take in a name.
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
+# MLflow's own are seven attempts of two minutes: an hour for three steps of a server that is gone.
+_MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+
+
+@register("loggers", "csv")
+def no_logger(*, run_dir: str, experiment_name: str) -> None:
+    """Nothing besides ``metrics.csv``, which every run writes."""
+
+
+@register("loggers", "tensorboard")
+def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
+    """TensorBoard's events in ``<run_dir>/<experiment_name>``."""
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    return TensorboardLogger(exp_name=experiment_name, log_dir=run_dir)
+
+
+@register("loggers", "wandb")
+def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
+    """Weights & Biases, in the given project, that of ``WANDB_PROJECT``, or one of its own."""
+    require("wandb", extra="wandb", feature="logging.backend=[wandb]")
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    return WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
+
+
+@register("loggers", "mlflow")
+def mlflow_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
+    """MLflow, at ``MLFLOW_TRACKING_URI`` or in ``<run_dir>/mlflow.db``.
+
+    The project is MLflow's experiment, and ``experiment_name`` the name of the run in it.
+    """
+    require("mlflow", extra="mlflow", feature="logging.backend=[mlflow]")
+    for name, value in _MLFLOW_LIMITS.items():
+        os.environ.setdefault(name, value)
+    folder = Path(run_dir).resolve()
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    return _MLflow(
+        project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT,
+        uri or f"sqlite:///{folder}/mlflow.db",
+        artifact_location=None if uri else str(folder / "mlflow"),
+        run_name=experiment_name,
+    )
+
+
+class _MLflow(MLFlowLogger):
+    """TorchRL's, with a name for the run, names that MLflow takes, and an end."""
+
+    def __init__(self, exp_name: str, tracking_uri: str, *, run_name: str, **options: Any) -> None:
+        import mlflow
+
+        if mlflow.active_run() is not None:
+            mlflow.end_run()  # of an earlier run of this process, which failed
+        super().__init__(exp_name, tracking_uri, **options)
+        mlflow.set_tag("mlflow.runName", run_name)
+
+    def log_metrics(self, metrics: Any, step: int | None = None, **options: Any) -> dict[str, Any]:
+        return super().log_metrics(_named(metrics), step, **options)
+
+    def log_hparams(self, cfg: Any) -> None:
+        super().log_hparams(_named(cfg))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_NOT_IN_MLFLOW.sub("_", name): value for name, value in values.items()}
+
+
+@register("loggers", "trackio")
+def trackio_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
+    """Trackio, in the folder that its ``TRACKIO_DIR`` names; several runs may have one name."""
+    require("trackio", extra="trackio", feature="logging.backend=[trackio]")
+    return _Trackio(experiment_name, project or _PROJECT, resume="never")
+
+
+class _Trackio(TrackioLogger):
+    """TorchRL's, with one row a step, and what it says apart from the results of the run."""
+
+    def _create_experiment(self) -> Any:
+        with redirect_stdout(sys.stderr):
+            return super()._create_experiment()
+
+    def log_metrics(self, metrics: Any, step: int | None = None, **options: Any) -> dict[str, Any]:
+        self.experiment.log(metrics, step=step)
+        return metrics
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        import trackio
+
+        with redirect_stdout(sys.stderr):
+            trackio.finish()  # the run's own would be called again at exit
+
+
+def make_loggers(
+    backends: Sequence[str],
+    *,
+    run_dir: str | Path,
+    experiment_name: str,
+    project: str | None = None,
+) -> list[Logger]:
+    """The loggers of these names, without one for ``csv``, which every run writes itself.
+
+    Args:
+        backends: names of loggers, see ``python -m torchrl_llm list loggers``, or ``"module:name"``
+            of a function (a class) that makes a ``torchrl.record.loggers.Logger`` of the keywords
+            ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
+        run_dir: folder of the run.
+        experiment_name: name of the run.
+        project: for loggers that know projects.
+
+    Raises:
+        ConfigError: an unknown name, a ``project`` that none of them takes, or a logger that cannot
+            be started (no account, a server that is not there).
+        MissingExtraError: a logger's package is not installed.
+
+    Example:
+        >>> make_loggers(["csv"], run_dir="runs", experiment_name="mine")
+        []
+    """
+    makers = {}
+    for name in dict.fromkeys(backends):
+        try:
+            makers[name] = find("loggers", name)
+        except ConfigError as error:
+            raise ConfigError(f"logging.backend: {error}") from error
+    knows = [name for name, maker in makers.items() if _knows_projects(maker)]
+    if project is not None and not knows:
+        able = [name for name in names("loggers") if _knows_projects(find("loggers", name))]
+        raise ConfigError(
+            f"logging.project has no effect without {' or '.join(able)} in logging.backend"
+        )
+    given = {"run_dir": str(run_dir), "experiment_name": experiment_name}
+    made = []
+    for name, maker in makers.items():
+        try:
+            made.append(maker(**given, **({"project": project} if name in knows else {})))
+        except TorchRLLLMError:
+            raise
+        except Exception as error:  # of another package, before anything has been trained
+            raise ConfigError(
+                f"logging.backend: {name} cannot be started: {type(error).__name__}: {error}; "
+                "mend it, or take it out of logging.backend"
+            ) from error
+    return [logger for logger in made if logger is not None]
+
+
+def _knows_projects(maker: Callable[..., Logger | None]) -> bool:
+    return "project" in inspect.signature(maker).parameters
