@@ -1,0 +1,101 @@
+"""Looks at a configuration before a long run: ``torchrl-llm doctor grpo model.name=...``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_llm.cli.train import RECIPES
+from torchrl_llm.errors import ConfigError, DataError
+
+PAGES = RECIPES | {"evaluate": "evaluate/evaluate.py", "pipeline-rl": "pipeline-rl/learner.py"}
+"""Name of a recipe to its page."""
+
+_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what would fail, mislead or waste a run with this configuration.
+
+    Args:
+        arguments: a recipe or a YAML file, overrides of its keys, and options.
+
+    Returns:
+        The exit status: 1 where something is an error.
+
+    Raises:
+        SystemExit: no such recipe or file, or one that cannot be read; status 2.
+    """
+    parser = _parser()
+    given = parser.parse_intermixed_args(arguments)
+    begun = time.perf_counter()
+    from torchrl_llm.recipes.doctor import compose
+
+    file = None if given.config in PAGES else Path(given.config)
+    try:
+        name = given.config if file is None else compose.recipe_of(file, PAGES)
+    except DataError as error:
+        known = f"; a recipe is one of {', '.join(PAGES)}" * (file.suffix == "")
+        parser.error(f"{error}{known}")
+    name = given.recipe or name
+
+    from torchrl_llm.recipes.doctor.examine import examine
+    from torchrl_llm.recipes.doctor.finding import Finding, summary, table
+    from torchrl_llm.recipes.doctor.subject import Subject
+
+    try:
+        config, page = compose.compose(name, PAGES[name], given.overrides, file)
+    except ConfigError as error:
+        found = [Finding("error", "", str(error), "configuration")]
+    else:
+        folder = [o.partition("=")[2] for o in given.overrides if o.startswith("hydra.run.dir=")]
+        subject = Subject(
+            config,
+            page,
+            folder=Path((folder or ["outputs"])[-1]),
+            samples=given.sample,
+            calibrates=given.calibrate,
+        )
+        found = examine(subject)
+    failed = any(each.level == "error" for each in found)
+    if given.json:
+        shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
+    else:
+        seconds = time.perf_counter() - begun
+        shown = f"{table(found)}\n{name}: {summary(found)} ({seconds:.0f} s)"
+    sys.stdout.write(shown + "\n")
+    return _FAILED if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm doctor",
+        usage="torchrl-llm doctor RECIPE|FILE.yaml [KEY=VALUE ...] [options]",
+        description="look at a configuration before a long run: tokens, template, data, reward, "
+        "memory, disk; nothing is trained or written",
+    )
+    parser.add_argument(
+        "config",
+        metavar="RECIPE|FILE",
+        help=f"one of {', '.join(PAGES)}, a YAML file, or the folder of a run",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument(
+        "--recipe", choices=PAGES, help="what a file is of, where its keys do not say it"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="find the largest train.micro_token_budget that fits, by training with it",
+    )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="let the model answer some prompts, however large it is",
+    )
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    return parser
