@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -43,32 +44,25 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{error}{known}")
     name = given.recipe or name
 
-    from torchrl_llm.recipes.doctor.examine import examine
-    from torchrl_llm.recipes.doctor.finding import Finding, summary, table
+    from torchrl_llm.recipes.doctor import examine, finding
     from torchrl_llm.recipes.doctor.subject import Subject
 
     try:
         config, page = compose.compose(name, PAGES[name], given.overrides, file)
     except ConfigError as error:
-        found = [Finding("error", "", str(error), "configuration")]
+        found = [finding.error("", str(error), "configuration")]
     else:
-        folder = [o.partition("=")[2] for o in given.overrides if o.startswith("hydra.run.dir=")]
-        subject = Subject(
-            config,
-            page,
-            folder=Path((folder or ["outputs"])[-1]),
-            samples=given.sample,
-            calibrates=given.calibrate,
-        )
-        found = examine(subject)
-    failed = any(each.level == "error" for each in found)
+        folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
+        folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
+        wanted = {"samples": given.sample, "calibrates": given.calibrate}
+        found = examine.examine(Subject(config, page, folder=folder, **wanted))
     if given.json:
         shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
     else:
-        seconds = time.perf_counter() - begun
-        shown = f"{table(found)}\n{name}: {summary(found)} ({seconds:.0f} s)"
-    sys.stdout.write(shown + "\n")
-    return _FAILED if failed else 0
+        shown = f"{finding.shown(found)} ({name}, {time.perf_counter() - begun:.0f} s)"
+    if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
+        sys.stdout.write(shown + "\n")
+    return _FAILED if any(each.level == "error" for each in found) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,18 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(PAGES)}, a YAML file, or the folder of a run",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the recipe")
-    parser.add_argument(
-        "--recipe", choices=PAGES, help="what a file is of, where its keys do not say it"
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="find the largest train.micro_token_budget that fits, by training with it",
-    )
-    parser.add_argument(
-        "--sample",
-        action="store_true",
-        help="let the model answer some prompts, however large it is",
-    )
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("--recipe", choices=PAGES, help="of a file whose keys do not say it")
+    for flag, about in {
+        "calibrate": "find the largest train.micro_token_budget that fits, by training with it",
+        "sample": "let the model answer some prompts, however large it is",
+        "json": "print findings as JSON",
+    }.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=about)
     return parser

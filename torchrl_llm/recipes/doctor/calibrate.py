@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,26 +18,20 @@ import torch.distributed as dist
 from torchrl_llm.recipes import builders
 from torchrl_llm.trainers import make_optimizer
 
-_CPU_IS_FULL = "can't allocate memory"
-
 
 def largest(
-    fits: Callable[[int], bool],
-    low: int,
-    high: int,
-    *,
-    agree: Callable[[bool], bool] = bool,
+    fits: Callable[[int], bool], low: int, high: int, *, agree: Callable[[bool], bool] = bool
 ) -> int:
     """The largest budget that fits, to an eighth.
 
     Args:
         fits: tries a budget, on this rank.
-        low: smallest budget that is of use.
+        low: smallest budget that is of use, at most ``high``.
         high: largest one.
         agree: whether all ranks say yes, from the answer of this one; called once after each try.
 
     Returns:
-        A budget that fits, at most ``high``; 0 where not even ``low`` does.
+        A budget that fits; 0 where not even ``low`` does.
 
     Example:
         >>> largest(lambda budget: budget <= 700, 64, 4096)
@@ -44,21 +39,18 @@ def largest(
         >>> largest(lambda budget: True, 64, 4096), largest(lambda budget: False, 64, 4096)
         (4096, 0)
     """
-    low = min(low, high)
     if not agree(fits(low)):
         return 0
+    above = high + 1
     while low < high:
         tried = min(2 * low, high)
         if not agree(fits(tried)):
+            above = tried
             break
         low = tried
-    else:
-        return low
-    step = low  # what fits is in [low, low + step)
-    while step > low // 8 and step > 1:
-        step = (step + 1) // 2
-        if low + step < tried and agree(fits(low + step)):
-            low += step
+    while above <= high and above - low > max(low // 8, 1):
+        tried = (low + above) // 2
+        low, above = (tried, above) if agree(fits(tried)) else (low, tried)
     return low
 
 
@@ -78,9 +70,7 @@ def all_ranks(fine: bool) -> bool:
 
 
 class Trial:
-    """Forward, backward and optimizer step of so many tokens, as training makes them.
-
-    The learning rate is 0: the weights stay as they are.
+    """Forward, backward and optimizer step of so many tokens; the learning rate is 0.
 
     Args:
         config: of a recipe that trains.
@@ -97,26 +87,22 @@ class Trial:
         """Whether a micro-batch of ``budget`` tokens fits; it has at least one row."""
         try:
             self._train(budget)
-        except (torch.OutOfMemoryError, MemoryError):
-            return False
-        except RuntimeError as error:
-            if _CPU_IS_FULL not in str(error):
+            return True
+        except (MemoryError, RuntimeError) as error:  # of a GPU, and of a CPU
+            if not re.search("out of memory|can't allocate memory", str(error)):
                 raise
-            return False
         finally:
             self._optimizer.zero_grad(set_to_none=True)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return True
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
 
     def _train(self, budget: int) -> None:
-        length = min(self._row_tokens, max(budget, 2))
+        length = max(2, min(self._row_tokens, budget))
         ids = torch.arange(length) % self._policy.tokenizer.vocab_size
         sequences = [ids] * max(1, budget // length)
         trained = [torch.arange(length) > 0] * len(sequences)
         with builders.autocast(self._config):
-            scores = self._policy.token_scores(sequences, trained)
-            loss = scores.log_probs.mean()
+            loss = self._policy.token_scores(sequences, trained).log_probs.mean()
         loss.backward()
         self._optimizer.step()

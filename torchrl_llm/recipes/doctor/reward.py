@@ -1,173 +1,234 @@
-"""Checks of the reward: on answers that are known to be right or wrong, and how long it takes.
+"""Checks of the reward: on answers known to be right or wrong, and on some that the model samples.
 
-Nothing is sampled here. The environment of the run scores one answer after the other, with its
-tools and all parts of its reward; a call that hangs is left behind.
+The environment of the run scores them, with its tools and all parts of its reward; a call that
+hangs is left behind.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
-from math import inf
+from copy import deepcopy
+from math import inf, nan
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
+
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.envs import GameEnv
-from torchrl_llm.recipes.doctor.finding import Finding
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.evaluation.evaluate import Outcome
+from torchrl_llm.recipes import builders
+from torchrl_llm.recipes.doctor.finding import Finding, error, ok, warning
 from torchrl_llm.recipes.doctor.subject import Subject, Task
 from torchrl_llm.rewards.reward_parser import written_failures
 from torchrl_llm.rewards.reward_runner import run_rows
 
-NUM_ROWS = 6
-LONGEST_CALL_S = 5.0
-"""Seconds after which a reward is not waited for."""
+LONGEST_S = 5.0
+"""Seconds after which a reward is not waited for, and after which no further one is tried."""
 
+_NUM_ROWS = 6
 _SLOW_STEP_S = 30.0
-_GARBAGE = "kqx zzz 0000"
 # Forms in which a row's own answer may be right.
-_FORMS = {
+_OWN = {
     "as it is": "{}",
     "in <answer> tags": "<think>.</think><answer>{}</answer>",
     "behind ####": "#### {}",
     "in \\boxed{}": "$\\boxed{{{}}}$",
 }
+_WRONG = {"empty": "", "garbage": "kqx zzz 0000"}
+_HINT = "reward.components.NAME has timeout, run and num_workers"
+
+_NUM_GROUPS = 8
+_MOST_TURNS = 4
+# Parameters times tokens that are sampled without being asked for: seconds of two cores, or a GPU.
+_MOST_WORK = {"cpu": 1e10, "cuda": 1e14}
+_MOST_REWARD_S = 5.0
 
 
-class Scored(NamedTuple):
-    """What came of one answer.
-
-    Attributes:
-        kind: a form of the row's own answer, ``another row's``, ``empty`` or ``garbage``.
-        reward: NaN where it failed.
-        failure: without a kind where all went well.
-        seconds: that the reward took.
-    """
-
-    kind: str
+class _Scored(NamedTuple):
+    kind: str  # of the answer
     reward: float
-    failure: Failure
+    failure: Failure  # without a kind where all went well
     seconds: float
 
 
 def known_answers(subject: Subject) -> Iterator[Finding]:
     """The reward tells right answers from wrong ones, fails on none, and is fast."""
     for task in subject.tasks:
-        if not isinstance(task.env, GameEnv):  # a world gives it, for what was done in it
-            yield from _task(subject, task)
+        if isinstance(task.env, GameEnv):  # the world gives it, for what was done there
+            continue
+        scored = list(_scored(task))
+        key, failed = task.reward_key, [each for each in scored if each.failure.kind]
+        fine = [each for each in scored if not each.failure.kind]
+        if failed and failed[-1].seconds >= LONGEST_S:
+            subject.reward_seconds = inf
+            yield error(
+                key,
+                f"{task.name}: a reward took more than {LONGEST_S:g} s and was not waited for: the "
+                f"{subject.rows_per_step} answers of a step would take minutes. Make it faster; "
+                f"{_HINT}",
+            )
+        elif failed:
+            yield (warning if fine else error)(
+                key,
+                f"{task.name}: the reward fails for {len(failed)} of {len(scored)} answers, first "
+                f"for one {failed[0].kind}:\n{failed[0].failure}",
+            )
+        if fine:
+            yield from _values(task, fine)
+            yield from _speed(subject, task, fmean(each.seconds for each in fine))
 
 
-def _task(subject: Subject, task: Task) -> Iterator[Finding]:
-    scored = list(_scored(task))
-    key, failed = task.reward_key, [each for each in scored if each.failure.kind]
-    if scored and scored[-1].failure.kind == "RewardTimeoutError":
-        subject.reward_seconds = inf
-        yield Finding(
-            "error",
-            key,
-            f"{task.name}: a reward took more than {LONGEST_CALL_S:g} s and was not waited for. "
-            f"{_of_step(subject, LONGEST_CALL_S)} Make it faster, or write it as a part of the "
-            "reward with a limit and workers: reward.components.NAME.timeout, run and num_workers",
-        )
-        return
-    if failed:
-        first = failed[0]
-        yield Finding(
-            "error" if len(failed) == len(scored) else "warning",
-            key,
-            f"{task.name}: the reward fails for {len(failed)} of {len(scored)} answers, first for "
-            f"the answer {first.kind}:\n{first.failure}",
-        )
-    fine = [each for each in scored if not each.failure.kind]
-    if fine:
-        subject.reward_seconds = fmean(each.seconds for each in fine)
-        yield from _values(task, fine)
-        yield from _speed(subject, task)
-
-
-def _values(task: Task, scored: list[Scored]) -> Iterator[Finding]:
+def _values(task: Task, scored: list[_Scored]) -> Iterator[Finding]:
     means = {
         kind: fmean(each.reward for each in scored if each.kind == kind)
         for kind in dict.fromkeys(each.kind for each in scored)
     }
-    own = {kind: mean for kind, mean in means.items() if kind in _FORMS}
+    own = max((mean for kind, mean in means.items() if kind in _OWN), default=None)
     values = {each.reward for each in scored}
-    tried = f"{len(scored)} answers ({', '.join(means)})"
-    if len(values) > 1:
-        best = max(own, key=lambda kind: own[kind], default=None)
-        wrong = {kind: mean for kind, mean in means.items() if kind not in _FORMS}
-        if best is not None and own[best] < max(wrong.values()):
-            worst = max(wrong, key=lambda kind: wrong[kind])
-            yield Finding(
-                "warning",
-                task.reward_key,
-                f"{task.name}: wrong answers earn more than right ones: {wrong[worst]:g} for an "
-                f"answer {worst}, {own[best]:g} for the row's own {best}",
-            )
-        else:
-            shown = ", ".join(f"{mean:.3g} {kind}" for kind, mean in means.items())
-            yield Finding("ok", task.reward_key, f"{task.name}: mean rewards are {shown}")
-    elif own and values == {0.0}:
-        yield Finding(
-            "warning",
-            task.reward_key,
-            f"{task.name}: the reward is 0 for all of {tried}, the data's own included. Unless it "
-            "wants another form, which the prompt must ask for, nothing can be learned: look at "
-            "how it reads a response and which column it compares with (data.answer)",
-        )
-    elif own:
-        yield Finding(
-            "error",
-            task.reward_key,
-            f"{task.name}: the reward is {values.pop():g} for all of {tried}: right, wrong and "
-            "empty answers earn the same, and nothing can be learned",
-        )
-
-
-def _speed(subject: Subject, task: Task) -> Iterator[Finding]:
-    seconds = subject.reward_seconds
-    slow = seconds * subject.rows_per_step > _SLOW_STEP_S
-    yield Finding(
-        "warning" if slow else "ok",
-        task.reward_key,
-        f"{task.name}: a reward takes {1000 * seconds:.3g} ms. {_of_step(subject, seconds)}"
-        + " Give it workers: reward.components.NAME.run and num_workers" * slow,
+    shown = f"{task.name}: mean rewards of {len(scored)} answers are " + ", ".join(
+        f"{mean:.3g} {kind}" for kind, mean in means.items()
     )
+    trusted = type(task.env).__module__.startswith(
+        "torchrl_llm."
+    ) and not task.reward_key.startswith("reward.")
+    if own is None or (trusted and own == 0):
+        return  # what is right is not known here
+    if values == {0.0}:
+        yield warning(
+            task.reward_key,
+            f"{shown}: always 0, the data's own answers included. Unless it wants another form, "
+            "for which the prompt must ask, nothing is learned: look at how it reads a response "
+            "and which column it compares with (data.answer)",
+        )
+    elif len(values) == 1:
+        yield error(
+            task.reward_key,
+            f"{shown}: right, wrong and empty answers earn the same, and nothing can be learned",
+        )
+    elif own < max(mean for kind, mean in means.items() if kind not in _OWN):
+        yield warning(task.reward_key, f"{shown}: wrong answers earn more than right ones")
+    else:
+        yield ok(task.reward_key, shown)
 
 
-def _of_step(subject: Subject, seconds: float) -> str:
+def _speed(subject: Subject, task: Task, seconds: float) -> Iterator[Finding]:
+    subject.reward_seconds = max(subject.reward_seconds, seconds)
     rows = subject.rows_per_step
-    return f"The {rows} answers of a step take {rows * seconds:.3g} s, one after the other."
+    what = f"{task.name}: a reward takes {1000 * seconds:.3g} ms, the {rows} of a step "
+    what += f"{rows * seconds:.3g} s one after the other"
+    slow = rows * seconds > _SLOW_STEP_S
+    yield warning(task.reward_key, f"{what}; {_HINT}") if slow else ok(task.reward_key, what)
 
 
-def _scored(task: Task) -> Iterator[Scored]:
-    """Answers of the first rows and what they earn; ends where one hangs."""
+def _scored(task: Task) -> Iterator[_Scored]:
+    """Answers of the first rows and what they earn; ends where they take too long."""
     task.env.reset_dataloader()
-    for at in range(min(NUM_ROWS, task.env.primer.num_rows or NUM_ROWS)):
+    before, spent = None, 0.0
+    for _ in range(min(_NUM_ROWS, task.env.primer.num_rows or _NUM_ROWS)):
         start = task.env.reset()
         answer = start["answer"][0] if "answer" in start.keys() else None
-        texts = {"empty": "", "garbage": _GARBAGE}
-        if answer is not None and answer != "":
-            written = answer if isinstance(answer, str) else json.dumps(answer, default=str)
-            texts = {kind: form.format(written) for kind, form in _FORMS.items()} | texts
+        if answer is not None and not isinstance(answer, str):
+            answer = json.dumps(answer, default=str)
+        texts = dict(_WRONG)
+        if answer:
+            texts = {kind: form.format(answer) for kind, form in _OWN.items()} | texts
+        if before not in (None, "", answer):
+            texts["of another row"] = before
         for kind, text in texts.items():
             scored = _score(task.env, start.copy(), text, kind)
             yield scored
-            if scored.failure.kind == "RewardTimeoutError":
+            spent += scored.seconds
+            if spent > LONGEST_S:
                 return
-        if at == 0:
-            other = answer
-        elif answer != other and other not in (None, ""):
-            yield _score(task.env, start.copy(), str(other), "of another row")
+        before = answer
 
 
-def _score(env: Any, td: Any, text: str, kind: str) -> Scored:
+def _score(env: Any, td: Any, text: str, kind: str) -> _Scored:
     chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": text}]
     td["history"].full = type(td["history"].prompt).of([chat])
-    (outcome,) = run_rows(env.step, [(td,)], num_threads=1, timeout=LONGEST_CALL_S)
+    (outcome,) = run_rows(env.step, [(td,)], num_threads=1, timeout=LONGEST_S)
     if outcome.value is None:
-        return Scored(kind, float("nan"), outcome.failure, outcome.seconds)
+        return _Scored(kind, nan, outcome.failure, outcome.seconds)
     found = outcome.value["next"]
     failure = Failure() if found["reward_valid"].all() else written_failures(found)[0]
-    seconds = float(found["reward_seconds"].sum()) if "reward_seconds" in found.keys() else 0.0
-    return Scored(kind, float(found["reward"].sum()), failure, seconds)
+    seconds = float(found["reward_seconds"].sum())
+    return _Scored(kind, float(found["reward"].sum()), failure, seconds)
+
+
+def groups(subject: Subject) -> Iterator[Finding]:
+    """Answers to a prompt differ in their reward, and end by themselves."""
+    config = deepcopy(subject.config)
+    config.train.prompts_per_batch = _NUM_GROUPS
+    rows, turns = config.rows_per_batch, min(subject.max_turns, _MOST_TURNS)
+    work = subject.num_parameters * rows * turns * config.inference_model.max_tokens
+    long = work > _MOST_WORK.get(builders.device_of(config).type, 0)
+    if not subject.samples and (long or subject.reward_seconds * rows > _MOST_REWARD_S):
+        what = f"{_NUM_GROUPS} groups of {config.env.repeats} answers"
+        yield ok("env.repeats", f"{what} were not sampled, as it would take long: --sample does it")
+        return
+    builders.seed_everything(config.seed)
+    policy = subject.policy
+    env = builders.make_train_env(config, policy.tokenizer, seed=config.seed)
+    outcomes: list[Outcome] = []
+    begun = time.perf_counter()
+    with torch.no_grad(), builders.autocast(config):
+        evaluate(
+            env,
+            policy,
+            num_prompts=rows,
+            max_turns=turns,
+            num_shown=0,
+            on_answer=lambda row, outcome: outcomes.append(outcome),
+        )
+    seconds = (time.perf_counter() - begun) / len(outcomes)
+    yield _ends(config.inference_model.max_tokens, outcomes)
+    if _reads_reward(subject):
+        yield _variance(subject, outcomes)
+    share = subject.reward_seconds / max(seconds, subject.reward_seconds)
+    whole = f"the {subject.rows_per_step} answers of a step take about"
+    whole += f" {subject.rows_per_step * seconds:.2g} s here, {share:.0%} of it their reward"
+    yield ok("train.prompts_per_batch", whole)
+
+
+def _reads_reward(subject: Subject) -> bool:
+    # Distillation reads it with a coefficient only.
+    return subject.flat.get("advantage.type") != "constant" and (
+        subject.flat.get("loss.outcome_coeff", 1) > 0
+    )
+
+
+def _ends(limit: int, outcomes: list[Outcome]) -> Finding:
+    cut = fmean(outcome.cut for outcome in outcomes)
+    what = f"{cut:.0%} of {len(outcomes)} sampled answers were cut at {limit} tokens"
+    if cut <= 0.5:
+        return ok("inference_model.max_tokens", what)
+    return warning(
+        "inference_model.max_tokens",
+        f"{what}, and show no end to learn from. Raise it; where nothing ends, however large it "
+        "is, the model does not write the end-of-turn token of its chat template",
+    )
+
+
+def _variance(subject: Subject, outcomes: list[Outcome]) -> Finding:
+    config = subject.config
+    size = config.env.repeats if config.env.repeats > 1 else len(outcomes)
+    parts = [outcomes[at : at + size] for at in range(0, len(outcomes), size)]
+    rewards = [[each.reward for each in part if each.valid] or [0.0] for part in parts]
+    flat = [max(part) == min(part) for part in rewards]
+    right = fmean(outcome.success for outcome in outcomes)
+    mean = fmean(reward for part in rewards for reward in part)
+    what = f"{sum(flat)} of {len(flat)} sampled groups of {size} have equal rewards (mean "
+    what += f"{mean:.3g}, {right:.0%} right)"
+    if not all(flat):
+        signal = config.train.prompts_per_batch * (1 - fmean(flat))
+        return ok("env.repeats", f"{what}; about {signal:.0f} of a step differ")
+    why = "or the reward wants another form than it writes: logging.samples=1 shows some"
+    why = (
+        "harder ones are needed" if right == 1 else f"the prompts are too hard for the model, {why}"
+    )
+    (task,) = subject.tasks
+    return warning(task.reward_key, f"{what}: from comparing them nothing is learned; {why}")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.text.formatter import assistant_mask
-from torchrl_llm.recipes.doctor.finding import Finding
+from torchrl_llm.data.text.formatter import ChatFormatter, assistant_mask
+from torchrl_llm.recipes.doctor.finding import Finding, error, note, ok, warning
 from torchrl_llm.recipes.doctor.subject import Subject
 
 MODEL, TEMPLATE = "model.name", "model.chat_template_name"
@@ -26,34 +26,28 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     ids = subject.tokenizer.get_vocab()
     rows = subject.model.get_input_embeddings().num_embeddings
     beyond = sorted((number, token) for token, number in ids.items() if number >= rows)
-    if beyond:
-        shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:3])
-        yield Finding(
-            "error",
-            MODEL,
-            f"{len(beyond)} tokens have ids beyond the {rows:,} rows of the model's embedding, "
-            f"{shown} first: a text with one of them ends the run. Take the tokenizer that belongs "
-            "to the model, or resize its embedding (model.resize_token_embeddings) and save both",
-        )
-    else:
-        yield Finding("ok", MODEL, f"{len(ids):,} tokens, {rows:,} rows of the embedding")
+    if not beyond:
+        yield ok(MODEL, f"{len(ids):,} tokens, {rows:,} rows of the embedding")
+        return
+    shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:3])
+    yield error(
+        MODEL,
+        f"{len(beyond)} tokens have ids beyond the {rows:,} rows of the model's embedding, {shown} "
+        "first: a text with one of them ends the run. Take the tokenizer that belongs to the "
+        "model, or save both after model.resize_token_embeddings",
+    )
 
 
 def markers(subject: Subject) -> Iterator[Finding]:
-    """What the template writes as special tokens are special tokens of the tokenizer."""
-    text = subject.formatter.render(_CHAT)
-    sizes = {
-        mark: len(subject.tokenizer.encode(mark, add_special_tokens=False))
-        for mark in dict.fromkeys(_MARK.findall(text))
-    }
-    plain = [mark for mark, size in sizes.items() if size != 1]
-    if plain:
-        yield Finding(
-            "warning",
+    """What the template writes as special tokens are tokens of the tokenizer."""
+    vocabulary = subject.tokenizer.get_vocab()
+    marks = dict.fromkeys(_MARK.findall(subject.formatter.render(_CHAT)))
+    if plain := [mark for mark in marks if mark not in vocabulary]:
+        yield warning(
             TEMPLATE,
-            f"the chat template writes {', '.join(plain)}, which the tokenizer does not have: they "
-            f"are plain text of up to {max(sizes.values())} tokens. Choose the template of the "
-            "model's family, or add the tokens to tokenizer and model",
+            f"the chat template writes {', '.join(plain)}, which the tokenizer reads as plain "
+            "text. Choose the template of the model's family, or add the tokens to tokenizer and "
+            "model",
         )
 
 
@@ -62,112 +56,93 @@ def turns(subject: Subject) -> Iterator[Finding]:
     text = subject.formatter.render(_CHAT)
     places = [text.find(word) for word in _WORDS]
     if -1 in places or places != sorted(places):
-        lost = [message for message, place in zip(_CHAT, places, strict=True) if place < 0]
-        what = f"drops {lost[0]['role']} messages" if lost else "changes the order of the turns"
-        yield Finding(
-            "error",
+        yield error(
             TEMPLATE,
-            f"the chat template {what}: of five turns it writes {5 - len(lost)}. What is trained "
-            "would not be what was said; choose another template, or another model",
+            f"the chat template drops turns: of a conversation of {len(_CHAT)} it writes "
+            f"{sum(place >= 0 for place in places)} in their order. Choose another template",
         )
         return
-    cause = _rewritten(subject)
+    cause = _rewritten(subject.formatter)
     if cause is None:
-        yield Finding("ok", TEMPLATE, "the template writes all turns, and continues sampled ids")
+        yield ok(TEMPLATE, "the template writes all turns, and continues sampled ids")
     elif subject.max_turns > 1:
-        yield Finding(
-            "warning",
+        yield warning(
             TEMPLATE,
-            f"the chat template rewrites earlier turns ({cause}): the next prompt does not begin "
-            f"with what was sampled, so that each turn of an episode (up to {subject.max_turns}) "
-            "becomes a row of its own. Choose a template that does not (docs: howto/templates)",
+            f"the chat template rewrites earlier turns ({cause}): a prompt does not begin with "
+            f"what was sampled before, so that each of up to {subject.max_turns} turns becomes a "
+            "row of its own. Choose one that does not (docs: howto/templates)",
         )
 
 
-def _rewritten(subject: Subject) -> str | None:
+def _rewritten(formatter: ChatFormatter) -> str | None:
     """Why the ids of a sampled turn are not how the next prompt begins; ``None`` if they are."""
-    formatter = subject.formatter
     prompt = formatter.encode(_CHAT[:1]).token_ids
     ids, mask = assistant_mask(formatter, _CHAT[:2])
-    sampled = ids[mask]
-    turn = formatter.parse_response(prompt, sampled, FinishReason.STOP)
-    more = formatter.extend(
-        torch.cat([prompt, sampled]),
-        [_CHAT[0], turn],
-        FinishReason.STOP,
-        _CHAT[2:3],
-        response_start=len(prompt),
-    )
+    turn = formatter.parse_response(prompt, ids[mask], FinishReason.STOP)
+    whole, start = torch.cat([prompt, ids[mask]]), len(prompt)
+    chat = [_CHAT[0], turn]
+    more = formatter.extend(whole, chat, FinishReason.STOP, _CHAT[2:3], response_start=start)
     return more.cause
 
 
 def end_of_turn(subject: Subject) -> Iterator[Finding]:
-    """A token ends the model's turn, it can be sampled, and it is trained."""
+    """A token ends the model's turn, and it is trained."""
     formatter, stops = subject.formatter, subject.formatter.stop_token_ids
-    if not stops:
-        yield Finding(
-            "error",
-            MODEL,
-            "nothing ends an answer: the tokenizer has no end-of-sequence token and the chat "
-            "template closes no turn with a special token. Set tokenizer.eos_token, or choose "
-            f"{TEMPLATE}",
-        )
-        return
     ids, mask = assistant_mask(formatter, _CHAT[:2])
     last = int(ids[mask][-1])
-    names = ", ".join(f"{formatter.decode([each])!r}" for each in stops)
     if last in stops:
-        yield Finding("ok", TEMPLATE, f"a turn ends with {formatter.decode([last])!r}, trained")
-        return
-    learns = "data.completion" in subject.keys
-    yield Finding(
-        "error" if learns else "warning",
-        TEMPLATE,
-        f"the end of a turn is not in what is trained: behind an answer the chat template writes "
-        f"none of {names}, and the last token that is learned is {formatter.decode([last])!r}. "
-        + ("The model would never learn to stop" if learns else "A history does not show stops")
-        + "; choose a template that closes the model's turns",
-    )
+        yield ok(TEMPLATE, f"a turn ends with {formatter.decode([last])!r}, which is trained")
+    elif not stops:
+        yield error(
+            TEMPLATE,
+            "nothing ends an answer: the tokenizer has no end-of-sequence token, and the chat "
+            "template closes no turn with a special token. Choose a template that does, or set "
+            "tokenizer.eos_token",
+        )
+    else:
+        # What is sampled ends with a token of its own, wherever the template puts one.
+        level = error if "train.on_overlong" in subject.keys else warning
+        names = ", ".join(f"{formatter.decode([each])!r}" for each in stops)
+        yield level(
+            TEMPLATE,
+            "a written answer does not teach to stop: the last token that is trained is "
+            f"{formatter.decode([last])!r}, for behind an answer the chat template writes none of "
+            f"{names}, which end a response. Choose a template that closes the model's turns",
+        )
 
 
 def padding(subject: Subject) -> Iterator[Finding]:
     """The padding token ends no turn."""
-    tokenizer = subject.tokenizer
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad in {*subject.formatter.stop_token_ids, tokenizer.eos_token_id}:
-        yield Finding(
-            "note",
+    pad = subject.tokenizer.pad_token_id
+    if pad in {*subject.formatter.stop_token_ids, subject.tokenizer.eos_token_id} - {None}:
+        yield note(
             MODEL,
-            f"the padding token is {tokenizer.pad_token!r}, which also ends a turn. Training here "
-            "goes by lengths and is not affected. Other programs that train the checkpoint may "
-            "take the end of a turn for padding; give the tokenizer a pad_token of its own",
+            f"the padding token {subject.tokenizer.pad_token!r} also ends a turn. Training here "
+            "goes by lengths, and is right; other programs that train the checkpoint may take the "
+            "end of a turn for padding. Give the tokenizer a pad_token of its own",
         )
 
 
 def round_trip(subject: Subject) -> Iterator[Finding]:
     """A text that is encoded and decoded is the same text, and has the same ids again."""
-    formatter = subject.formatter
+    formatter, tokenizer = subject.formatter, subject.tokenizer
     chats = [[{"role": "user", "content": text}] for text in _TEXTS]
-    if "env.repeats" in subject.keys or "tasks" in subject.keys:
+    if "inference_model.max_tokens" in subject.keys:
         chats += [chat for task in subject.tasks for chat in task.prompts[:32]]
-    lost, moved = [], 0
-    for chat, encoded in zip(chats, formatter.encode_batch(chats), strict=True):
-        text, again = formatter.render(chat), formatter.decode(encoded.token_ids)
-        if text != again:
-            lost.append((text, again))
-        else:
-            ids = subject.tokenizer.encode(again, add_special_tokens=False)
-            moved += ids != encoded.token_ids.tolist()
-    if lost:
-        text, again = lost[0]
-        at = next((i for i, (a, b) in enumerate(zip(text, again, strict=False)) if a != b), 0)
-        yield Finding(
-            "warning",
+    encoded = [each.token_ids.tolist() for each in formatter.encode_batch(chats)]
+    pairs = [
+        (formatter.render(c), formatter.decode(i)) for c, i in zip(chats, encoded, strict=True)
+    ]
+    if lost := [pair for pair in pairs if pair[0] != pair[1]]:
+        at = next((i for i, (a, b) in enumerate(zip(*lost[0], strict=False)) if a != b), 0)
+        before, after = (text[at : at + 30] for text in lost[0])
+        yield warning(
             MODEL,
-            f"the tokenizer changes {len(lost)} of {len(chats)} texts: {text[at : at + 30]!r} is "
-            f"decoded as {again[at : at + 30]!r}. Rewards read decoded text, and may find a right "
-            "answer wrong; take a tokenizer without normalization",
+            f"the tokenizer changes {len(lost)} of {len(chats)} texts: {before!r} is decoded as "
+            f"{after!r}. Rewards read decoded text, and may find a right answer wrong; take a "
+            "tokenizer without normalization",
         )
-    else:
-        more = f"; {moved} have other ids when they are encoded again" if moved else ""
-        yield Finding("ok", MODEL, f"{len(chats)} texts survive the tokenizer{more}")
+        return
+    again = [tokenizer.encode(text, add_special_tokens=False) for _, text in pairs]
+    same = sum(a == b for a, b in zip(again, encoded, strict=True))
+    yield ok(MODEL, f"{len(chats)} texts survive the tokenizer, {same} of them with the same ids")
