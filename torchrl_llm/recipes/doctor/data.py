@@ -14,7 +14,8 @@ from torchrl_llm.recipes.doctor.subject import Subject
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.rewards import RewardParser
 
-_SECONDS = 2.0  # that rows are read for, of a dataset of any size
+# Rows that are read, and for how long, of a dataset of any size.
+_MOST_ROWS, _SECONDS = 20_000, 2.0
 _FATES = {
     "error": "the run ends at the first",
     "drop": "they are not answered",
@@ -129,7 +130,7 @@ def _rows(env: Any) -> Sequence[Any]:
 def _some(rows: Sequence[Any]) -> list[Any]:
     """The first rows, as many as there is time for."""
     end, found = time.monotonic() + _SECONDS, []
-    for at in range(len(rows)):
+    for at in range(min(len(rows), _MOST_ROWS)):
         found.append(rows[at])
         if time.monotonic() > end:
             break
