@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
         folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
         wanted = {"samples": given.sample, "calibrates": given.calibrate}
-        found = examine.examine(Subject(config, page, folder=folder, **wanted))
+        with contextlib.redirect_stdout(sys.stderr):  # what code of the user's prints
+            found = examine.examine(Subject(config, page, folder=folder, **wanted))
     if given.json:
         shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
     else:

@@ -38,16 +38,14 @@ def prompt_lengths(subject: Subject) -> Iterator[Finding]:
         if over:
             yield (error if fate == "error" else warning)(
                 key,
-                f"{what}, and {len(over) / len(lengths):.0%} of {len(lengths)} are longer than the "
-                f"{longest} that are allowed: {_FATES[fate]} ({key}={fate}). Shorten them, raise "
-                "env.max_prompt_length, or take a model with a larger context",
+                f"{what}, {len(over) / len(lengths):.0%} of {len(lengths)} more than the {longest} "
+                f"that are allowed: {_FATES[fate]} ({key}={fate}). Shorten them, or allow more",
             )
         if tight:
             yield warning(
                 "inference_model.max_tokens",
-                f"{what}: {len(tight) / len(lengths):.0%} of {len(lengths)} leave less than the "
-                f"{room} tokens of an answer in a context of {context}; the longest leaves "
-                f"{context - tight[-1]}",
+                f"{what}: {len(tight) / len(lengths):.0%} of {len(lengths)} leave less than {room} "
+                f"of {context} tokens for an answer, the longest {context - tight[-1]}",
             )
         if not over and not tight:
             fits = "" if context is None else f", and {room} of an answer fit into {context}"
@@ -65,9 +63,9 @@ def answers(subject: Subject) -> Iterator[Finding]:
         if empty:
             yield (error if len(empty) == len(seen) else warning)(
                 "data.answer" if task.data_key == "data.source" else task.data_key,
-                f"{task.name}: {len(empty)} of {len(seen)} rows have an empty answer, row "
-                f"{empty[0]} first, and the reward compares with it. Name another column, or leave "
-                "these rows out",
+                f"{task.name}: the answer, which the reward compares with, is empty in "
+                f"{len(empty)} of {len(seen)} rows, row {empty[0]} first. Name another column, or "
+                "leave them out",
             )
 
 
@@ -77,15 +75,12 @@ def overlap(subject: Subject) -> Iterator[Finding]:
     if subject.config.model.name is None and task_class(task.name).NEEDS_LARGER_MODEL:
         yield warning(
             "model.name",
-            f"{task.name} is a task for a larger model than the one of the package, which is taken "
-            "where none is named: rewards will hardly rise",
+            f"{task.name} is a task for a larger model than the one of the package: name another",
         )
     # Games begin alike, and differ in what is played.
     if task.held_out is not None and not isinstance(task.env, GameEnv):
-        parts = [
-            [row.get("query") for row in _some(_rows(env))] for env in (task.env, task.held_out)
-        ]
-        yield from _overlap(*parts, task.data_key)
+        parts = (_some(_rows(env)) for env in (task.env, task.held_out))
+        yield from _overlap(*([row.get("query") for row in rows] for rows in parts), task.data_key)
 
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:
@@ -115,8 +110,7 @@ def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Findin
         yield warning(
             key,
             f"{len(both)} of {len(held_out)} held-out prompts are trained on too, {both[0]!r:.80} "
-            "for example: accuracy on them tells what was learned by heart. Leave them out of one "
-            "of the two",
+            "for example, which accuracy would be flattered by. Leave them out of one of the two",
         )
     elif held_out:
         yield ok(key, f"none of {len(held_out)} held-out prompts is among {len(train)} of training")

@@ -19,7 +19,7 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 
 class Check(NamedTuple):
-    """What runs (and yields findings), the key that is named if it cannot, the key that it needs."""
+    """What yields findings; the key that is named if it cannot; the key that it is for."""
 
     run: Callable[[Subject], Iterable[Finding]]
     key: str

@@ -57,14 +57,13 @@ def shown(findings: Sequence[Finding]) -> str:
         ok       seed: It is 0.
         1 error
     """
-    lines = []
+    lines: list[str] = []
     for level, key, text, _ in findings:
         if level == "ok":
             lines += textwrap.wrap(f"ok       {key}: {text}", _WIDTH, subsequent_indent=" " * 9)
             continue
         lines.append(f"{level:8} {key}")
-        for line in text.splitlines():
-            # What a traceback quotes keeps its indentation.
+        for line in text.splitlines():  # what a traceback quotes keeps its indentation
             indent = " " * (4 + len(line) - len(line.lstrip()))
             lines += textwrap.wrap(
                 line.strip(), _WIDTH, initial_indent=indent, subsequent_indent=indent

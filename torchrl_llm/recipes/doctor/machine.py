@@ -60,14 +60,11 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 def devices(subject: Subject) -> Iterator[Finding]:
     """The devices that are named are in this machine."""
-    config = subject.config
     try:
-        if "inference_model.device" in subject.keys:
-            builders.present_device(config.inference_model.device, "inference_model.device")
-        if "train.device" in subject.keys:
-            builders.device_of(config)
+        for key in {"inference_model.device", "train.device"} & subject.keys:
+            builders.present_device(subject.flat[key], key)
         if "ref_model.num_devices" in subject.keys:
-            builders.reference_device(config)
+            builders.reference_device(subject.config)
     except ResourceError as why:
         yield error(str(why).partition("=")[0], str(why))
 
@@ -79,18 +76,13 @@ def learning(subject: Subject) -> Iterator[Finding]:
     if rate == 0:
         yield note("optimizer.lr", "the learning rate is 0: nothing will change")
     elif subject.num_parameters > _LARGE and rate >= high:
-        yield warning(
-            "optimizer.lr",
-            f"{rate:g} is high for a model of {subject.num_parameters:,} parameters, which may "
-            f"diverge from {high:g} on; null chooses one",
-        )
+        size = f"a model of {subject.num_parameters:,} parameters"
+        yield warning("optimizer.lr", f"{rate:g} is high for {size}; null chooses another")
     answers = "env.repeats" in subject.keys
     updates = subject.config.num_updates if answers else subject.flat["train.max_steps"]
     if updates and warmup > updates / 2:
-        yield warning(
-            "optimizer.warmup_steps",
-            f"the learning rate rises during {warmup} of {updates} optimizer steps",
-        )
+        what = f"the learning rate rises during {warmup} of {updates} optimizer steps"
+        yield warning("optimizer.warmup_steps", what)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -156,11 +148,8 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
     if high and (found := largest(lambda budget: _peak(subject, budget) <= free, 1, high)):
         yield error(BUDGET, f"{what}; {BUDGET}={found} would fit, or a smaller one")
         return
-    yield error(
-        "model.name",
-        f"{what}: take a smaller model, LoRA, fewer or shorter answers at a time, or a larger "
-        "machine; torchrl-llm memory shows the parts",
-    )
+    advice = "a smaller model, LoRA, fewer answers (torchrl-llm memory shows the parts)"
+    yield error("model.name", f"{what}: take {advice}, or a larger machine")
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
@@ -180,11 +169,8 @@ def disk(subject: Subject) -> Iterator[Finding]:
     if kept * size <= free:
         yield ok("checkpoint.keep_last", what)
         return
-    yield error(
-        "checkpoint.keep_last",
-        f"{what}: the run would end while it saves. Keep fewer, save less often "
-        "(checkpoint.interval), or write elsewhere (hydra.run.dir)",
-    )
+    advice = "keep fewer, save less often (checkpoint.interval) or elsewhere (hydra.run.dir)"
+    yield error("checkpoint.keep_last", f"{what}: the run would end while it saves; {advice}")
 
 
 def calibration(subject: Subject) -> Iterator[Finding]:

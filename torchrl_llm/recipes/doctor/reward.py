@@ -39,7 +39,7 @@ _OWN = {
     "in \\boxed{}": "$\\boxed{{{}}}$",
 }
 _WRONG = {"empty": "", "garbage": "kqx zzz 0000"}
-_HINT = "reward.components.NAME has timeout, run and num_workers"
+_HINT = "A part of the reward (reward.components.NAME) may have timeout, run and num_workers"
 
 _NUM_GROUPS = 8
 _MOST_TURNS = 4
@@ -65,12 +65,8 @@ def known_answers(subject: Subject) -> Iterator[Finding]:
         fine = [each for each in scored if not each.failure.kind]
         if failed and failed[-1].seconds >= LONGEST_S:
             subject.reward_seconds = inf
-            yield error(
-                key,
-                f"{task.name}: a reward took more than {LONGEST_S:g} s and was not waited for: the "
-                f"{subject.rows_per_step} answers of a step would take minutes. Make it faster; "
-                f"{_HINT}",
-            )
+            what = f"{task.name}: a reward took more than {LONGEST_S:g} s and was not waited for"
+            yield error(key, f"{what}; a step has {subject.rows_per_step} answers. {_HINT}")
         elif failed:
             yield (warning if fine else error)(
                 key,
@@ -92,23 +88,17 @@ def _values(task: Task, scored: list[_Scored]) -> Iterator[Finding]:
     shown = f"{task.name}: mean rewards of {len(scored)} answers are " + ", ".join(
         f"{mean:.3g} {kind}" for kind, mean in means.items()
     )
-    trusted = type(task.env).__module__.startswith(
-        "torchrl_llm."
-    ) and not task.reward_key.startswith("reward.")
-    if own is None or (trusted and own == 0):
+    shipped = type(task.env).__module__.startswith("torchrl_llm.")
+    if own is None or (own == 0 and shipped and task.reward_key in ("env.dataset", "tasks")):
         return  # what is right is not known here
     if values == {0.0}:
         yield warning(
             task.reward_key,
-            f"{shown}: always 0, the data's own answers included. Unless it wants another form, "
-            "for which the prompt must ask, nothing is learned: look at how it reads a response "
-            "and which column it compares with (data.answer)",
+            f"{shown}: always 0, for the data's own answers too. Unless it wants another form, "
+            "look at how it reads a response, and which column it compares with (data.answer)",
         )
     elif len(values) == 1:
-        yield error(
-            task.reward_key,
-            f"{shown}: right, wrong and empty answers earn the same, and nothing can be learned",
-        )
+        yield error(task.reward_key, f"{shown}: right, wrong and empty answers earn the same")
     elif own < max(mean for kind, mean in means.items() if kind not in _OWN):
         yield warning(task.reward_key, f"{shown}: wrong answers earn more than right ones")
     else:
@@ -121,7 +111,7 @@ def _speed(subject: Subject, task: Task, seconds: float) -> Iterator[Finding]:
     what = f"{task.name}: a reward takes {1000 * seconds:.3g} ms, the {rows} of a step "
     what += f"{rows * seconds:.3g} s one after the other"
     slow = rows * seconds > _SLOW_STEP_S
-    yield warning(task.reward_key, f"{what}; {_HINT}") if slow else ok(task.reward_key, what)
+    yield warning(task.reward_key, f"{what}. {_HINT}") if slow else ok(task.reward_key, what)
 
 
 def _scored(task: Task) -> Iterator[_Scored]:
@@ -176,17 +166,13 @@ def groups(subject: Subject) -> Iterator[Finding]:
     outcomes: list[Outcome] = []
     begun = time.perf_counter()
     with torch.no_grad(), builders.autocast(config):
-        evaluate(
-            env,
-            policy,
-            num_prompts=rows,
-            max_turns=turns,
-            num_shown=0,
-            on_answer=lambda row, outcome: outcomes.append(outcome),
-        )
+        sizes = {"num_prompts": rows, "max_turns": turns, "num_shown": 0}
+        evaluate(env, policy, **sizes, on_answer=lambda row, outcome: outcomes.append(outcome))
     seconds = (time.perf_counter() - begun) / len(outcomes)
     yield _ends(config.inference_model.max_tokens, outcomes)
-    if _reads_reward(subject):
+    # Distillation reads it with a coefficient only.
+    coefficient = subject.flat.get("loss.outcome_coeff", 1)
+    if subject.flat.get("advantage.type") != "constant" and coefficient > 0:
         yield _variance(subject, outcomes)
     share = subject.reward_seconds / max(seconds, subject.reward_seconds)
     whole = f"the {subject.rows_per_step} answers of a step take about"
@@ -194,23 +180,12 @@ def groups(subject: Subject) -> Iterator[Finding]:
     yield ok("train.prompts_per_batch", whole)
 
 
-def _reads_reward(subject: Subject) -> bool:
-    # Distillation reads it with a coefficient only.
-    return subject.flat.get("advantage.type") != "constant" and (
-        subject.flat.get("loss.outcome_coeff", 1) > 0
-    )
-
-
 def _ends(limit: int, outcomes: list[Outcome]) -> Finding:
     cut = fmean(outcome.cut for outcome in outcomes)
     what = f"{cut:.0%} of {len(outcomes)} sampled answers were cut at {limit} tokens"
-    if cut <= 0.5:
-        return ok("inference_model.max_tokens", what)
-    return warning(
-        "inference_model.max_tokens",
-        f"{what}, and show no end to learn from. Raise it; where nothing ends, however large it "
-        "is, the model does not write the end-of-turn token of its chat template",
-    )
+    advice = "raise it; if still nothing ends, the model does not write its template's end of turn"
+    level, text = (ok, what) if cut <= 0.5 else (warning, f"{what}: {advice}")
+    return level("inference_model.max_tokens", text)
 
 
 def _variance(subject: Subject, outcomes: list[Outcome]) -> Finding:
@@ -226,9 +201,6 @@ def _variance(subject: Subject, outcomes: list[Outcome]) -> Finding:
     if not all(flat):
         signal = config.train.prompts_per_batch * (1 - fmean(flat))
         return ok("env.repeats", f"{what}; about {signal:.0f} of a step differ")
-    why = "or the reward wants another form than it writes: logging.samples=1 shows some"
-    why = (
-        "harder ones are needed" if right == 1 else f"the prompts are too hard for the model, {why}"
-    )
-    (task,) = subject.tasks
-    return warning(task.reward_key, f"{what}: from comparing them nothing is learned; {why}")
+    why = "the prompts are too easy" if right == 1 else "they are too hard for the model, or the "
+    why += "" if right == 1 else "reward wants another form: logging.samples=1 shows answers"
+    return warning(subject.tasks[0].reward_key, f"{what}: nothing is learned from them; {why}")

@@ -127,7 +127,8 @@ class Subject:
     @once
     def policy(self) -> Any:
         """The policy as the run would begin with it."""
-        if "data.completion" in self.keys:
+        builders.set_threads(self.config)
+        if "inference_model.max_tokens" not in self.keys:
             return self.page.make_policy(self.config, self.tokenizer)
         return builders.make_policy(self.config)
 
@@ -170,10 +171,8 @@ class Subject:
             config.eval.repeats = 1
             make_env = importlib.import_module("evaluate_utils").make_env
             keys = {name: f"data_files.{name}" for name in config.tasks} | {ROWS: "data.source"}
-            return [
-                self._task(name, make_env(config, name, tokenizer), keys[name], "tasks")
-                for name in config.tasks
-            ]
+            envs = {name: make_env(config, name, tokenizer) for name in config.tasks}
+            return [self._task(name, env, keys[name], "tasks") for name, env in envs.items()]
         if "env.repeats" in self.keys:
             config.train.prompts_per_batch = config.env.repeats = 1
             name, files = config.env.dataset, config.env.data_files

@@ -26,28 +26,26 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     ids = subject.tokenizer.get_vocab()
     rows = subject.model.get_input_embeddings().num_embeddings
     beyond = sorted((number, token) for token, number in ids.items() if number >= rows)
-    if not beyond:
+    if beyond:
+        yield error(
+            MODEL,
+            f"{len(beyond)} tokens, {beyond[0][1]!r} ({beyond[0][0]}) first, have ids beyond the "
+            f"{rows:,} rows of the model's embedding. Take the tokenizer that belongs to the "
+            "model, or save both after model.resize_token_embeddings",
+        )
+    else:
         yield ok(MODEL, f"{len(ids):,} tokens, {rows:,} rows of the embedding")
-        return
-    shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:3])
-    yield error(
-        MODEL,
-        f"{len(beyond)} tokens have ids beyond the {rows:,} rows of the model's embedding, {shown} "
-        "first: a text with one of them ends the run. Take the tokenizer that belongs to the "
-        "model, or save both after model.resize_token_embeddings",
-    )
 
 
 def markers(subject: Subject) -> Iterator[Finding]:
     """What the template writes as special tokens are tokens of the tokenizer."""
-    vocabulary = subject.tokenizer.get_vocab()
+    known = subject.tokenizer.get_vocab()
     marks = dict.fromkeys(_MARK.findall(subject.formatter.render(_CHAT)))
-    if plain := [mark for mark in marks if mark not in vocabulary]:
+    if plain := ", ".join(mark for mark in marks if mark not in known):
         yield warning(
             TEMPLATE,
-            f"the chat template writes {', '.join(plain)}, which the tokenizer reads as plain "
-            "text. Choose the template of the model's family, or add the tokens to tokenizer and "
-            "model",
+            f"the chat template writes {plain}, which the tokenizer reads as plain text: choose "
+            "the template of the model's family, or add the tokens to tokenizer and model",
         )
 
 
@@ -58,19 +56,17 @@ def turns(subject: Subject) -> Iterator[Finding]:
     if -1 in places or places != sorted(places):
         yield error(
             TEMPLATE,
-            f"the chat template drops turns: of a conversation of {len(_CHAT)} it writes "
-            f"{sum(place >= 0 for place in places)} in their order. Choose another template",
+            f"the chat template drops turns, or changes their order: of {len(_CHAT)} it writes "
+            f"{sum(place >= 0 for place in places)}. Choose another",
         )
-        return
-    cause = _rewritten(subject.formatter)
-    if cause is None:
+    elif (cause := _rewritten(subject.formatter)) is None:
         yield ok(TEMPLATE, "the template writes all turns, and continues sampled ids")
     elif subject.max_turns > 1:
         yield warning(
             TEMPLATE,
-            f"the chat template rewrites earlier turns ({cause}): a prompt does not begin with "
-            f"what was sampled before, so that each of up to {subject.max_turns} turns becomes a "
-            "row of its own. Choose one that does not (docs: howto/templates)",
+            f"the chat template rewrites earlier turns ({cause}), so that each of up to "
+            f"{subject.max_turns} turns is a row of its own. Choose one that does not "
+            "(docs: howto/templates)",
         )
 
 
@@ -95,19 +91,18 @@ def end_of_turn(subject: Subject) -> Iterator[Finding]:
     elif not stops:
         yield error(
             TEMPLATE,
-            "nothing ends an answer: the tokenizer has no end-of-sequence token, and the chat "
-            "template closes no turn with a special token. Choose a template that does, or set "
-            "tokenizer.eos_token",
+            "nothing ends an answer: the tokenizer has no eos_token, and the chat template closes "
+            "no turn with a special token. Choose a template that does, or set the token",
         )
     else:
-        # What is sampled ends with a token of its own, wherever the template puts one.
-        level = error if "train.on_overlong" in subject.keys else warning
+        # Sampled answers end with the token that was sampled, whatever the template writes.
+        level = warning if "inference_model.max_tokens" in subject.keys else error
         names = ", ".join(f"{formatter.decode([each])!r}" for each in stops)
         yield level(
             TEMPLATE,
-            "a written answer does not teach to stop: the last token that is trained is "
-            f"{formatter.decode([last])!r}, for behind an answer the chat template writes none of "
-            f"{names}, which end a response. Choose a template that closes the model's turns",
+            f"a written answer does not teach to stop: behind it the chat template writes none of "
+            f"{names}, and {formatter.decode([last])!r} is the last token that is trained. Choose "
+            "a template that closes the model's turns",
         )
 
 
@@ -117,9 +112,9 @@ def padding(subject: Subject) -> Iterator[Finding]:
     if pad in {*subject.formatter.stop_token_ids, subject.tokenizer.eos_token_id} - {None}:
         yield note(
             MODEL,
-            f"the padding token {subject.tokenizer.pad_token!r} also ends a turn. Training here "
-            "goes by lengths, and is right; other programs that train the checkpoint may take the "
-            "end of a turn for padding. Give the tokenizer a pad_token of its own",
+            f"the padding token {subject.tokenizer.pad_token!r} also ends a turn: right here, as "
+            "training goes by lengths, but other programs may take the end of a turn for padding. "
+            "Give the tokenizer a pad_token of its own",
         )
 
 
@@ -130,19 +125,16 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
     if "inference_model.max_tokens" in subject.keys:
         chats += [chat for task in subject.tasks for chat in task.prompts[:32]]
     encoded = [each.token_ids.tolist() for each in formatter.encode_batch(chats)]
-    pairs = [
-        (formatter.render(c), formatter.decode(i)) for c, i in zip(chats, encoded, strict=True)
-    ]
+    pairs = list(zip(map(formatter.render, chats), map(formatter.decode, encoded), strict=True))
     if lost := [pair for pair in pairs if pair[0] != pair[1]]:
         at = next((i for i, (a, b) in enumerate(zip(*lost[0], strict=False)) if a != b), 0)
         before, after = (text[at : at + 30] for text in lost[0])
         yield warning(
             MODEL,
-            f"the tokenizer changes {len(lost)} of {len(chats)} texts: {before!r} is decoded as "
-            f"{after!r}. Rewards read decoded text, and may find a right answer wrong; take a "
-            "tokenizer without normalization",
+            f"the tokenizer changes {len(lost)} of {len(chats)} texts, {before!r} to {after!r}: "
+            "rewards read decoded text. Take a tokenizer without normalization",
         )
-        return
-    again = [tokenizer.encode(text, add_special_tokens=False) for _, text in pairs]
-    same = sum(a == b for a, b in zip(again, encoded, strict=True))
-    yield ok(MODEL, f"{len(chats)} texts survive the tokenizer, {same} of them with the same ids")
+    else:
+        again = [tokenizer.encode(text, add_special_tokens=False) for _, text in pairs]
+        same = sum(a == b for a, b in zip(again, encoded, strict=True))
+        yield ok(MODEL, f"{len(chats)} texts survive the tokenizer, {same} with the same ids")
