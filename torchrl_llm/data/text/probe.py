@@ -270,6 +270,8 @@ class _Prober:
         )
         if turn is None or ANSWER not in turn:
             raise TemplateError("the chat template drops the content of an assistant message")
+        if USER not in turn:
+            raise TemplateError("the chat template drops turns: of three it writes the last ones")
         # What stands in front of the user's text may depend on the generation prompt.
         bare, full, turn = (t[t.find(USER) :] if t and USER in t else t for t in (bare, full, turn))
         user, answer = turn.index(USER) + len(USER), turn.index(ANSWER)

@@ -1,0 +1,666 @@
+"""``torchrl-llm doctor``: each planted fault is found, and nothing is found where all is well."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig
+
+from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.cli import main
+from torchrl_llm.cli.doctor import PAGES
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.doctor import examine as examining
+from torchrl_llm.recipes.doctor import machine, reward
+from torchrl_llm.recipes.doctor.calibrate import Trial, largest
+from torchrl_llm.recipes.doctor.compose import compose, recipe_of
+from torchrl_llm.recipes.doctor.examine import CHECKS, examine
+from torchrl_llm.recipes.doctor.finding import by_level, error, ok
+from torchrl_llm.recipes.doctor.subject import Subject
+
+CONFIG = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
+REWARDS = """
+import threading
+
+def always_zero(response, answer):
+    return 0.0
+
+def always_equal(response, answer):
+    return 0.5
+
+def raises(response, answer):
+    return {"7": 1.0}[response]
+
+def hangs(response, answer):
+    threading.Event().wait(10)
+    return 1.0
+
+def not_a_number(response, answer):
+    return float("nan")
+
+def likes_garbage(response, answer):
+    return float("zzz" in response)
+
+def first_digit(response, answer):
+    return float(response[:1] == answer[:1])
+
+def fails_sometimes(response, answer):
+    return float(int(response) == int(answer)) if response.strip() else 0.0
+"""
+LAST_ONLY = (
+    "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+FOREIGN = NO_END.replace("m.role + ':", "'<|start_header_id|>' + m.role + ':").replace(
+    "'\n'", "'<|im_end|>\n'"
+)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A folder with data, rewards and variants of the embedded model."""
+    root = tmp_path_factory.mktemp("house")
+    (root / "rewards.py").write_text(REWARDS)
+    rows = [{"question": f"What is {n}+{n + 7}?", "answer": str(2 * n + 7)} for n in range(10, 60)]
+    write(root / "sums.jsonl", rows)
+    write(root / "twice.jsonl", rows + rows[:25])
+    write(root / "unanswered.jsonl", [row | {"answer": ""} for row in rows])
+    write(
+        root / "gaps.jsonl", [row | {"answer": "" if n == 3 else "7"} for n, row in enumerate(rows)]
+    )
+    write(root / "letters.jsonl", [{"question": f"Spell {n}.", "answer": "abc"} for n in range(50)])
+    return root
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def variant(root, name, *, config=None, **changes):
+    """The embedded model with another tokenizer or configuration."""
+    folder = root / name
+    shutil.copytree(embedded_model_path(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for key, value in changes.items():
+        if callable(value):
+            value(tokenizer)
+        else:
+            setattr(tokenizer, key, value)
+    tokenizer.save_pretrained(folder)
+    if config is not None:
+        config.save_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def lower_case(tokenizer):
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+MODELS = {
+    "pad_is_eos": {"pad_token": "<|im_end|>"},
+    "drops_turns": {"chat_template": LAST_ONLY},
+    "never_ends": {"chat_template": NO_END},
+    "foreign_marks": {"chat_template": FOREIGN},
+    "beyond": {"added": lambda tokenizer: tokenizer.add_tokens(["<new>", "<newer>"])},
+    "lower": {"normalized": lower_case},
+    "huge": {
+        "config": LlamaConfig(
+            vocab_size=330, hidden_size=65536, intermediate_size=2**20, num_hidden_layers=2
+        )
+    },
+    "large": {"config": LlamaConfig(vocab_size=330, hidden_size=1024, num_hidden_layers=8)},
+}
+
+
+def look(*overrides, recipe="grpo", only=None, folder=Path("outputs"), calibrates=False, file=None):
+    """What the doctor says of a configuration."""
+    config, page = compose(recipe, PAGES[recipe], overrides, file)
+    return examine(Subject(config, page, folder=folder, calibrates=calibrates), only=only)
+
+
+def told(found):
+    return [each for each in found if each.level != "ok"]
+
+
+OWN = ["data={house}/sums.jsonl", "reward={house}/rewards.py:"]
+# Name: arguments, the check, level, key, and a word of the text.
+FAULTS = {
+    "pad equal to eos": (["model.name={pad_is_eos}"], "padding", "note", "model.name", "im_end"),
+    "a template that drops turns": (
+        ["model.name={drops_turns}"],
+        "turns",
+        "error",
+        "model.chat_template_name",
+        "drops turns",
+    ),
+    "a template without an end of turn": (
+        ["model.name={never_ends}"],
+        "end_of_turn",
+        "warning",
+        "model.chat_template_name",
+        "stop",
+    ),
+    "a template of another tokenizer": (
+        ["model.name={foreign_marks}"],
+        "markers",
+        "warning",
+        "model.chat_template_name",
+        "start_h",
+    ),
+    "a template without tools": (
+        ["model.name={never_ends}", "env.tools=[calculator]"],
+        "turns",
+        "error",
+        "model.chat_template_name",
+        "drops tool calls",
+    ),
+    "ids beyond the vocabulary": (
+        ["model.name={beyond}"],
+        "vocabulary",
+        "error",
+        "model.name",
+        "'<new>' (330)",
+    ),
+    "a tokenizer that changes texts": (
+        ["model.name={lower}"],
+        "round_trip",
+        "warning",
+        "model.name",
+        "'The answer",
+    ),
+    "no such model": (["model.name={house}/none"], "vocabulary", "error", "model.name", "none"),
+    "a reward that is always 0": (
+        [OWN[0], OWN[1] + "always_zero"],
+        "known_answers",
+        "warning",
+        "reward.function",
+        "always 0",
+    ),
+    "a reward that is always equal": (
+        [OWN[0], OWN[1] + "always_equal"],
+        "known_answers",
+        "error",
+        "reward.function",
+        "the same",
+    ),
+    "a reward that raises": (
+        [OWN[0], OWN[1] + "raises"],
+        "known_answers",
+        "error",
+        "reward.function",
+        'rewards.py", line 11, in raises',
+    ),
+    "a reward that raises at times": (
+        [OWN[0], OWN[1] + "fails_sometimes"],
+        "known_answers",
+        "warning",
+        "reward.function",
+        "invalid literal",
+    ),
+    "a reward that takes 10 s": (
+        [OWN[0], OWN[1] + "hangs"],
+        "known_answers",
+        "error",
+        "reward.function",
+        "not waited for",
+    ),
+    "a reward that is NaN": (
+        [OWN[0], OWN[1] + "not_a_number"],
+        "known_answers",
+        "error",
+        "reward.function",
+        "finite",
+    ),
+    "a reward that likes what is wrong": (
+        [OWN[0], OWN[1] + "likes_garbage"],
+        "known_answers",
+        "warning",
+        "reward.function",
+        "wrong answers earn more",
+    ),
+    "prompts over the length": (
+        ["env.max_prompt_length=5"],
+        "prompt_lengths",
+        "error",
+        "env.on_overlong",
+        "100% of 256 more",
+    ),
+    "no room in the context": (
+        ["inference_model.max_tokens=4096"],
+        "prompt_lengths",
+        "error",
+        "inference_model.max_tokens",
+        "no room for a prompt",
+    ),
+    "little room in the context": (
+        ["inference_model.max_tokens=2040"],
+        "prompt_lengths",
+        "warning",
+        "inference_model.max_tokens",
+        "the longest 2031",
+    ),
+    "a budget that does not fit": (
+        ["train.micro_token_budget=1000000000", "train.prompts_per_batch=10000"],
+        "needed_memory",
+        "error",
+        "train.micro_token_budget",
+        "would fit",
+    ),
+    "a model that does not fit": (
+        ["model.name={huge}"],
+        "needed_memory",
+        "error",
+        "model.name",
+        "by formula",
+    ),
+    "a disk that is too small": (
+        ["checkpoint.interval=1", "checkpoint.keep_last=null", "train.max_steps=1000000000"],
+        "disk",
+        "error",
+        "checkpoint.keep_last",
+        "end while it saves",
+    ),
+    "held-out rows that are trained on": (
+        ["data={house}/twice.jsonl", "reward=exact", "eval.num_prompts=25"],
+        "overlap",
+        "warning",
+        "data.source",
+        "25 of 25",
+    ),
+    "an answer column that is empty": (
+        ["data={house}/unanswered.jsonl", "reward=exact"],
+        "answers",
+        "error",
+        "data.answer",
+        "row 1",
+    ),
+    "an answer that is empty": (
+        ["data={house}/gaps.jsonl", "reward=exact"],
+        "answers",
+        "warning",
+        "data.answer",
+        "row 4",
+    ),
+    "a column that there is not": (
+        ["data={house}/sums.jsonl", "data.prompt=nope", "reward=exact"],
+        "prompt_lengths",
+        "error",
+        "data.prompt",
+        "nope",
+    ),
+    "groups without variance": (
+        ["data={house}/letters.jsonl", "reward=exact", "inference_model.max_tokens=8"],
+        "groups",
+        "warning",
+        "reward.function",
+        "8 of 8 sampled groups",
+    ),
+    "answers without an end": (
+        [OWN[0], OWN[1] + "first_digit", "inference_model.max_tokens=1"],
+        "groups",
+        "warning",
+        "inference_model.max_tokens",
+        "100% of 64",
+    ),
+    "a task for a larger model": (
+        ["env=tic_tac_toe"],
+        "overlap",
+        "warning",
+        "model.name",
+        "a larger model",
+    ),
+    "a device that is not there": (
+        ["train.device=cuda:7"],
+        "devices",
+        "error",
+        "train.device",
+        "choose another",
+    ),
+    "a learning rate for another size": (
+        ["model.name={large}", "optimizer.lr=1e-3"],
+        "learning",
+        "warning",
+        "optimizer.lr",
+        "0.001",
+    ),
+    "a run that only warms up": (
+        ["optimizer.warmup_steps=90"],
+        "learning",
+        "warning",
+        "optimizer.warmup_steps",
+        "90 of 100",
+    ),
+}
+
+
+# Those of the tables that are looked at in the whole grid alone.
+LATER = {
+    "a template of another tokenizer",
+    "a template without tools",
+    "no such model",
+    "a reward that raises at times",
+    "a reward that likes what is wrong",
+    "little room in the context",
+    "a model that does not fit",
+    "an answer that is empty",
+    "a column that there is not",
+    "answers without an end",
+    "a device that is not there",
+    "a learning rate for another size",
+    "a run that only warms up",
+    *("grpo-async", "pipeline-rl", "expert-iteration", "distillation", "imitate", "embedded"),
+    *("loss", "estimator", "small groups", "adapters", "packed", "critic", "single answers"),
+    *("reference", "dropped prompts", "no evaluation"),
+}
+
+
+def some_of(table):
+    """The names of a table, those of LATER marked."""
+    for name in table:
+        yield pytest.param(name, marks=[pytest.mark.full] if name in LATER else [])
+
+
+@pytest.mark.parametrize("name", some_of(FAULTS))
+def test_a_planted_fault_is_found_with_the_key_to_change(name, house, monkeypatch):
+    arguments, check, level, key, word = FAULTS[name]
+    monkeypatch.setattr(reward, "LONGEST_S", 0.2)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 8 * 2**30)
+    assert check in {each.run.__name__ for each in CHECKS}
+    needed = {model for model in MODELS if f"{{{model}}}" in "".join(arguments)}
+    paths = {model: house / model for model in MODELS} | {"house": house}
+    for model in needed:
+        if not paths[model].exists():
+            variant(house, model, **MODELS[model])
+    found = look(*(each.format(**paths) for each in arguments), only=[check])
+    assert [(each.level, each.key) for each in told(found)] == [(level, key)], found
+    assert word in told(found)[0].text
+
+
+# -- where all is well ----------------------------------------------------------------------------
+
+GSM8K = [{"question": f"What is {n} + 4?", "answer": f"Add.\n#### {n + 4}"} for n in range(40)]
+SHIPPED = {
+    "grpo": [],
+    "grpo-async": [],
+    "pipeline-rl": [],
+    "expert-iteration": [],
+    "distillation": [],
+    "sft": ["data={house}/sums.jsonl"],
+    "imitate": [],
+    "embedded": [],
+    "evaluate": ["tasks=[gsm8k,arithmetic]", "data_files.gsm8k={house}/gsm8k.jsonl"],
+}
+CLEAN = {
+    "loss": ["loss=gspo"],
+    "estimator": ["advantage=leave_one_out"],
+    "tools": ["env=calculator"],
+    "small groups": ["env.repeats=4"],
+    "adapters": ["train_model.lora.enabled=true"],
+    "own rows": ["data={house}/sums.jsonl", "reward=exact"],
+    "packed": ["train.packing=packed", "train.micro_token_budget=2000"],
+    "critic": ["loss=ppo", "advantage=gae"],
+    "single answers": ["advantage=spo"],
+    "reference": ["train.kl_to_ref_coeff=0.01"],
+    "dropped prompts": ["env.on_overlong=drop", "filter.zero_variance=drop"],
+    "no evaluation": ["eval.num_prompts=0"],
+}
+# What a machine that runs these tests may lack, and the recipes need.
+MAY_LACK = {("error", "ray.num_collectors"), ("error", "redis.url")}
+
+
+@pytest.mark.parametrize("recipe", some_of(SHIPPED))
+def test_nothing_is_found_in_what_is_shipped(recipe, house):
+    write(house / "gsm8k.jsonl", GSM8K)
+    found = look(*(each.format(house=house) for each in SHIPPED[recipe]), recipe=recipe)
+    assert not {(each.level, each.key) for each in told(found)} - MAY_LACK, found
+    assert len(found) > (0 if recipe == "embedded" else 5)
+
+
+@pytest.mark.parametrize("name", some_of(CLEAN))
+def test_nothing_is_found_in_a_clean_variant(name, house):
+    assert not told(look(*(each.format(house=house) for each in CLEAN[name])))
+
+
+# -- what a configuration can be given by ---------------------------------------------------------
+
+
+def yaml_of(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_told_from_its_keys_and_composed_with_what_is_typed(tmp_path):
+    assert recipe_of(CONFIG / "grpo-async.yaml", PAGES) == "grpo-async"
+    part = yaml_of(tmp_path / "part.yaml", "loss: gspo\nenv: {dataset: calculator}\nseed: 3\n")
+    assert recipe_of(part, PAGES) == "grpo"
+    config, _ = compose("grpo", PAGES["grpo"], ["seed=5", "train.max_steps=7"], part)
+    assert (config.loss.type, config.env.dataset) == ("gspo", "calculator")
+    assert config.inference_model.max_tokens == 40  # of the task's file
+    assert (config.seed, config.train.max_steps) == (5, 7)
+    typed, _ = compose("grpo", PAGES["grpo"], ["loss=cispo"], part)
+    assert (typed.loss.type, typed.seed) == ("cispo", 3)
+    select = yaml_of(tmp_path / "ei.yaml", "select: {topk_size: 2}\nseed: 1\n")
+    assert recipe_of(select, PAGES) == "expert-iteration"
+
+
+def test_the_configuration_of_a_run_is_that_of_the_run(tmp_path):
+    import yaml
+
+    from torchrl_llm.trainers.run_folder import nested
+
+    for recipe in ("grpo", "grpo-async", "expert-iteration"):
+        config, _ = compose(recipe, PAGES[recipe], ["seed=4"])
+        text = yaml.safe_dump(nested(config.flat()))
+        yaml_of(tmp_path / "config.yaml", text)
+        assert recipe_of(tmp_path, PAGES) == recipe
+        assert compose(recipe, PAGES[recipe], [], tmp_path)[0] == config
+
+
+def test_a_folder_of_ones_own_settings_is_composed_as_hydra_does_it(tmp_path):
+    shutil.copytree(CONFIG, tmp_path / "config")
+    mine = tmp_path / "config" / "mine.yaml"
+    text = (CONFIG / "grpo.yaml").read_text().replace("loss: grpo", "loss: dapo")
+    yaml_of(mine, text)
+    assert recipe_of(mine, PAGES) == "grpo"
+    assert compose("grpo", PAGES["grpo"], [], mine)[0].loss.type == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("loss: gsop\n", "did you mean 'gspo'"), ("train: {max_stps: 3}\nseed: 1\n", "max_stps")],
+)
+def test_a_wrong_key_or_option_of_a_file_is_told(tmp_path, text, word):
+    part = yaml_of(tmp_path / "part.yaml", text)
+    with pytest.raises(ConfigError, match=word):
+        compose(recipe_of(part, PAGES), PAGES["grpo"], [], part)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch, capsys):
+    """Runs the command, with a few checks only, which others of these tests run."""
+    monkeypatch.setattr(examining, "CHECKS", CHECKS[:3] + CHECKS[-3:-1])
+
+    def ask(*arguments):
+        try:
+            status = main(["doctor", *map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return ask
+
+
+def test_the_command_shows_what_it_found_and_ends_with_one_for_errors(asked):
+    status, out, err = asked("grpo")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].startswith("nothing was found (grpo, ")
+    status, out, _ = asked(
+        "grpo", "checkpoint.keep_last=null", "checkpoint.interval=1", "train.max_steps=1000000000"
+    )
+    assert status == 1
+    assert out.startswith("error    checkpoint.keep_last\n    1000000001 checkpoints of 5.15 MiB")
+    assert out.splitlines()[-1].startswith("1 error (grpo, ")
+
+
+def test_a_key_that_is_refused_is_a_finding(asked):
+    for argument, word in {
+        "train.max_stps=3": "did you mean 'train.max_steps'?",
+        "weight_sync.type=delta": "weight_sync has no effect",
+        "ray.num_collectors=3": "a key of recipe grpo-async",
+    }.items():
+        status, out, _ = asked("grpo", argument, "--json")
+        assert status == 1
+        (found,) = json.loads(out)["findings"]
+        assert (found["level"], found["check"]) == ("error", "configuration")
+        assert word in found["text"]
+
+
+def test_wrong_use_ends_with_two(asked, tmp_path):
+    broken = yaml_of(tmp_path / "broken.yaml", "train: [1\n")
+    words = yaml_of(tmp_path / "words.yaml", "just words\n")
+    strange = yaml_of(tmp_path / "strange.yaml", "banana: 1\n")
+    for arguments, word in {
+        (): "required: RECIPE|FILE",
+        ("gropo",): "a recipe is one of grpo, grpo-async",
+        (broken,): "cannot be read",
+        (words,): "no mapping of keys",
+        (strange,): "has no key of any recipe",
+        (tmp_path,): "there is no file",
+        ("grpo", "--bananas"): "unrecognized arguments",
+    }.items():
+        status, out, err = asked(*arguments)
+        assert (status, out) == (2, ""), arguments
+        assert word in err
+
+
+def test_a_text_is_found_once_and_the_worst_first():
+    found = [ok("a", "x"), error("b", "y"), error("c", "y"), error("b", "z")]
+    assert by_level(found) == [error("b", "y"), error("b", "z"), ok("a", "x")]
+
+
+# -- the largest budget ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 63, 64, 65, 127, 128, 700, 1000, 4095, 4096, 10_000])
+def test_the_largest_budget_fits_and_an_eighth_more_does_not(limit):
+    tried = []
+
+    def fits(budget):
+        tried.append(budget)
+        return budget <= limit
+
+    found = largest(fits, 64, 4096)
+    assert found == 0 if limit < 64 else found <= limit
+    if 64 <= limit < 4096:
+        assert limit < found + max(found // 8, 1)
+    assert len(tried) <= 12
+    assert max(tried) <= 4096
+
+
+def test_ranks_go_on_with_what_fits_on_all_of_them():
+    """Two ranks in threads; one has a quarter of the memory of the other."""
+    barrier, said, found = threading.Barrier(2), {}, {}
+
+    def rank(number, limit):
+        def agree(fine):
+            said[number] = fine
+            barrier.wait(30)
+            both = all(said.values())
+            barrier.wait(30)
+            return both
+
+        found[number] = largest(lambda budget: budget <= limit, 64, 4096, agree=agree)
+
+    threads = [threading.Thread(target=rank, args=pair) for pair in ((0, 4000), (1, 1000))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {0: 960, 1: 960}
+
+
+def test_calibration_trains_and_finds_what_fits(monkeypatch):
+    (found,) = look("train.prompts_per_batch=8", only=["calibration"], calibrates=True)
+    assert (found.level, found.text) == (
+        "ok",
+        "1472 tokens in one forward fit on cpu, all of a step",
+    )
+    monkeypatch.setattr(Trial, "_train", lambda trial, budget: oom(budget))
+    (found,) = look("train.prompts_per_batch=8", only=["calibration"], calibrates=True)
+    assert (found.level, found.key) == ("error", "train.micro_token_budget")
+    assert "of 1472 tokens in one forward 576 fit on cpu" in found.text
+
+
+def oom(budget):
+    if budget > 600:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+# -- as a user has it -----------------------------------------------------------------------------
+
+
+def run(*command, seconds=120):
+    """What a command said, and the seconds of a processor that it took."""
+    before = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    after = os.times()
+    spent = after.children_user + after.children_system
+    return done, spent - before.children_user - before.children_system
+
+
+@pytest.mark.full
+def test_the_command_takes_at_most_20_s_also_where_a_reward_hangs(house):
+    command = (sys.executable, "-m", "torchrl_llm", "doctor", "grpo")
+    done, seconds = run(*command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert seconds < 20, "of one core"
+    own = [each.format(house=house) for each in OWN]
+    done, seconds = run(*command, own[0], own[1] + "hangs")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "a reward took more than 5 s and was not waited for" in done.stdout
+    assert seconds + reward.LONGEST_S < 20
+
+
+RANK = """
+import os, torch
+from torchrl_llm.cli import main
+from torchrl_llm.recipes.doctor import examine, machine
+from torchrl_llm.recipes.doctor.calibrate import Trial
+
+def train(trial, budget, whole=Trial._train):
+    if os.environ["RANK"] == "1" and budget > 600:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    whole(trial, budget)
+
+Trial._train = train
+examine.CHECKS = examine.CHECKS[-1:]
+raise SystemExit(main(["doctor", "grpo", "train.prompts_per_batch=8", "--calibrate", "--json"]))
+"""
+
+
+@pytest.mark.full
+def test_two_processes_calibrate_in_step_where_one_has_less_memory(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    done, _ = run(*torchrun, "--nproc-per-node=2", str(tmp_path / "rank.py"))
+    (line,) = done.stdout.splitlines()
+    (found,) = json.loads(line)["findings"]
+    assert "of 1472 tokens in one forward 576 fit on cpu" in found["text"]

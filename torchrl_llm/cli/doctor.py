@@ -1,0 +1,90 @@
+"""Looks at a configuration before a long run: ``torchrl-llm doctor grpo model.name=...``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_llm.cli.train import RECIPES
+from torchrl_llm.errors import ConfigError, DataError
+
+PAGES = RECIPES | {"evaluate": "evaluate/evaluate.py", "pipeline-rl": "pipeline-rl/learner.py"}
+"""Name of a recipe to its page."""
+
+_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what would fail, mislead or waste a run with this configuration.
+
+    Args:
+        arguments: a recipe or a YAML file, overrides of its keys, and options.
+
+    Returns:
+        The exit status: 1 where something is an error.
+
+    Raises:
+        SystemExit: no such recipe or file, or one that cannot be read; status 2.
+    """
+    parser = _parser()
+    given = parser.parse_intermixed_args(arguments)
+    begun = time.perf_counter()
+    from torchrl_llm.recipes.doctor import compose
+
+    file = None if given.config in PAGES else Path(given.config)
+    try:
+        name = given.config if file is None else compose.recipe_of(file, PAGES)
+    except DataError as error:
+        known = f"; a recipe is one of {', '.join(PAGES)}" * (file.suffix == "")
+        parser.error(f"{error}{known}")
+    name = given.recipe or name
+
+    from torchrl_llm.recipes.doctor import examine, finding
+    from torchrl_llm.recipes.doctor.subject import Subject
+
+    try:
+        config, page = compose.compose(name, PAGES[name], given.overrides, file)
+    except ConfigError as error:
+        found = [finding.error("", str(error), "configuration")]
+    else:
+        folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
+        folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
+        wanted = {"samples": given.sample, "calibrates": given.calibrate}
+        with contextlib.redirect_stdout(sys.stderr):  # what code of the user's prints
+            found = examine.examine(Subject(config, page, folder=folder, **wanted))
+    if given.json:
+        shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
+    else:
+        shown = f"{finding.shown(found)} ({name}, {time.perf_counter() - begun:.0f} s)"
+    if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
+        sys.stdout.write(shown + "\n")
+    return _FAILED if any(each.level == "error" for each in found) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm doctor",
+        usage="torchrl-llm doctor RECIPE|FILE.yaml [KEY=VALUE ...] [options]",
+        description="look at a configuration before a long run: tokens, template, data, reward, "
+        "memory, disk; nothing is trained or written",
+    )
+    parser.add_argument(
+        "config",
+        metavar="RECIPE|FILE",
+        help=f"one of {', '.join(PAGES)}, a YAML file, or the folder of a run",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument("--recipe", choices=PAGES, help="of a file whose keys do not say it")
+    for flag, about in {
+        "calibrate": "find the largest train.micro_token_budget that fits, by training with it",
+        "sample": "let the model answer some prompts, however large it is",
+        "json": "print findings as JSON",
+    }.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=about)
+    return parser

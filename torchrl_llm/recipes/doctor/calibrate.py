@@ -1,0 +1,108 @@
+"""Search for the largest ``train.micro_token_budget``: by doubling, then bisection.
+
+The search is a function of what fits. Of several ranks each tries for itself, and all go on with
+what fits on every one, so that none waits for another that ran out of memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrl_llm.recipes import builders
+from torchrl_llm.trainers import make_optimizer
+
+
+def largest(
+    fits: Callable[[int], bool], low: int, high: int, *, agree: Callable[[bool], bool] = bool
+) -> int:
+    """The largest budget that fits, to an eighth.
+
+    Args:
+        fits: tries a budget, on this rank.
+        low: smallest budget that is of use, at most ``high``.
+        high: largest one.
+        agree: whether all ranks say yes, from the answer of this one; called once after each try.
+
+    Returns:
+        A budget that fits; 0 where not even ``low`` does.
+
+    Example:
+        >>> largest(lambda budget: budget <= 700, 64, 4096)
+        640
+        >>> largest(lambda budget: True, 64, 4096), largest(lambda budget: False, 64, 4096)
+        (4096, 0)
+    """
+    if not agree(fits(low)):
+        return 0
+    above = high + 1
+    while low < high:
+        tried = min(2 * low, high)
+        if not agree(fits(tried)):
+            above = tried
+            break
+        low = tried
+    while above <= high and above - low > max(low // 8, 1):
+        tried = (low + above) // 2
+        low, above = (tried, above) if agree(fits(tried)) else (low, tried)
+    return low
+
+
+def all_ranks(fine: bool) -> bool:
+    """Whether every rank of ``torchrun`` says yes; the answer itself without it.
+
+    Args:
+        fine: what this rank says.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return fine
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    said = torch.tensor(int(fine))
+    dist.all_reduce(said, op=dist.ReduceOp.MIN)
+    return bool(said)
+
+
+class Trial:
+    """Forward, backward and optimizer step of so many tokens; the learning rate is 0.
+
+    Args:
+        config: of a recipe that trains.
+        policy: what is trained.
+        row_tokens: tokens of a row.
+    """
+
+    def __init__(self, config: Any, policy: Any, row_tokens: int) -> None:
+        self._config, self._policy, self._row_tokens = config, policy, row_tokens
+        arguments = config.optimizer.arguments | {"lr": 0.0}
+        self._optimizer = make_optimizer(policy.parameters(), **arguments)
+
+    def __call__(self, budget: int) -> bool:
+        """Whether a micro-batch of ``budget`` tokens fits; it has at least one row."""
+        try:
+            self._train(budget)
+            return True
+        except (MemoryError, RuntimeError) as error:  # of a GPU, and of a CPU
+            if not re.search("out of memory|can't allocate memory", str(error)):
+                raise
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return False
+
+    def _train(self, budget: int) -> None:
+        length = max(2, min(self._row_tokens, budget))
+        ids = torch.arange(length) % self._policy.tokenizer.vocab_size
+        sequences = [ids] * max(1, budget // length)
+        trained = [torch.arange(length) > 0] * len(sequences)
+        with builders.autocast(self._config):
+            loss = self._policy.token_scores(sequences, trained).log_probs.mean()
+        loss.backward()
+        self._optimizer.step()

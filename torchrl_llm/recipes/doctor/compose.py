@@ -1,0 +1,142 @@
+"""Configuration of any recipe, by its name or from a YAML file, composed without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.recipes import launch
+from torchrl_llm.recipes.command_keys import KeyTable, check_option
+from torchrl_llm.trainers.run_folder import CONFIG_FILE, dotted
+
+# Keys of ``evaluate`` with names of its user, whose value in the file is not empty.
+_OPEN = {"evaluate": ("data_files", "options")}
+_SIBLINGS = {"grpo": "grpo-async", "grpo-async": "grpo"}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Nested values of a YAML file, or of the one in a run's folder.
+
+    Args:
+        path: the file or the folder.
+
+    Raises:
+        DataError: it is not there, or is no YAML mapping.
+    """
+    file = path / CONFIG_FILE if path.is_dir() else path
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"there is no file {file}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is no mapping of keys to values")
+    return found
+
+
+def recipe_of(path: Path, pages: Mapping[str, str]) -> str:
+    """The recipe that a file is of: one of its own, or the first that has most of the keys.
+
+    Args:
+        path: of the file, or of a run's folder.
+        pages: name of a recipe to its page.
+
+    Raises:
+        DataError: as :func:`read_file`, or no recipe has any of the keys.
+    """
+    values, known = read_file(path), {}
+    composed = "defaults" in values
+    keys = KeyTable.read(path.parent, path.stem).plain if composed else list(dotted(values))
+    for name, page in pages.items():
+        if path.resolve() == (_folder(page) / f"{name}.yaml").resolve():
+            return name
+        table = KeyTable.read(_folder(page), name, open_keys=_OPEN.get(name, ()))
+        names = {*table.keys, *(f"{group}.type" for group in table.groups)}
+        known[name] = sum(key in names or table.is_open(key) for key in keys)
+    best = max(known, key=lambda name: known[name])
+    if not known[best]:
+        raise DataError(f"{path} has no key of any recipe ({', '.join(pages)})")
+    return best
+
+
+def compose(
+    name: str, page: str, overrides: Sequence[str], file: Path | None = None
+) -> tuple[Any, ModuleType]:
+    """The configuration that a run would have, and the module of the page that would run it.
+
+    Args:
+        name: of the recipe.
+        page: path of its page, below ``sota-implementations``.
+        overrides: of the command line, which win.
+        file: its values replace the recipe's; one with a list of ``defaults`` is composed by Hydra
+            in its own folder.
+
+    Raises:
+        ConfigError: what any run with it would be refused for.
+        DataError: as :func:`read_file`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    folder, entry, values = _folder(page), name, {} if file is None else read_file(file)
+    if file is not None and "defaults" in values:
+        folder, entry, values = file.parent, file.stem, {}
+    values.pop("hydra", None)
+    open_keys, other = _OPEN.get(name, ()), _SIBLINGS.get(name)
+    siblings = {other: f"recipe {other}"} if other and folder == _folder(page) else None
+    checked = launch.check_arguments(
+        list(overrides), folder, entry, open_keys=open_keys, siblings=siblings
+    )
+    typed = {each.lstrip("+~").partition("=")[0] for each in checked}
+    groups = KeyTable.read(folder, entry, open_keys=open_keys)
+    files = _files(values, groups, typed)
+    chosen = [f"{group}={option}" for group, option in files.items()]
+    composed = launch.compose_files(folder, entry, [*chosen, *checked])
+    try:
+        if values:
+            composed = _merged(composed, values, set(groups.groups) - set(files), typed)
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the values do not go together: {error}") from error
+    module = launch.load_page(page)
+    schema = [module.AsyncGRPOConfig] if name == "grpo-async" else []
+    return module.load_config(plain, *schema), module
+
+
+def _folder(page: str) -> Path:
+    return (launch.PAGES / page).parent / "config"
+
+
+def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str, str]:
+    """Options that the values choose for groups; what they say of a group that is typed goes."""
+    files = {}
+    for group, options in table.groups.items():
+        value = values.get(group)
+        if isinstance(value, str):
+            check_option(group, value, table)
+        if group in typed or isinstance(value, str):
+            values.pop(group, None)
+        name = value.get("dataset", value.get("type")) if isinstance(value, dict) else value
+        if group not in typed and name in options:
+            files[group] = name
+    return files
+
+
+def _merged(composed: Any, values: dict[str, Any], others: set[str], typed: set[str]) -> Any:
+    """The values of a file over the defaults, and what was typed over both."""
+    from omegaconf import OmegaConf
+
+    below = OmegaConf.to_container(composed)
+    # A loss or an estimator of the user's has keys of its own.
+    below |= {group: {} for group in (others & values.keys()) - {"env"}}
+    merged = OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(values))
+    for key in typed:
+        if OmegaConf.select(composed, key) is not None or key in dotted(below):
+            OmegaConf.update(merged, key, OmegaConf.select(composed, key), force_add=True)
+    return merged

@@ -1,0 +1,131 @@
+"""Checks of the data: lengths of prompts, empty answers, prompts that are held out and trained."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchrl_llm.envs import GameEnv
+from torchrl_llm.modules.policies.context_limit import longest_prompt
+from torchrl_llm.recipes.doctor.finding import Finding, error, ok, warning
+from torchrl_llm.recipes.doctor.subject import Subject
+from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.rewards import RewardParser
+
+# Rows that are read, and for how long, of a dataset of any size.
+_MOST_ROWS, _SECONDS = 20_000, 2.0
+_FATES = {
+    "error": "the run ends at the first",
+    "drop": "they are not answered",
+    "truncate": "their beginning is cut off",
+}
+
+
+def prompt_lengths(subject: Subject) -> Iterator[Finding]:
+    """Prompts fit, and so do the answers behind them."""
+    key = "env.on_overlong" if "env.on_overlong" in subject.keys else "eval.on_overlong"
+    fate, room = subject.flat[key], subject.flat["inference_model.max_tokens"]
+    context = subject.context
+    longest = longest_prompt(context, subject.flat.get("env.max_prompt_length"))
+    for task in subject.tasks:
+        encoded = subject.formatter.encode_batch(task.prompts)
+        lengths = sorted(len(each.token_ids) for each in encoded)
+        over = [n for n in lengths if longest is not None and n > longest]
+        tight = [n for n in lengths if context is not None and n + room > context and n not in over]
+        what = f"{task.name}: prompts have {lengths[0]} to {lengths[-1]} tokens"
+        if over:
+            yield (error if fate == "error" else warning)(
+                key,
+                f"{what}, {len(over) / len(lengths):.0%} of {len(lengths)} more than the {longest} "
+                f"that are allowed: {_FATES[fate]} ({key}={fate}). Shorten them, or allow more",
+            )
+        if tight:
+            yield warning(
+                "inference_model.max_tokens",
+                f"{what}: {len(tight) / len(lengths):.0%} of {len(lengths)} leave less than {room} "
+                f"of {context} tokens for an answer, the longest {context - tight[-1]}",
+            )
+        if not over and not tight:
+            fits = "" if context is None else f", and {room} of an answer fit into {context}"
+            yield ok(task.data_key, f"{what}{fits}")
+
+
+def answers(subject: Subject) -> Iterator[Finding]:
+    """Rows have answers where the reward compares with one."""
+    for task in subject.tasks:
+        rewards = [each for each in task.env.transform if isinstance(each, RewardParser)]
+        if not any(each.needs_answer for each in rewards):
+            continue
+        seen = [row.get("answer") for row in _some(_rows(task.env))]
+        empty = [at for at, answer in enumerate(seen, 1) if not str(answer or "").strip()]
+        if empty:
+            yield (error if len(empty) == len(seen) else warning)(
+                "data.answer" if task.data_key == "data.source" else task.data_key,
+                f"{task.name}: the answer, which the reward compares with, is empty in "
+                f"{len(empty)} of {len(seen)} rows, row {empty[0]} first. Name another column, or "
+                "leave them out",
+            )
+
+
+def overlap(subject: Subject) -> Iterator[Finding]:
+    """No held-out prompt is one that is trained on; the task is one for this model."""
+    (task,) = subject.tasks
+    if subject.config.model.name is None and task_class(task.name).NEEDS_LARGER_MODEL:
+        yield warning(
+            "model.name",
+            f"{task.name} is a task for a larger model than the one of the package: name another",
+        )
+    # Games begin alike, and differ in what is played.
+    if task.held_out is not None and not isinstance(task.env, GameEnv):
+        parts = (_some(_rows(env)) for env in (task.env, task.held_out))
+        yield from _overlap(*([row.get("query") for row in rows] for rows in parts), task.data_key)
+
+
+def demonstrations(subject: Subject) -> Iterator[Finding]:
+    """Rows of a recipe that learns from written answers: they can be read, and are apart."""
+    train, held_out = subject.demonstrations
+    seen = _some(train)
+    lengths = sorted(len(each.token_ids) for each in seen)
+    long = sum(each.overlong for each in seen)
+    what = f"the first {len(seen)} of {len(train)} rows have {lengths[0]} to {lengths[-1]} tokens"
+    if long:
+        fate = f"{long} were longer (train.on_overlong={subject.config.train.on_overlong})"
+        yield warning("train.max_length", f"{what}; {fate}")
+    else:
+        yield ok("data.source", what)
+    if held_out is not None:
+        parts = [
+            [part.messages(at)[:-1] for at in range(min(len(part), len(seen)))]
+            for part in (train, held_out)
+        ]
+        yield from _overlap(*parts, "data.eval_source")
+
+
+def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Finding]:
+    known = {json.dumps(query, default=str, sort_keys=True) for query in train}
+    both = [q for q in held_out if json.dumps(q, default=str, sort_keys=True) in known]
+    if both:
+        yield warning(
+            key,
+            f"{len(both)} of {len(held_out)} held-out prompts are trained on too, {both[0]!r:.80} "
+            "for example, which accuracy would be flattered by. Leave them out of one of the two",
+        )
+    elif held_out:
+        yield ok(key, f"none of {len(held_out)} held-out prompts is among {len(train)} of training")
+
+
+def _rows(env: Any) -> Sequence[Any]:
+    """The rows of an environment; none where it reads something else than a sequence."""
+    return getattr(env.primer.dataloader, "rows", ())
+
+
+def _some(rows: Sequence[Any]) -> list[Any]:
+    """The first rows, as many as there is time for."""
+    end, found = time.monotonic() + _SECONDS, []
+    for at in range(min(len(rows), _MOST_ROWS)):
+        found.append(rows[at])
+        if time.monotonic() > end:
+            break
+    return found

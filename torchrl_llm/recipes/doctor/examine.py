@@ -1,0 +1,84 @@
+"""The checks in their order, and what runs them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from torchrl._utils import logger
+
+from torchrl_llm.data.failures import Failure
+from torchrl_llm.errors import TorchRLLLMError
+from torchrl_llm.recipes.doctor import data, machine, reward, template
+from torchrl_llm.recipes.doctor.finding import Finding, by_level, error
+from torchrl_llm.recipes.doctor.subject import Subject
+
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+
+
+class Check(NamedTuple):
+    """What yields findings; the key that is named if it cannot; the key that it is for."""
+
+    run: Callable[[Subject], Iterable[Finding]]
+    key: str
+    needs: str = ""
+
+
+_TRAINED, _SAMPLED = "train_model.dtype", "inference_model.max_tokens"
+
+CHECKS = (
+    Check(machine.versions, "train.device"),
+    Check(machine.devices, "train.device"),
+    Check(template.vocabulary, template.MODEL, template.TEMPLATE),
+    Check(data.prompt_lengths, "env.dataset", _SAMPLED),
+    Check(data.answers, "env.dataset", _SAMPLED),
+    Check(data.overlap, "env.dataset", "env.repeats"),
+    Check(data.demonstrations, "data.source", "data.completion"),
+    Check(template.markers, template.TEMPLATE, template.TEMPLATE),
+    Check(template.turns, template.TEMPLATE, template.TEMPLATE),
+    Check(template.end_of_turn, template.TEMPLATE, template.TEMPLATE),
+    Check(template.padding, template.MODEL, template.TEMPLATE),
+    Check(template.round_trip, template.MODEL, template.TEMPLATE),
+    Check(reward.known_answers, "reward.function", "reward.function"),
+    Check(machine.learning, "optimizer.lr", _TRAINED),
+    Check(reward.groups, "env.dataset", "env.repeats"),
+    Check(machine.needed_memory, "model.name", _TRAINED),
+    Check(machine.disk, "checkpoint.keep_last", _TRAINED),
+    Check(machine.calibration, machine.BUDGET, _TRAINED),
+)
+
+
+def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Finding]:
+    """Run the checks that a configuration needs.
+
+    Args:
+        subject: the configuration.
+        only: names of checks; ``None`` for all.
+
+    Returns:
+        What they found, the worst first.
+    """
+    found: list[Finding] = []
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)  # what a run would warn of is found here
+    try:
+        for check in CHECKS:
+            name = check.run.__name__
+            if check.needs in (*subject.keys, "") and (only is None or name in only):
+                found += [each._replace(check=name) for each in _made(check, subject)]
+    finally:
+        logger.setLevel(before)
+    return by_level(found)
+
+
+def _made(check: Check, subject: Subject) -> Iterator[Finding]:
+    """What a check finds; an error that it meets is one as well."""
+    try:
+        yield from check.run(subject)
+    except TorchRLLLMError as why:
+        named = (key for key in _KEY.findall(str(why)) if key in subject.keys)
+        yield error(next(named, check.key), str(why))
+    except Exception as why:  # of a user's task, tool or model: the other checks go on
+        yield error(check.key, f"{check.run.__name__} ended by\n{Failure.of(why)}")

@@ -1,0 +1,201 @@
+"""Checks of the machine: packages, devices, memory, disk; and of the learning rate.
+
+Memory is counted by formula; with ``--calibrate`` it is tried.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.recipes import AsyncGRPOConfig, builders, memory
+from torchrl_llm.recipes.doctor.calibrate import Trial, all_ranks, largest
+from torchrl_llm.recipes.doctor.finding import Finding, error, note, ok, warning
+from torchrl_llm.recipes.doctor.subject import NUM_DRAWN, Subject
+from torchrl_llm.recipes.grpo_config import GRPOGroups
+from torchrl_llm.recipes.memory import MemoryPart, show_bytes
+
+BUDGET = "train.micro_token_budget"
+_SMALLEST = 256
+_CGROUP = Path("/sys/fs/cgroup")
+_SHOWN = ("torch", "tensordict", "torchrl", "transformers")
+# Keys with which a package is needed: with one value, or with any.
+_EXTRAS = {
+    ("train_model.lora.enabled", True): "peft",
+    ("inference_model.backend", "vllm"): "vllm",
+    ("ray.num_collectors", None): "ray",
+    ("redis.url", None): "redis",
+}
+# Learning rates from which on models above so many parameters diverge.
+_LARGE, _HIGH_RATE, _HIGH_LORA_RATE = 50_000_000, 1e-4, 2e-3
+
+
+def versions(subject: Subject) -> Iterator[Finding]:
+    """Packages are there, in versions that this package was tested with."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(each) for each in metadata.requires("torchrl_llm") or ()]
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        needed = []
+    for name, wanted in ((each.name, each.specifier) for each in needed if each.marker is None):
+        if not wanted.contains(found := metadata.version(name), prereleases=True):
+            yield warning(name, f"version {found} is installed; {wanted} were tested")
+    for (key, value), package in _EXTRAS.items():
+        asked = key in subject.keys and value in (None, subject.flat[key])
+        if asked and importlib.util.find_spec(package) is None:
+            yield error(key, f"{package} is missing: pip install 'torchrl_llm[{package}]'")
+    gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    shown = ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN)
+    yield ok("train.device", f"{shown}; GPUs: {', '.join(gpus) or 'none'}")
+
+
+def devices(subject: Subject) -> Iterator[Finding]:
+    """The devices that are named are in this machine."""
+    try:
+        for key in {"inference_model.device", "train.device"} & subject.keys:
+            builders.present_device(subject.flat[key], key)
+        if "ref_model.num_devices" in subject.keys:
+            builders.reference_device(subject.config)
+    except ResourceError as why:
+        yield error(str(why).partition("=")[0], str(why))
+
+
+def learning(subject: Subject) -> Iterator[Finding]:
+    """The learning rate is one for a model of this size, and reached."""
+    rate, warmup = subject.config.optimizer.lr, subject.config.optimizer.warmup_steps
+    high = _HIGH_LORA_RATE if subject.config.train_model.lora.enabled else _HIGH_RATE
+    if rate == 0:
+        yield note("optimizer.lr", "the learning rate is 0: nothing will change")
+    elif subject.num_parameters > _LARGE and rate >= high:
+        size = f"a model of {subject.num_parameters:,} parameters"
+        yield warning("optimizer.lr", f"{rate:g} is high for {size}; null chooses another")
+    answers = "env.repeats" in subject.keys
+    updates = subject.config.num_updates if answers else subject.flat["train.max_steps"]
+    if updates and warmup > updates / 2:
+        what = f"the learning rate rises during {warmup} of {updates} optimizer steps"
+        yield warning("optimizer.warmup_steps", what)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a run could have on a device; ``None`` where nothing says it.
+
+    Args:
+        device: of this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        (kibibytes,) = re.findall(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        names = ("memory.max", "memory.current")
+        most, used = (int((_CGROUP / name).read_text()) for name in names)
+    except (OSError, ValueError):  # no group, or one without a limit
+        return int(kibibytes) * 1024
+    return min(int(kibibytes) * 1024, most - used)
+
+
+def _parts(subject: Subject, budget: int | None = None) -> list[MemoryPart]:
+    """What a run needs; of recipes other than GRPO's, without what depends on tokens."""
+    config = subject.config
+    if isinstance(config, GRPOGroups):
+        if budget is not None:
+            config = replace(config, train=replace(config.train, micro_token_budget=budget))
+        return memory.memory_parts(config, prompt_tokens=subject.prompt_tokens)
+    trained = memory.trained(subject.model)
+    sizes = {
+        "weights": memory.tensor_bytes(subject.model.parameters()),
+        "gradients": memory.tensor_bytes(trained),
+        "optimizer states": memory.optimizer_bytes(trained, config.optimizer.arguments),
+    }
+    held = [MemoryPart(name, size, "train", "") for name, size in sizes.items()]
+    return [*held, MemoryPart("checkpoint", sum(sizes.values()), "disk", "")]
+
+
+def _peak(subject: Subject, budget: int | None = None) -> int:
+    parts, config = _parts(subject, budget), subject.config
+    peaks = [memory.peak_bytes(parts, where) for where in ("train", "sample")]
+    # Collectors on this machine's CPU have its memory at the same time.
+    is_async = isinstance(config, AsyncGRPOConfig) and config.ray.address is None
+    return sum(peaks) if is_async and builders.device_kind(config) == "cpu" else max(peaks)
+
+
+def needed_memory(subject: Subject) -> Iterator[Finding]:
+    """What the run needs at once is there."""
+    config, free = subject.config, free_memory(builders.device_of(subject.config))
+    try:
+        peak = _peak(subject)
+    except ConfigError as why:
+        yield note("model.name", f"memory was not counted: {why}")
+        return
+    whole = isinstance(config, GRPOGroups)
+    what = f"by formula a run needs {'' if whole else 'at least '}{show_bytes(peak)}"
+    what += "" if free is None else f", and {show_bytes(free)} are free"
+    if free is None or peak <= free:
+        yield ok("train_model", what)
+        return
+    high = config.train.micro_token_budget if whole else None
+    if high and (found := largest(lambda budget: _peak(subject, budget) <= free, 1, high)):
+        yield error(BUDGET, f"{what}; {BUDGET}={found} would fit, or a smaller one")
+        return
+    advice = "a smaller model, LoRA, fewer answers (torchrl-llm memory shows the parts)"
+    yield error("model.name", f"{what}: take {advice}, or a larger machine")
+
+
+def disk(subject: Subject) -> Iterator[Finding]:
+    """The checkpoints of the run fit on the disk."""
+    config, folder = subject.config, subject.folder.absolute()
+    try:
+        size = next(part.num_bytes or 0 for part in _parts(subject) if part.where == "disk")
+    except ConfigError:
+        return  # needed_memory says so
+    steps, interval = subject.flat["train.max_steps"], config.checkpoint.interval
+    saves = 1 if None in (interval, steps) else -(-steps // interval)
+    kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the one being written
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    what = f"{kept} checkpoints of {show_bytes(size)} are {show_bytes(kept * size)}, and "
+    what += f"{show_bytes(free)} are free in {there}"
+    if kept * size <= free:
+        yield ok("checkpoint.keep_last", what)
+        return
+    advice = "keep fewer, save less often (checkpoint.interval) or elsewhere (hydra.run.dir)"
+    yield error("checkpoint.keep_last", f"{what}: the run would end while it saves; {advice}")
+
+
+def calibration(subject: Subject) -> Iterator[Finding]:
+    """The largest micro-batch that fits, by training on it; the budget is not above."""
+    if not subject.calibrates:
+        return
+    config, device = subject.config, builders.device_of(subject.config)
+    if "data.completion" in subject.keys:
+        row = max(len(each.token_ids) for each in subject.demonstrations.train[:NUM_DRAWN])
+    else:
+        row = subject.prompt_tokens + subject.max_turns * config.inference_model.max_tokens
+        row = min(row, subject.context or row)
+    high = subject.rows_per_step * row
+    low, wanted = min(_SMALLEST, high), min(config.train.micro_token_budget or high, high)
+    trial = Trial(config, subject.policy, row)
+    # A CPU's memory is given out before it is there, and whoever takes too much is killed.
+    free = free_memory(device) if device.type == "cpu" else None
+    by_formula = free is not None and isinstance(config, GRPOGroups)
+
+    def fits(budget: int) -> bool:
+        return not (by_formula and _peak(subject, budget) > free) and trial(budget)
+
+    found = largest(fits, low, high, agree=all_ranks)
+    if found < wanted:
+        yield error(BUDGET, f"of {wanted} tokens in one forward {found} fit on {device}: set it so")
+    else:
+        whole = "all of a step" if found == high else "the most, to an eighth"
+        yield ok(BUDGET, f"{found} tokens in one forward fit on {device}, {whole}")

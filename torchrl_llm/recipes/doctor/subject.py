@@ -1,0 +1,195 @@
+"""What is examined: a configuration, and what its run would begin with, each made once."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from torchrl_llm import modules
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.errors import TorchRLLLMError
+from torchrl_llm.recipes import builders
+from torchrl_llm.recipes.data_config import ROWS
+from torchrl_llm.trainers.run_folder import dotted
+
+T = TypeVar("T")
+
+NUM_DRAWN = 256
+"""Prompts of a task that are looked at."""
+
+
+def once(make: Callable[[Any], T]) -> T:
+    """Property that is made once; what it raises on purpose is kept as well, and raised again.
+
+    Args:
+        make: the method.
+    """
+
+    @functools.wraps(make)
+    def get(self: Any) -> Any:
+        kept = vars(self).setdefault("_made", {})
+        if make not in kept:
+            try:
+                kept[make] = make(self)
+            except TorchRLLLMError as error:
+                kept[make] = error
+        if isinstance(kept[make], TorchRLLLMError):
+            raise kept[make]
+        return kept[make]
+
+    return property(get)  # type: ignore[return-value]
+
+
+class Task(NamedTuple):
+    """A task of a configuration: its environment, one conversation at a time, and what it asks."""
+
+    name: str
+    env: Any
+    held_out: Any  # another environment, or None
+    prompts: list[Chat]  # those that a run begins with
+    data_key: str  # that says where the rows come from
+    reward_key: str
+
+
+class Subject:
+    """A configuration, and what a run with it would begin with.
+
+    Args:
+        config: of a recipe.
+        page: module of the recipe's page.
+        folder: where a run would write.
+        samples: let the model answer, however long that takes.
+        calibrates: run forward and backward to find the largest ``train.micro_token_budget``.
+
+    Attributes:
+        flat: dotted key to value.
+        keys: dotted keys, groups included.
+        reward_seconds: of an answer's reward, once measured; infinite where it was given up.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        page: ModuleType,
+        *,
+        folder: Path = Path("outputs"),
+        samples: bool = False,
+        calibrates: bool = False,
+    ) -> None:
+        self.config, self.page, self.folder = config, page, folder
+        self.samples, self.calibrates = samples, calibrates
+        self.reward_seconds = 0.0
+        self.flat = dotted(asdict(config))
+        parts = [key.split(".") for key in self.flat]
+        self.keys = {".".join(names[: n + 1]) for names in parts for n in range(len(names))}
+
+    @once
+    def tokenizer(self) -> Any:
+        """The model's, after a look at the room in its context."""
+        key = next(k for k in ("inference_model.max_tokens", "eval.max_tokens") if k in self.keys)
+        return builders.make_tokenizer(self.config.model.name, self.flat[key], key=key)
+
+    @once
+    def formatter(self) -> ChatFormatter:
+        """The chat template with the model's tokenizer, and the tools that it is told of."""
+        tools = None
+        if "env.tools" in self.keys:
+            tools = builders.wrapper_options(self.config)["tools"]
+        elif "tasks" in self.keys and self.config.model.is_told_of_tools:
+            tools = [tool for task in self.tasks for tool in task.env.tool_schemas]
+        name = self.config.model.chat_template_name
+        return ChatFormatter(self.tokenizer, chat_template_name=name, tools=tools)
+
+    @once
+    def model(self) -> nn.Module:
+        """The layers without their numbers, adapters included."""
+        settings = {}
+        if "train_model" in self.keys:
+            wanted = self.config.train_model
+            settings = {"dtype": wanted.dtype, "lora": wanted.lora.arguments}
+        with builders.naming("model.name"):
+            return modules.empty_model(self.config.model.name, **settings)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return sum(each.numel() for each in self.model.parameters())
+
+    @once
+    def policy(self) -> Any:
+        """The policy as the run would begin with it."""
+        builders.set_threads(self.config)
+        if "inference_model.max_tokens" not in self.keys:
+            return self.page.make_policy(self.config, self.tokenizer)
+        return builders.make_policy(self.config)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that a prompt and its answer may have together."""
+        engine = self.flat.get("inference_model.max_model_len")
+        limits = (modules.context_length(self.config.model.name), engine)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def max_turns(self) -> int:
+        """How often the model is asked in an episode."""
+        return builders.max_turns(self.config) if "env.max_tool_turns" in self.keys else 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Answers, or rows, of a step; of an evaluation, those that are written together."""
+        names = ("train.prompts_per_batch", "train.batch_size", "eval.batch_size")
+        size = next(self.flat[name] for name in names if name in self.keys)
+        return size * self.flat.get("env.repeats", 1)
+
+    @once
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that was drawn."""
+        chats = [chat for task in self.tasks for chat in task.prompts]
+        return max(len(each.token_ids) for each in self.formatter.encode_batch(chats))
+
+    @once
+    def demonstrations(self) -> Any:
+        """What is learned, and what is held out, of a recipe that learns from written answers."""
+        return self.page.load_data(self.config, self.tokenizer)
+
+    @once
+    def tasks(self) -> list[Task]:
+        """The tasks, each with an environment that holds one conversation."""
+        config, tokenizer = deepcopy(self.config), self.tokenizer
+        config.eval.batch_size = 1
+        if "tasks" in self.keys:
+            config.eval.repeats = 1
+            make_env = importlib.import_module("evaluate_utils").make_env
+            keys = {name: f"data_files.{name}" for name in config.tasks} | {ROWS: "data.source"}
+            envs = {name: make_env(config, name, tokenizer) for name in config.tasks}
+            return [self._task(name, env, keys[name], "tasks") for name, env in envs.items()]
+        if "env.repeats" in self.keys:
+            config.train.prompts_per_batch = config.env.repeats = 1
+            name, files = config.env.dataset, config.env.data_files
+            key = "data.source" if name == ROWS else "env.data_files" if files else "env.dataset"
+            env = builders.make_train_env(config, tokenizer, seed=config.seed)
+            held_out = builders.make_eval_env(config, tokenizer)
+            return [self._task(name, env, key, "env.dataset", held_out)]
+        if not config.answers or self.demonstrations.held_out is None:
+            return []
+        make_env = importlib.import_module("sft_utils").make_answer_env
+        env = make_env(config, self.demonstrations.held_out, tokenizer)
+        return [self._task("held-out rows", env, "data.source", "reward")]
+
+    def _task(self, name: str, env: Any, key: str, own_reward: str, held_out: Any = None) -> Task:
+        reward = self.config.reward
+        own_reward = "reward.components" if reward.components else own_reward
+        reward_key = own_reward if reward.function is None else "reward.function"
+        wanted = min(NUM_DRAWN, env.primer.num_rows or NUM_DRAWN)
+        prompts = [env.reset()["history"].prompt.chats[0] for _ in range(wanted)]
+        return Task(name, env, held_out, prompts, key, reward_key)
