@@ -1,0 +1,7 @@
+"""Rollouts for people: a page that a browser opens, and one row in a terminal."""
+
+from __future__ import annotations
+
+from torchrl_llm.evaluation.report.explain import explain
+
+__all__ = ["explain"]
