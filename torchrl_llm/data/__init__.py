@@ -20,6 +20,7 @@ _LAZY = {
     "torchrl_llm.data.kl_controllers": "AdaptiveKLController ConstantKLController KLController",
     "torchrl_llm.data.record": "TokenRecord",
     "torchrl_llm.data.replay_buffers.group_sampler": "PromptGroupSampler",
+    "torchrl_llm.data.rollout_store": "RolloutStore RolloutWriter",
     "torchrl_llm.data.scoring": "HeadStates ScoreExtras Support TokenScorer TokenScores",
     "torchrl_llm.data.token_facts": "register_fact TokenFact unregister_fact",
 }

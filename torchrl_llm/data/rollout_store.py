@@ -1,0 +1,364 @@
+"""Rollouts of a run, as they were kept: files of blocks, one a step, that are read where they lie.
+
+A folder holds segments, ``steps_00000001.rows``, named for their first step: blocks of
+:mod:`torchrl_llm.data.rollout_block`, one after the other. A segment grows only at its end, and the
+next one begins when it is full, so the older ones may be deleted. What a killed process has half
+written is at the end of the last one, and is not read.
+
+:class:`RolloutStore` reads, also while a run writes: what it finds is what was whole when it was
+opened. :class:`RolloutWriter` is for the one process that writes.
+
+Next: :class:`torchrl_llm.collectors.StoredCollector` feeds a buffer with it,
+:mod:`torchrl_llm.data.chat_export` makes chats of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
+from torchrl_llm.data.rollout_block import Block, read_head, write_block
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import DataError
+
+FOLDER = "rollouts"
+"""Where a run keeps them, in its folder."""
+SEGMENT_BYTES = 1 << 26
+"""Bytes after which the next segment begins."""
+_SUFFIX = ".rows"
+_OPEN_BLOCKS = 32
+
+
+class _Place(NamedTuple):
+    """Where the block of a step is."""
+
+    step: int
+    num_rows: int
+    segment: int
+    start: int
+    end: int
+
+
+class RolloutStore:
+    """The rollouts of a run, opened for reading.
+
+    Rows are as the collector gave them, one a turn, with ``"step"`` and what became of them:
+    ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``, ``truncated``, or ``pending``
+    where the row still waited for its group), ``("trace", "mask_reason")`` as training saw it,
+    ``"advantage"`` where it was trained, and what the buffer's transforms wrote besides. Times
+    (``..._seconds``) are not kept.
+
+    Its tensors are views of the file: clone what is to be changed. A run that still writes may be
+    read; what it writes after the store was opened is not seen.
+
+    Args:
+        folder: of a run, or its ``rollouts``.
+
+    Raises:
+        DataError: no rollouts are there, or they are damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> writer = RolloutWriter(folder)
+        >>> for step in (1, 2):
+        ...     writer.append(step, [TensorDict(group_id=torch.tensor(step)) for _ in range(3)])
+        >>> store = RolloutStore(folder)
+        >>> len(store), store.steps(), store[-1]["group_id"].item(), store.rows(step=1).batch_size
+        (6, [1, 2], 2, torch.Size([3]))
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = _rollouts_of(Path(folder))
+        self._maps: list[mmap.mmap] = []
+        self._names: list[Path] = []
+        self._places: list[_Place] = []
+        for path in _segments(self.folder):
+            self._add(path)
+        self._drop_torn_end()
+        self._ends = list(accumulate(place.num_rows for place in self._places))
+        self._at = {place.step: number for number, place in enumerate(self._places)}
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        if not self._places:
+            raise DataError(f"{self.folder} holds no whole step yet")
+
+    def _add(self, path: Path) -> None:
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return
+            # A private copy: whoever changes a row changes neither the file nor what others read.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        number = len(self._maps)
+        self._maps.append(data)
+        self._names.append(path)
+        for step, num_rows, start, end in _scan(path, data):
+            if self._places and step <= self._places[-1].step:
+                raise DataError(f"{path} is damaged: step {step} follows {self._places[-1].step}")
+            self._places.append(_Place(step, num_rows, number, start, end))
+
+    def _drop_torn_end(self) -> None:
+        """A power cut may leave the last block with the right length and no contents."""
+        if self._places:
+            last = self._places[-1]
+            try:
+                Block(self._maps[last.segment], last.start)
+            except DataError:
+                if last.end < len(self._maps[last.segment]):
+                    raise
+                self._places.pop()
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Steps that have rows, ascending."""
+        return list(self._at)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            chosen = range(*index.indices(len(self)))
+            if not chosen:
+                raise IndexError(f"no rows in {index} of {len(self)}")
+            return lazy_rows([self[at] for at in chosen])
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._ends, at)
+        place = self._places[number]
+        return self._row(number, at - self._ends[number] + place.num_rows)
+
+    def _row(self, number: int, index: int) -> TensorDict:
+        return self._block(number).row(index)
+
+    def _block(self, number: int) -> Block:
+        block = self._blocks.get(number)
+        if block is None:
+            place = self._places[number]
+            try:
+                block = Block(self._maps[place.segment], place.start)
+            except DataError as error:
+                raise DataError(f"{self._names[place.segment]}: {error}") from None
+            self._blocks[number] = block
+            if len(self._blocks) > _OPEN_BLOCKS:
+                self._blocks.popitem(last=False)
+        return block
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What was written with a step: ``kept`` (``sample`` or ``all``) and ``collected``, rows.
+
+        Args:
+            step: one of :meth:`steps`.
+
+        Raises:
+            DataError: no rows of that step are here.
+        """
+        return dict(self._block(self._number(step)).about)
+
+    def _number(self, step: int) -> int:
+        if step not in self._at:
+            raise DataError(
+                f"{self.folder} has no rows of step {step}; it has {len(self._at)} steps from "
+                f"{self._places[0].step} to {self._places[-1].step}"
+            )
+        return self._at[step]
+
+    def iterate(
+        self,
+        step: int | Iterable[int] | None = None,
+        where: Callable[[TensorDict], bool] | None = None,
+    ) -> Iterator[TensorDict]:
+        """Rows one after the other, without holding them all.
+
+        Args:
+            step: of one step, or of several; ``None`` for all.
+            where: row to whether it is wanted; ``None`` for all.
+
+        Raises:
+            DataError: no rows of that step are here, or they are damaged.
+        """
+        steps = self.steps() if step is None else [step] if isinstance(step, int) else step
+        for number in map(self._number, steps):
+            for index in range(self._places[number].num_rows):
+                row = self._row(number, index)
+                if where is None or where(row):
+                    yield row
+
+    def rows(
+        self,
+        step: int | Iterable[int] | None = None,
+        where: Callable[[TensorDict], bool] | None = None,
+    ) -> LazyStackedTensorDict:
+        """A lazy stack of rows.
+
+        Args:
+            step: of one step, or of several; ``None`` for all.
+            where: row to whether it is wanted, ``lambda row: row["fate"] == "filtered"``; ``None``
+                for all.
+
+        Raises:
+            DataError: no such rows are here, or they are damaged.
+        """
+        found = list(self.iterate(step, where))
+        if not found:
+            raise DataError(f"no row of {self.folder} is wanted: the filter leaves none")
+        return lazy_rows(found)
+
+    def trajectories(
+        self,
+        step: int | Iterable[int] | None = None,
+        where: Callable[[list[TensorDict]], bool] | None = None,
+    ) -> Iterator[list[TensorDict]]:
+        """The turns of each trajectory, step by step; rows without ``traj_id`` are one each.
+
+        Args:
+            step: of one step, or of several; ``None`` for all.
+            where: turns of a trajectory to whether it is wanted; ``None`` for all.
+
+        Raises:
+            DataError: no rows of that step are here, or they are damaged.
+        """
+        steps = self.steps() if step is None else [step] if isinstance(step, int) else step
+        for one in steps:
+            found: dict[Any, list[TensorDict]] = {}
+            for number, row in enumerate(self.iterate(one)):
+                found.setdefault(trajectory_of(row) or number, []).append(row)
+            yield from (turns for turns in found.values() if where is None or where(turns))
+
+
+class RolloutWriter:
+    """The one process that writes a folder of rollouts; it cuts what was half written.
+
+    Args:
+        folder: made when the first rows are written.
+
+    Raises:
+        OSError: the folder cannot be read or mended.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._path: Path | None = None
+        self._size = 0
+
+    def append(
+        self, step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the rows of a step behind all others.
+
+        Args:
+            step: its number, above those before.
+            rows: tensordicts without batch dimension, at least one.
+            about: plain values to go with them.
+
+        Raises:
+            DataError: a value that has no safe form.
+            OSError: the disk is full or the folder read-only; what was there before is whole.
+        """
+        data = write_block(step, rows, about)
+        if self._path is None or self._size + len(data) > SEGMENT_BYTES:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path, size = self.folder / f"steps_{step:08d}{_SUFFIX}", 0
+        else:
+            path, size = self._path, self._size
+        with path.open("ab", buffering=0) as file:
+            try:
+                written = file.write(data)
+                if written < len(data):
+                    raise OSError(f"{written} of {len(data)} bytes were written; is the disk full?")
+            except OSError:
+                file.truncate(size)
+                raise
+        self._path, self._size = path, size + len(data)
+
+    def flush(self) -> None:
+        """Have what was written on the disk, for a checkpoint that counts on it."""
+        if self._path is not None:
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def cut(self, step: int) -> int | None:
+        """Continue behind a step: drop the rows of later ones, and what was half written.
+
+        Args:
+            step: the last one that counts.
+
+        Returns:
+            The last step that is left, ``None`` without any.
+
+        Raises:
+            DataError: a segment is damaged before that step.
+        """
+        self._path, self._size = None, 0
+        last = None
+        for path in _segments(self.folder):
+            data = path.read_bytes()
+            kept = [found for found in _scan(path, data) if found[0] <= step]
+            if kept and kept[-1][3] == len(data):
+                pass
+            elif kept:
+                # Not in place: whoever reads has the file mapped.
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(data[: kept[-1][3]])
+                os.replace(partial, path)
+            else:
+                path.unlink()
+                continue
+            last, self._path, self._size = kept[-1][0], path, kept[-1][3]
+        return last
+
+
+def trajectory_of(row: TensorDict) -> tuple[Any, ...] | None:
+    """What tells the trajectory of a row from the others; ``None`` where it does not say.
+
+    Args:
+        row: with ``traj_id``, and ``agent`` where there are several.
+    """
+    values = [leaf(row, (name,)) for name in ("traj_id", "agent")]
+    if values[0] is None:
+        return None
+    return tuple(None if value is None else group_value(value) for value in values)
+
+
+def _rollouts_of(folder: Path) -> Path:
+    """The folder with the segments, of a run or itself."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    inner = folder / FOLDER
+    found = inner if inner.is_dir() else folder
+    if not any(found.glob(f"*{_SUFFIX}")):
+        raise DataError(
+            f"{folder} holds no rollouts; a run keeps them with logging.rollouts=sample or all"
+        )
+    return found
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"steps_*{_SUFFIX}"))
+
+
+def _scan(path: Path, data: Any) -> Iterator[tuple[int, int, int, int]]:
+    """Step, number of rows, begin and end of each whole block of a segment."""
+    start = 0
+    while start < len(data):
+        try:
+            head = read_head(data, start)
+        except DataError as error:
+            if not any(data[start:]):  # a power cut: the length was kept, the contents were not
+                return
+            raise DataError(f"{path} is damaged: {error}") from None
+        if head is None:
+            return
+        yield head.step, head.num_rows, start, start + head.num_bytes
+        start += head.num_bytes
