@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from torchrl_llm.evaluation.report.explain import explain
+from torchrl_llm.evaluation.report.page import rollout_page
 
-__all__ = ["explain"]
+__all__ = ["explain", "rollout_page"]

@@ -148,7 +148,7 @@ def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any
     drawn = {title: [n for n in names if n in metrics] for title, names in PANELS.items()}
     taken = {name for names in drawn.values() for name in names}
     rest = {name: [name] for name in metrics if name not in taken}
-    for name, (steps, values) in metrics.items():
+    for name, (steps, values, *_) in metrics.items():
         data.add(f"{name} steps", steps, "<i4")
         data.add(f"{name} values", values, "<f8")
     return [

@@ -3,27 +3,27 @@
 "use strict";
 (async () => {
 const $ = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
-const LINE = 62, MARGIN = {left: 44, right: 10, top: 8, bottom: 20};
+const LINE = 54, MARGIN = {left: 48, right: 10, top: 8, bottom: 20};
 const MOST_TOKENS = 6000, MOST_IN_GROUP = 1500;
-const [TEMPLATE, PROMPT, TOOL, SAMPLED, FORCED] = [0, 1, 2, 3, 4];
+const [PROMPT, TOOL, SAMPLED, FORCED] = [1, 2, 3, 4];
 
-// -- elements ---------------------------------------------------------------------------------
+// -- elements --------------------------------------------------------------------------------------
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
-    if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? "" : value);
+    else if (value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  node.append(...children.filter((child) => child !== null));
   return node;
 }
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) =>
-  fill(document.createElementNS(SVG, tag), attributes, children);
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const coloured = (node, colour) => (node.style.setProperty("--colour", colour), node);
+const dot = (colour) => coloured(el("i", {class: "dot"}), colour);
 
-// -- data -------------------------------------------------------------------------------------
+// -- data ------------------------------------------------------------------------------------------
 
 const TYPES = {"<i1": Int8Array, "<i2": Int16Array, "<u2": Uint16Array, "<i4": Int32Array,
   "<f4": Float32Array, "<f8": Float64Array};
@@ -51,34 +51,31 @@ const parts = withPrefix("part "), labels = withPrefix("label ");
 const starts = columns.starts, chatStarts = columns["chat starts"];
 const string = (number) => number < 0 ? "" : data.strings[number];
 const all = Array.from({length: data.num_rows}, (_, i) => i);
-const lower = {texts: null};
+let lowered = null;
+
+// A group is the answers to one prompt, an episode the rows of its turns; the last one tells of all.
+const keyOf = (i, ids) => ids[i] < 0 ? "row " + i : [rows.step[i], ids[i], labels.agent ? labels.agent[i] : 0].join(" ");
+function gather(ids) {
+  const found = new Map();
+  const lists = all.map((i) => found.get(keyOf(i, ids)) || found.set(keyOf(i, ids), []).get(keyOf(i, ids)));
+  lists.forEach((list, i) => list.push(i));
+  return lists;
+}
+const episodes = all.length ? gather(rows.trajectory) : [], groups = all.length ? gather(rows.group) : [];
+const isLast = (i) => episodes[i][episodes[i].length - 1] === i;
+const last = all.filter(isLast);
+const membersOf = (i) => groups[i].filter(isLast);
+const reward = all.map((i) => isLast(i) ? episodes[i].reduce((sum, j) => sum + rows.reward[j], 0) : rows.reward[i]);
 
 const finite = (values) => Array.from(values || []).filter(Number.isFinite);
-const largest = (values) => finite(values).reduce((a, b) => Math.max(a, Math.abs(b)), 0);
-const lowest = finite(rows.reward).reduce((a, b) => Math.min(a, b), Infinity);
-const highest = finite(rows.reward).reduce((a, b) => Math.max(a, b), -Infinity);
-const groups = new Map();
-for (const i of all) {
-  if (rows.group[i] < 0) continue;
-  const key = rows.step[i] + " " + rows.group[i];
-  groups.set(key, [...(groups.get(key) || []), i]);
-}
-const groupOf = (i) => groups.get(rows.step[i] + " " + rows.group[i]) || [i];
-
-function lastRows(members) {  // of each episode, which may have a row for each turn
-  const found = new Map();
-  for (const i of members) found.set(rows.trajectory[i] < 0 ? "row " + i : rows.trajectory[i], i);
-  return [...found.values()];
-}
-
-function spread(i) {
-  const rewards = finite(lastRows(groupOf(i)).map((j) => rows.reward[j]));
-  return rewards.length ? Math.max(...rewards) - Math.min(...rewards) : -1;
-}
+const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+const lowest = least(finite(reward)), highest = most(finite(reward));
 
 function show(value, digits = 3) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "\u2013" : value > 0 ? "\u221e" : "-\u221e";
   const size = Math.abs(value);
+  if (Object.is(value, -0)) return "0";
   if (size >= 1e6 || (size > 0 && size < 10 ** -digits)) return value.toExponential(1);
   if (size >= 1e4) return (value / 1000).toFixed(size >= 1e5 ? 0 : 1) + "k";
   return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 1 : digits);
@@ -86,7 +83,7 @@ function show(value, digits = 3) {
 const signed = (value) => (value > 0 ? "+" : "") + show(value);
 const counted = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
-// -- tooltip ----------------------------------------------------------------------------------
+// -- tooltip ---------------------------------------------------------------------------------------
 
 function tip(lines, x, y) {
   const node = $("tip");
@@ -100,88 +97,73 @@ function tip(lines, x, y) {
   node.style.top = (y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18) + "px";
 }
 
-function dot(colour) {
-  const node = el("i", {class: "dot"});
-  node.style.backgroundColor = colour;
-  return node;
-}
-
-// -- curves -----------------------------------------------------------------------------------
+// -- curves ----------------------------------------------------------------------------------------
 
 const cards = [];
-const range = {low: Infinity, high: -Infinity};
-for (const panel of data.panels) for (const name of panel.names) {
-  const steps = columns[name + " steps"];
-  range.low = Math.min(range.low, steps[0]);
-  range.high = Math.max(range.high, steps[steps.length - 1]);
-}
+const ends = data.panels.flatMap((panel) => panel.names.map((name) => columns[name + " steps"]));
+const range = {low: least(ends.map((steps) => steps[0])), high: most(ends.map((steps) => steps[steps.length - 1]))};
 
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
-  return found;
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({length: last - first + 1}, (_, n) => (first + n) * step);
 }
 
-function seriesOf(panel, stacked) {
+function seriesOf(panel) {
+  const [heads, tails] = [0, 1].map((n) => new Set(panel.names.map((name) => name.split("/", 2)[n])));
+  const named = (head, tail) => tails.size === 1 && heads.size > 1 ? head : heads.size === 1 ? tail : head + " " + tail;
   const found = panel.names.map((name, i) => {
     const points = new Map(), values = columns[name + " values"];
-    columns[name + " steps"].forEach((step, k) => {
-      if (Number.isFinite(values[k])) points.set(step, values[k]);
-    });
-    return {name, points, colour: `var(--c${i % 8})`, last: values[values.length - 1]};
+    columns[name + " steps"].forEach((step, k) => Number.isFinite(values[k]) && points.set(step, values[k]));
+    return {name: named(...name.split("/", 2)).replace(/^tokens_/, "").replace(/_/g, " "), points: [...points],
+      at: points, colour: `var(--c${i % 8})`, end: values[values.length - 1]};
   });
   // Fates that no token met would only fill the legend.
-  return stacked ? found.filter((one) => [...one.points.values()].some((v) => v)) : found;
+  return panel.title === data.ledger ? found.filter((one) => one.points.some((point) => point[1])) : found;
+}
+
+function stack(series) {  // each on top of those before it: step, upper edge, lower edge
+  const below = new Map();
+  return series.map((one) => ({...one, points: one.points.map(([step, value]) => {
+    const from = below.get(step) || 0;
+    below.set(step, from + value);
+    return [step, from + value, from];
+  })}));
 }
 
 function outline(points, width) {  // at most two points a pixel: the lowest and the highest
   if (points.length <= 3 * width) return points;
-  const kept = [], size = points.length / width;
-  for (let at = 0; at < width; at++) {
-    const bin = points.slice(Math.floor(at * size), Math.floor((at + 1) * size));
-    const low = bin.reduce((a, b) => b[1] < a[1] ? b : a), high = bin.reduce((a, b) => b[1] > a[1] ? b : a);
-    kept.push(...(low[0] < high[0] ? [low, high] : [high, low]));
-  }
-  return kept;
+  return Array.from({length: Math.ceil(width)}, (_, at) => {
+    const bin = points.slice(Math.floor(at * points.length / width), Math.floor((at + 1) * points.length / width));
+    return [bin.reduce((a, b) => b[1] < a[1] ? b : a, bin[0]), bin.reduce((a, b) => b[1] > a[1] ? b : a, bin[0])]
+      .filter(Boolean).sort((a, b) => a[0] - b[0]);
+  }).flat();
 }
 
 class Card {
   constructor(panel) {
     this.stacked = panel.title === data.ledger;
-    this.series = seriesOf(panel, this.stacked);
+    this.series = seriesOf(panel);
+    this.drawn = this.stacked ? stack(this.series) : this.series;
+    this.title = panel.title;
     this.plot = el("div", {class: "plot"});
-    const several = this.series.length > 1;
-    const legend = this.series.map((one) => el("span", {class: "series"},
-      several ? dot(one.colour) : null, several ? one.name.replace(/^(train|eval)\/(tokens_)?/, "$1 ")
-        .replace(this.stacked ? /^train / : /^$/, "") + " " : null, el("b", {}, show(one.last))));
+    const several = this.stacked || this.series.length > 1;
+    const legend = this.series.map((one) => el("span", {class: "series"}, several ? dot(one.colour) : null,
+      several ? one.name + " " : null, el("b", {}, show(one.end))));
+    const name = el("span", {class: "name", title: panel.names.join(", ")}, panel.title);
     this.node = el("figure", {class: "card"},
-      el("figcaption", {}, el("span", {class: "name", title: panel.names.join(", ")}, panel.title),
-        el("span", {class: "legend"}, ...legend)), this.plot);
+      el("figcaption", {}, name, el("span", {class: "legend"}, ...legend)), this.plot);
+    this.at = null;
     cards.push(this);
     new ResizeObserver(() => this.draw()).observe(this.plot);
-  }
-
-  stack() {  // each series on top of those before it
-    const below = new Map();
-    return this.series.map((one) => {
-      const points = [...one.points].map(([step, value]) => {
-        const from = below.get(step) || 0;
-        below.set(step, from + value);
-        return [step, from + value, from];
-      });
-      return {...one, points};
-    });
   }
 
   draw() {
     const width = this.plot.clientWidth, height = this.plot.clientHeight;
     if (!width || !this.series.length) return;
-    const drawn = this.stacked ? this.stack() : this.series.map((one) => ({...one, points: [...one.points]}));
-    const values = drawn.flatMap((one) => one.points.map((point) => point[1]));
-    let low = values.reduce((a, b) => Math.min(a, b), Infinity);
-    let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const drawn = this.drawn, values = drawn.flatMap((one) => one.points.map((point) => point[1]));
+    let low = least(values), high = most(values);
     if (this.stacked || (low >= 0 && low < high / 2)) low = Math.min(low, 0);
     if (!(high > low)) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
     const inner = {width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom};
@@ -192,8 +174,10 @@ class Card {
       .map((p) => `${this.x(p[0]).toFixed(1)} ${y(p[k]).toFixed(1)}`);
     const lines = [];
     for (const tick of ticks(low, high, 3)) {
+      const told = String(Number(tick.toPrecision(6)));
       lines.push(svg("line", {class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick)}),
-        svg("text", {class: "tick", x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"}, show(tick, 2)));
+        svg("text", {class: "tick", x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"},
+          told.length > 5 ? show(tick) : told));
     }
     for (const tick of ticks(range.low, range.high || 1, Math.max(2, Math.round(inner.width / 70)))) {
       if (Number.isInteger(tick)) lines.push(svg("text",
@@ -202,83 +186,69 @@ class Card {
     for (const one of drawn) {
       if (!one.points.length) continue;
       const path = "M" + at(one.points, 1).join("L");
-      const shape = this.stacked
+      lines.push(coloured(this.stacked
         ? svg("path", {class: "area", d: path + "L" + at(one.points, 2).reverse().join("L") + "Z"})
-        : svg("path", {class: "line", d: path});
-      shape.style.setProperty("--colour", one.colour);
-      lines.push(shape);
-      for (const [step, value] of one.points.length <= 24 && !this.stacked ? one.points : []) {
-        const point = svg("circle", {class: "point", cx: this.x(step), cy: y(value), r: 2});
-        point.style.setProperty("--colour", one.colour);
-        lines.push(point);
-      }
+        : svg("path", {class: "line", d: path}), one.colour));
+      if (one.points.length <= 24 && !this.stacked) lines.push(...one.points.map(([step, value]) =>
+        coloured(svg("circle", {class: "point", cx: this.x(step), cy: y(value), r: 2}), one.colour)));
     }
     this.cursor = svg("line", {class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden"});
-    const picture = svg("svg", {width, height, role: "img", tabindex: 0,
-      "aria-label": this.node.querySelector(".name").textContent}, ...lines, this.cursor);
-    picture.addEventListener("pointermove", (event) => {
-      const step = Math.round(this.step(event.clientX - picture.getBoundingClientRect().left));
-      this.point(step, event.clientX, event.clientY);
-    });
-    picture.addEventListener("pointerleave", () => this.point(null));
-    picture.addEventListener("blur", () => this.point(null));
-    picture.addEventListener("click", () => this.at !== null && chooseStep(this.at));
-    picture.addEventListener("keydown", (event) => {
-      const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-      if (event.key === "Enter" && this.at !== null) chooseStep(this.at);
-      if (!move) return;
-      event.preventDefault();
-      const box = picture.getBoundingClientRect(), from = this.at === null ? range.high - move : this.at;
-      const step = Math.max(range.low, Math.min(range.high, from + move));
-      this.point(step, box.left + this.x(step), box.top + height / 2);
-    });
-    this.at = null;
-    this.plot.replaceChildren(picture);
+    const leave = () => this.point(null);
+    this.plot.replaceChildren(svg("svg", {width, height, role: "img", tabindex: 0, "aria-label": this.title,
+      onpointerleave: leave, onblur: leave, onclick: () => this.at !== null && chooseStep(this.at),
+      onpointermove: (event) => this.point(Math.round(this.step(event.clientX - this.plot.getBoundingClientRect().left)),
+        event.clientX, event.clientY),
+      onkeydown: (event) => this.key(event)}, ...lines, this.cursor));
+  }
+
+  key(event) {
+    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key], box = this.plot.getBoundingClientRect();
+    if (event.key === "Enter" && this.at !== null) chooseStep(this.at);
+    if (!by) return;
+    event.preventDefault();
+    const step = Math.max(range.low, Math.min(range.high, this.at === null ? range.high : this.at + by));
+    this.point(step, box.left + this.x(step), box.top + box.height / 2);
   }
 
   point(step, x, y) {
     this.at = step === null ? null : Math.max(range.low, Math.min(range.high, step));
-    for (const card of cards) {
-      if (!card.cursor) continue;
-      card.cursor.setAttribute("visibility", this.at === null ? "hidden" : "visible");
-      for (const end of ["x1", "x2"]) if (this.at !== null) card.cursor.setAttribute(end, card.x(this.at));
+    for (const {cursor, x: place} of cards.filter((card) => card.cursor)) {
+      cursor.setAttribute("visibility", this.at === null ? "hidden" : "visible");
+      for (const end of ["x1", "x2"]) if (this.at !== null) cursor.setAttribute(end, place(this.at));
     }
     tip(this.at === null ? null : [["step", String(this.at)], ...this.series.map((one) =>
-      [one.name, one.points.has(this.at) ? show(one.points.get(this.at)) : "\u2013", one.colour])], x, y);
+      [one.name, one.at.has(this.at) ? show(one.at.get(this.at)) : "\u2013", one.colour])], x, y);
   }
 }
 
 function drawCurves() {
-  const shown = data.panels.filter((panel) => !panel.more), more = data.panels.filter((panel) => panel.more);
+  const draw = (node, panels) => node.append(...panels.map((panel) => new Card(panel).node));
+  const [shown, more] = [false, true].map((later) => data.panels.filter((panel) => panel.more === later));
   $("curves").hidden = !data.panels.length;
-  $("panels").append(...shown.map((panel) => new Card(panel).node));
+  draw($("panels"), shown);
   $("more").hidden = !more.length;
-  $("more").querySelector("summary").textContent = counted(more.length, "more metric");
-  $("more").addEventListener("toggle", () => {
-    if (!$("panels-more").children.length) $("panels-more").append(...more.map((p) => new Card(p).node));
-  });
+  $("more").firstElementChild.textContent = counted(more.length, "more metric");
+  $("more").addEventListener("toggle", () => draw($("panels-more"), more), {once: true});
 }
 
 function chooseStep(step) {
-  if (!rows.step) return;
+  if (!all.length) return;
   $("step-low").value = $("step-high").value = step;
   filter();
   $("rollouts").scrollIntoView({behavior: "smooth"});
 }
 
-// -- filters and list -------------------------------------------------------------------------
+// -- filters and list ------------------------------------------------------------------------------
 
-let chosen = all, current = -1, mode = "rollout";
+let chosen = last, current = -1, mode = "rollout";
 
-function choices(node, names) {
-  node.replaceChildren(el("option", {value: ""}, "any"),
-    ...names.map(([value, name]) => el("option", {value}, name)));
-}
+const choices = (node, names) => node.replaceChildren(el("option", {value: ""}, "any"),
+  ...names.map(([value, name]) => el("option", {value}, name)));
 
 function prepareFilters() {
-  const ends = new Set([...(rows.finish || []), ...(rows.truncation || [])].map(string));
-  choices($("finish"), [...ends].filter(Boolean).sort().map((name) => [name, name.replace(/_/g, " ")]));
-  const seen = (rows.masked || []).reduce((a, b) => a | b, 0);
+  const named = new Set([...rows.finish, ...rows.truncation].map(string));
+  choices($("finish"), [...named].filter(Boolean).sort().map((name) => [name, name.replace(/_/g, " ")]));
+  const seen = rows.masked.reduce((a, b) => a | b, 0);
   choices($("mask"), [["none", "nothing"], ...data.masks.map((name, code) => [String(code), name])
     .filter(([code]) => seen >> code & 1)]);
   for (const name of data.labels) {
@@ -287,27 +257,30 @@ function prepareFilters() {
     choices(select, values.map((value) => [value, value]));
     $("labels").append(el("label", {}, name + " ", select));
   }
-  $("step-low").placeholder = Math.min(...rows.step);
-  $("step-high").placeholder = Math.max(...rows.step);
+  [$("step-low").placeholder, $("step-high").placeholder] = [least(rows.step), most(rows.step)];
+  $("by-step").hidden = most(rows.step) < 0;
+  $("each-turn").hidden = last.length === all.length;
   if (lowest <= highest) [$("reward-low").placeholder, $("reward-high").placeholder] = [show(lowest), show(highest)];
-  $("filters").addEventListener("input", filter);
+  for (const field of $("filters").elements) field.addEventListener("input", filter);
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("filters").addEventListener("reset", () => setTimeout(filter));
 }
 
+const orElse = (value, other) => Number.isNaN(value) ? other : value;
+const rewardsOf = (i) => finite(membersOf(i).map((j) => reward[j]));
 const ORDERS = {
-  high: (i) => Number.isNaN(rows.reward[i]) ? Infinity : -rows.reward[i],
-  low: (i) => Number.isNaN(rows.reward[i]) ? Infinity : rows.reward[i],
+  high: (i) => -orElse(reward[i], -Infinity),
+  low: (i) => orElse(reward[i], Infinity),
   long: (i) => starts[i] - starts[i + 1],
-  spread: (i) => -spread(i),
+  spread: (i) => least(rewardsOf(i)) - most(rewardsOf(i)),
 };
 
 function filter() {
   const value = (id) => $(id).value;
   const bound = (id, missing) => value(id) === "" ? missing : Number(value(id));
   const words = value("text").toLowerCase();
-  if (words && !lower.texts) lower.texts = data.strings.map((text) => text.toLowerCase());
-  const has = words && lower.texts.map((text) => text.includes(words));
+  if (words && !lowered) lowered = data.strings.map((text) => text.toLowerCase());
+  const has = words && lowered.map((text) => text.includes(words));
   const says = (i) => !words || ["prompt", "response", "expected", "error"].some((n) => has[rows[n][i]]) ||
     columns["chat texts"].subarray(chatStarts[i], chatStarts[i + 1]).some((n) => has[n]);
   const between = (x, low, high) => (low === -Infinity && high === Infinity) || (x >= low && x <= high);
@@ -315,7 +288,8 @@ function filter() {
   const rewards = [bound("reward-low", -Infinity), bound("reward-high", Infinity)];
   const finish = value("finish"), mask = value("mask"), error = value("error");
   const named = [...$("labels").querySelectorAll("select")].filter((s) => s.value);
-  chosen = all.filter((i) => between(rows.step[i], ...steps) && between(rows.reward[i], ...rewards) &&
+  const listed = $("turns").checked ? all : last;
+  chosen = listed.filter((i) => between(rows.step[i], ...steps) && between(reward[i], ...rewards) &&
     (!finish || string(rows.finish[i]) === finish || string(rows.truncation[i]) === finish) &&
     (!mask || (mask === "none" ? !rows.masked[i] : rows.masked[i] >> Number(mask) & 1)) &&
     (!error || (error === "yes") === Boolean(string(rows.error[i]))) &&
@@ -325,25 +299,22 @@ function filter() {
     const keys = new Map(chosen.map((i) => [i, order(i)]));
     chosen.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
   }
-  $("count").textContent = chosen.length === all.length ? counted(all.length, "rollout")
-    : `${chosen.length.toLocaleString("en")} of ${counted(all.length, "rollout")}`;
+  $("count").textContent = (chosen.length === listed.length ? "" : `${chosen.length.toLocaleString("en")} of `) +
+    counted(listed.length, $("turns").checked ? "turn" : "rollout");
   $("list").scrollTop = 0;
   drawList();
   select(chosen.includes(current) ? current : chosen.length ? chosen[0] : -1);
 }
 
-function flag(text, kind) {
-  return el("span", {class: "flag " + kind}, text);
-}
-
 function flags(i) {
+  const flag = (text, kind) => el("span", {class: "flag " + kind}, text);
   const cut = string(rows.finish[i]) === "length" || string(rows.truncation[i]);
   return [cut ? flag("cut", "warn") : null, string(rows.error[i]) ? flag("error", "bad") : null,
     rows.num_masked[i] ? flag(rows.num_masked[i] + " masked", "warn") : null];
 }
 
 function rewardBar(i) {
-  const value = rows.reward[i], part = (value - lowest) / (highest - lowest || 1);
+  const value = reward[i], part = (value - lowest) / (highest - lowest || 1);
   const bar = el("span", {class: "bar"}, el("i", {}));
   bar.firstChild.style.width = Number.isNaN(value) ? "0" : Math.max(4, 100 * part) + "%";
   return el("span", {class: "reward"}, el("b", {}, show(value)), bar);
@@ -386,46 +357,43 @@ function move(by) {
   if (chosen.length) select(chosen[Math.max(0, Math.min(chosen.length - 1, at))]);
 }
 
-// -- colours ----------------------------------------------------------------------------------
+// -- colours ---------------------------------------------------------------------------------------
 
 const tint = (name, strength) => `rgb(var(--${name}) / ${Math.min(1, strength).toFixed(3)})`;
 const diverging = (value) => value === 0 ? "" : tint(value > 0 ? "up" : "down", 0.1 + 0.65 * Math.min(1, Math.abs(value)));
-const largestAdvantage = largest(tokens.advantage) || 1;
+const largestAdvantage = most(finite(tokens.advantage).map(Math.abs).concat(1e-6));
+const lacks = (name, why) => finite(tokens[name]).length ? "" : why;
 const COLOURS = [
-  {name: "none", of: () => ""},
-  {name: "log-prob", missing: largest(tokens.log_probs) || finite(tokens.log_probs).length ? "" : "no row has log-probs",
-    of: (k) => COLOURS[1].scale(tokens.log_probs[k]), ends: [0, -6], words: ["0 (certain)", "-6 nats or less"],
+  {name: "none"},
+  {name: "log-prob", column: "log_probs", missing: lacks("log_probs", "no row has log-probs"),
+    ends: [0, -6], words: ["0 (certain)", "-6 nats or less"],
     scale: (v) => v < 0 ? tint("warm", 0.85 * Math.min(1, (-v / 6) ** 0.6)) : ""},
-  {name: "advantage", missing: finite(tokens.advantage).length ? "" : "no row has an advantage: these rows were not trained",
-    of: (k) => COLOURS[2].scale(tokens.advantage[k]), ends: [-largestAdvantage, largestAdvantage],
+  {name: "advantage", column: "advantage", missing: lacks("advantage", "no row has an advantage: none was trained"),
+    ends: [-largestAdvantage, largestAdvantage],
     words: [show(-largestAdvantage, 2) + " (less likely)", show(largestAdvantage, 2) + " (more likely)"],
     scale: (v) => Number.isNaN(v) ? "" : diverging(v / largestAdvantage)},
-  {name: "ratio", missing: finite(tokens.ratio).length ? "" : "no row has the trainer's log-probs next to the sampler's",
-    of: (k) => COLOURS[3].scale(tokens.ratio[k]), ends: [0.5, 1.5], words: ["0.5 (trainer finds it less likely)", "1.5 or more"],
+  {name: "ratio", column: "ratio", missing: lacks("ratio", "no row has the trainer's log-probs next to the sampler's"),
+    ends: [0.5, 1.5], words: ["0.5 (less likely to the trainer)", "1.5 (more likely)"],
     scale: (v) => Number.isNaN(v) ? "" : diverging(2 * (v - 1))},
-  {name: "source", of: (k) => tint("s" + tokens.source[k], 0.3),
-    list: () => data.sources.map((name, code) => [name, tint("s" + code, 0.45)])},
-  {name: "mask", of: (k) => COLOURS[5].scale(tokens.mask_reason[k]),
-    scale: (code) => code === 1 ? "" : tint("m" + code, 0.35),
-    list: () => data.masks.map((name, code) => [name, tint("m" + code, 0.5), code])
-      .filter(([, , code]) => code !== 1 && (code === 0 || tokens.mask_reason.includes(code)))},
+  {name: "source", column: "source", names: data.sources, scale: (code) => tint("s" + code, 0.35)},
+  {name: "mask", column: "mask_reason", names: data.masks, scale: (code) => code === 1 ? "" : tint("m" + code, 0.4)},
 ];
-let colour = COLOURS.find((c, n) => n && !c.missing);
+const shadeOf = (k) => colour.column ? colour.scale(tokens[colour.column][k]) : "";
+let colour = COLOURS.find((one, n) => n && !one.missing);
 
 function legendOf(one) {
-  if (one.list) return one.list().map(([name, shade]) => el("span", {class: "series"}, dot(shade), name));
+  if (one.names) return one.names.map((name, code) => [name, one.scale(code), code])
+    .filter(([, shade, code]) => shade && tokens[one.column].includes(code))
+    .map(([name, shade]) => el("span", {class: "series"}, dot(shade), name));
   if (!one.scale) return [el("span", {}, "no colours; what was not sampled is grey")];
   const steps = Array.from({length: 21}, (_, n) => one.ends[0] + (one.ends[1] - one.ends[0]) * n / 20);
-  return [el("span", {}, one.words[0]), el("span", {class: "ramp"}, ...steps.map((v) => {
-    const cell = el("i", {});
-    cell.style.backgroundColor = one.scale(v);
-    return cell;
-  })), el("span", {}, one.words[1])];
+  return [el("span", {}, one.words[0]),
+    el("span", {class: "ramp"}, ...steps.map((v) => coloured(el("i", {}), one.scale(v)))), el("span", {}, one.words[1])];
 }
 
 function paint(one = colour) {
   colour = one;
-  for (const span of document.querySelectorAll(".t")) span.style.backgroundColor = colour.of(span.token);
+  for (const span of document.querySelectorAll(".t")) coloured(span, shadeOf(span.token));
   for (const button of document.querySelectorAll("[data-colour]")) {
     button.setAttribute("aria-pressed", String(button.dataset.colour === colour.name));
   }
@@ -433,15 +401,14 @@ function paint(one = colour) {
   if (legend) legend.replaceChildren(...legendOf(colour));
 }
 
-// -- one rollout ------------------------------------------------------------------------------
+// -- one rollout -----------------------------------------------------------------------------------
 
 function tokenSpan(k) {
   const text = string(tokens.text[k]), masked = tokens.source[k] === SAMPLED && tokens.mask_reason[k] > 0;
   const span = el("span", {class: `t s${tokens.source[k]}` + (masked ? " masked" : "")},
     text.replace(/\n/g, "\u21b5\n").replace(/\t/g, "\u21e5\t"));
   span.token = k;
-  span.style.backgroundColor = colour.of(k);
-  return span;
+  return coloured(span, shadeOf(k));
 }
 
 function blocks(from, to) {  // each turn of the model, and what stands between them
@@ -450,25 +417,26 @@ function blocks(from, to) {  // each turn of the model, and what stands between 
     const own = tokens.source[k] === SAMPLED || tokens.source[k] === FORCED;
     const last = found[found.length - 1];
     const turn = own ? tokens.turns[k] : -1;
-    if (!last || last.own !== own || (own && turn >= 0 && last.turn >= 0 && turn !== last.turn)) found.push({own, turn, from: k, to: k + 1});
+    const other = !last || last.own !== own || (turn >= 0 && last.turn >= 0 && turn !== last.turn);
+    if (other) found.push({own, turn, from: k, to: k + 1});
     else [last.to, last.turn] = [k + 1, Math.max(last.turn, turn)];
   }
   return found;
 }
 
-function blockNode(block, to = block.to) {
+function blockNode(block) {
   const sources = new Set(tokens.source.subarray(block.from, block.to));
   const name = block.own ? (block.turn < 0 ? "answer" : "turn " + block.turn) : sources.has(TOOL) ? "tool result"
     : sources.has(PROMPT) ? "prompt" : "template";
-  const inner = [];
-  for (let k = block.from; k < to; k++) inner.push(tokenSpan(k));
+  const inner = Array.from({length: block.to - block.from}, (_, n) => tokenSpan(block.from + n));
   return el("div", {class: block.own ? "block own" : "block"},
     el("div", {class: "label"}, name, el("span", {}, counted(block.to - block.from, "token"))),
     el("div", {class: "text", dir: "auto"}, ...inner));
 }
 
 function conversation(i) {
-  const node = el("div", {class: "tokens", tabindex: 0, role: "group", "aria-label": "Conversation, arrows go from token to token"});
+  const node = el("div", {class: "tokens", tabindex: 0, role: "group", onkeydown: (event) => walk(event, node),
+    "aria-label": "Conversation, arrows go from token to token"});
   const list = blocks(starts[i], starts[i + 1]);
   const draw = () => {
     for (let drawn = 0; list.length && drawn < MOST_TOKENS;) {
@@ -478,13 +446,11 @@ function conversation(i) {
       if (to < block.to) list.unshift({...block, from: to});
     }
     if (!list.length) return;
-    const rest = starts[i + 1] - list[0].from;
     const button = el("button", {type: "button", onclick: () => { button.remove(); draw(); }},
-      `${counted(rest, "more token")}`);
+      counted(starts[i + 1] - list[0].from, "more token"));
     node.append(button);
   };
   draw();
-  node.addEventListener("keydown", (event) => walk(event, node));
   return node;
 }
 
@@ -504,8 +470,8 @@ function walk(event, node) {
 
 function tokenTip(k, x, y) {
   const reason = tokens.mask_reason[k], value = tokens.log_probs[k];
-  const text = string(tokens.text[k]);
-  const lines = [["text", text === data.continued ? "rest of the character before" : JSON.stringify(text).slice(1, -1).replace(/\\\\/g, "\\")],
+  const text = string(tokens.text[k]).replace(/\n/g, "\\n").replace(/\t/g, "\\t");
+  const lines = [["text", text === data.continued ? "rest of the character before" : text],
     ["id", String(tokens.token_ids[k])], ["source", data.sources[tokens.source[k]] || "?"]];
   if (!Number.isNaN(value)) lines.push(["log-prob", `${show(value)}  (p ${show(Math.exp(value))})`]);
   if (!Number.isNaN(tokens.advantage[k])) lines.push(["advantage", signed(tokens.advantage[k])]);
@@ -516,40 +482,35 @@ function tokenTip(k, x, y) {
   tip(lines, x, y);
 }
 
-function fact(name, value, kind = "") {
-  return value === "" || value === null ? null : el("div", {class: "fact " + kind}, el("b", {dir: "auto"}, value), el("span", {}, name));
-}
+const fact = (name, value, kind = "") => value === "" ? null
+  : el("div", {class: "fact " + kind}, el("b", {dir: "auto"}, value), el("span", {}, name));
 
 function factsOf(i) {
   const chips = data.parts.map((name) => [name, parts[name][i]]).filter(([, v]) => !Number.isNaN(v));
   const own = data.labels.map((name) => [name, string(labels[name][i])]).filter(([, v]) => v);
-  return el("div", {class: "facts-of"}, fact("reward", show(rows.reward[i]), "large"),
+  return el("div", {class: "facts-of"}, fact("reward", show(reward[i]), "large"),
     Number.isNaN(rows.advantage[i]) ? null : fact("advantage", signed(rows.advantage[i]), "large"),
     ...chips.map(([name, v]) => fact(name, show(v))), fact("finish", string(rows.finish[i]).replace(/_/g, " ")),
     fact("episode cut", string(rows.truncation[i]).replace(/_/g, " ")),
-    fact("sampled tokens", String(rows.sampled[i])), fact("of", String(starts[i + 1] - starts[i])),
+    fact("sampled, of all tokens", `${rows.sampled[i]} / ${starts[i + 1] - starts[i]}`),
     ...own.map(([name, v]) => fact(name, v)), fact("expected", string(rows.expected[i]).slice(0, 200)));
 }
 
 function callouts(i) {
   const found = string(rows.error[i]) ? [el("pre", {class: "callout bad"}, string(rows.error[i]))] : [];
   const counts = new Map();
-  for (let k = starts[i]; k < starts[i + 1]; k++) {
-    const reason = tokens.mask_reason[k];
-    if (tokens.source[k] === SAMPLED && reason) counts.set(reason, (counts.get(reason) || 0) + 1);
-  }
+  tokens.mask_reason.subarray(starts[i], starts[i + 1]).forEach((reason, n) => {
+    if (reason && tokens.source[starts[i] + n] === SAMPLED) counts.set(reason, (counts.get(reason) || 0) + 1);
+  });
   for (const [reason, n] of counts) found.push(el("p", {class: "callout warn"},
     `${counted(n, "sampled token")} not trained: ${data.reasons[reason] || "code " + reason}`));
   return found;
 }
 
 function messages(i) {  // of a run without a tokenizer, whose tokens are ids
-  const found = [];
-  for (let k = chatStarts[i]; k < chatStarts[i + 1]; k++) {
-    found.push(el("div", {class: "block"}, el("div", {class: "label"}, string(columns["chat roles"][k])),
-      el("div", {class: "text", dir: "auto"}, string(columns["chat texts"][k]))));
-  }
-  return el("div", {class: "tokens messages"}, ...found);
+  const [roles, texts] = ["roles", "texts"].map((name) => columns["chat " + name].subarray(chatStarts[i], chatStarts[i + 1]));
+  return el("div", {class: "tokens messages"}, ...Array.from(roles, (role, n) => el("div", {class: "block"},
+    el("div", {class: "label"}, string(role)), el("div", {class: "text", dir: "auto"}, string(texts[n])))));
 }
 
 function member(j) {
@@ -558,15 +519,14 @@ function member(j) {
   const left = starts[j + 1] - to;
   return el("div", {class: "member" + (j === current ? " current" : "")},
     el("button", {type: "button", title: "Show this rollout", onclick: () => { mode = "rollout"; select(j); }},
-      el("b", {}, show(rows.reward[j])), Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])),
+      el("b", {}, show(reward[j])), Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])),
       ...flags(j)),
-    el("div", {class: "tokens"}, ...blocks(from, to).map((block) => blockNode(block)),
+    el("div", {class: "tokens"}, ...blocks(from, to).map(blockNode),
       left ? el("p", {class: "empty"}, counted(left, "more token")) : null));
 }
 
 function groupView(i) {
-  const members = lastRows(groupOf(i)).sort((a, b) =>
-    (Number.isNaN(rows.reward[b]) ? -Infinity : rows.reward[b]) - (Number.isNaN(rows.reward[a]) ? -Infinity : rows.reward[a]) || a - b);
+  const members = [...membersOf(i)].sort((a, b) => ORDERS.high(a) - ORDERS.high(b) || a - b);
   return [el("p", {class: "asked-of-all", dir: "auto"}, string(rows.prompt[i]),
     string(rows.expected[i]) ? el("span", {}, "expected " + string(rows.expected[i]).slice(0, 200)) : null),
     el("div", {class: "members"}, ...members.map(member))];
@@ -577,14 +537,14 @@ function drawDetail() {
   tip(null);
   if (i < 0) return node.replaceChildren();
   const where = [["step", rows.step[i] < 0 ? "" : rows.step[i]], ["group", string(rows.group[i])],
-    ["trajectory", string(rows.trajectory[i])], ["turn", rows.turn[i] > 0 ? rows.turn[i] : ""]];
-  const size = lastRows(groupOf(i)).length;
+    ["trajectory", string(rows.trajectory[i])], ["turn", episodes[i].length > 1 && !isLast(i) ? rows.turn[i] : ""]];
+  const told = where.filter(([, value]) => value !== "").map((pair) => pair.join(" ")), size = membersOf(i).length;
   const tab = (name, text) => el("button", {type: "button", role: "tab", "aria-selected": String(mode === name),
     disabled: name === "group" && size < 2, onclick: () => { mode = name; drawDetail(); }}, text);
-  const shades = COLOURS.map((one, n) => el("button", {type: "button", "data-colour": one.name, disabled: Boolean(one.missing),
-    title: one.missing || `key ${n + 1}`, onclick: () => paint(one)}, one.name));
+  const shades = COLOURS.map((one, n) => el("button", {type: "button", "data-colour": one.name,
+    disabled: Boolean(one.missing), title: one.missing || `key ${n + 1}`, onclick: () => paint(one)}, one.name));
   node.replaceChildren(
-    el("div", {class: "head"}, el("h2", {}, where.filter(([, v]) => v !== "").map(([n, v]) => `${n} ${v}`).join(" \u00b7 ") || "row " + i),
+    el("div", {class: "head"}, el("h2", {}, told.join(" \u00b7 ") || "row " + i),
       el("div", {class: "buttons"}, el("button", {type: "button", onclick: () => move(-1), "aria-label": "previous"}, "\u2039"),
         el("button", {type: "button", onclick: () => move(1), "aria-label": "next"}, "\u203a"))),
     factsOf(i), ...callouts(i),
@@ -596,16 +556,17 @@ function drawDetail() {
   paint();
 }
 
-// -- the page ---------------------------------------------------------------------------------
+// -- the page --------------------------------------------------------------------------------------
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { tip(null); document.activeElement.blur(); }
   if (event.target.closest("input, select, textarea")) return;
   const inList = event.target === $("list");
-  const by = {j: 1, k: -1, ...(inList ? {ArrowDown: 1, ArrowUp: -1, PageDown: 8, PageUp: -8, Home: -Infinity, End: Infinity} : {})}[event.key];
+  const far = chosen.length, listKeys = {ArrowDown: 1, ArrowUp: -1, PageDown: 8, PageUp: -8, Home: -far, End: far};
+  const by = {j: 1, k: -1, ...(inList ? listKeys : {})}[event.key];
   const shade = COLOURS[Number(event.key) - 1];
-  if (by) move(by === -Infinity ? -chosen.length : by === Infinity ? chosen.length : by);
+  if (by) move(by);
   else if (event.key === "g" && current >= 0) { mode = mode === "group" ? "rollout" : "group"; drawDetail(); }
   else if (event.key === "/") $("text").focus();
   else if (shade && !shade.missing) paint(shade);
@@ -613,16 +574,13 @@ function keys(event) {
   event.preventDefault();
 }
 
-function theme() {
-  const dark = document.documentElement.dataset.theme === "dark" ||
-    (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
-}
-
 $("title").textContent = document.title = data.title;
 $("facts").append(...Object.entries(data.facts).map(([name, value]) => el("span", {}, name + " ", el("b", {}, value))));
 $("notices").append(...data.notices.map((text) => el("p", {class: "notice"}, text)));
-$("theme").addEventListener("click", theme);
+$("theme").addEventListener("click", () => {
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light", root = document.documentElement;
+  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
+});
 document.addEventListener("keydown", keys);
 document.addEventListener("pointerover", (event) => {
   const span = event.target.closest(".t");
