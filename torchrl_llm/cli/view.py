@@ -115,8 +115,8 @@ def _rollouts(run: Path, wanted: tuple[float, float], most: int) -> tuple[list[A
     store = RolloutStore(run)
     steps = [step for step in store.steps() if wanted[0] <= step <= wanted[1]]
     if not steps:
-        first, *_, last = [*store.steps(), store.steps()[-1]]
-        raise DataError(f"no rollouts are of such steps; {run / FOLDER} has {first} to {last}")
+        known = f"{store.steps()[0]} to {store.steps()[-1]}"
+        raise DataError(f"no rollouts are of such steps; {run / FOLDER} has steps {known}")
     count = max(1, min(len(steps), most * len(store.steps()) // len(store)))
     even = [steps[at * (len(steps) - 1) // max(1, count - 1)] for at in range(count)]
     rows = list(islice(store.iterate(even), most))

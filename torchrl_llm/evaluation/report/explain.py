@@ -7,18 +7,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-from tensordict import TensorDictBase
-
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.evaluation.report.row_facts import MASKS, RowFacts, name_of
 from torchrl_llm.evaluation.report.token_texts import TokenTexts, visible
 
 _MOST_CHARS = 200
-_SAID_BY_SOURCE = (MaskReason.TRAINED, MaskReason.NOT_SAMPLED)
-_TITLES = (
-    *("#", "id", "source", "turn", "version", "log-prob", "advantage", "ratio", "mask", "token"),
-)
 _NUMBERS = ("turn", "version", "log-prob", "advantage", "ratio")
 
 
@@ -39,12 +32,11 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_llm.data.ragged import lazy_rows
         >>> from torchrl_llm.modules import load_tokenizer
-        >>> tokens = {"full": torch.tensor(load_tokenizer().encode("1+2=3"))}
-        >>> row = TensorDict(tokens={**tokens, "prompt": tokens["full"][:4]})
+        >>> ids = torch.tensor(load_tokenizer().encode("1+2=3"))
+        >>> row = TensorDict(tokens={"full": ids, "prompt": ids[:4]})
         >>> row["log_probs", "full"] = torch.tensor([0.0, 0.0, 0.0, 0.0, -0.5])
-        >>> explain(lazy_rows([row]), 0, tokenizer=load_tokenizer())  # doctest: +NORMALIZE_WHITESPACE
+        >>> explain([row], 0, tokenizer=load_tokenizer())  # doctest: +NORMALIZE_WHITESPACE
         row 0: 5 tokens, 1 sampled, 1 trained
         <BLANKLINE>
         #   id source  log-prob token
@@ -62,43 +54,37 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
     facts = RowFacts.of(rows[i])
     texts = TokenTexts(tokenizer).of(facts.token_ids.tolist())
     lines = list(_lines(facts, texts, every_token))
-    used = [n for n, name in enumerate(_TITLES) if name == "token" or any(x[n] for x in lines)]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in (_TITLES[n] for n in used):
+    used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else []
+    for name in used:
         right = "right" if name in _NUMBERS else "left"
         table.add_column(name, justify=right, overflow="fold", no_wrap=name != "token")
     for line in lines:
-        table.add_row(*(Text(line[n], _style(_TITLES[n], line)) for n in used))
+        table.add_row(*(Text(line[name], _style(name, line)) for name in used))
     console = Console(highlight=False)
-    for text in _head(facts, i):
-        console.print(Text(text))
-    console.print()
-    console.print(table)
+    console.print(*map(Text, _head(facts, i)), "", table, sep="\n")
 
 
 def _head(facts: RowFacts, i: int) -> Iterator[str]:
     where = {"step": facts.step, "group": facts.group_id, "trajectory": facts.traj_id}
-    named = ", ".join(f"{name} {at}" for name, at in where.items() if at is not None)
+    named = "".join(f", {name} {at}" for name, at in where.items() if at is not None)
     trained = int((facts.sampled & (facts.mask_reason == MaskReason.TRAINED)).sum())
     yield (
-        f"row {i}" + (f", {named}" if named else "") + f": {len(facts.token_ids)} tokens, "
-        f"{int(facts.sampled.sum())} sampled, {trained} trained"
+        f"row {i}{named}: {len(facts.token_ids)} tokens, {int(facts.sampled.sum())} sampled, "
+        f"{trained} trained"
     )
-    parts = ", ".join(f"{name} {value:.3f}" for name, value in facts.parts.items())
     told = {
-        "reward": "" if math.isnan(facts.reward) else f"{facts.reward:.3f}",
-        "parts": parts,
-        "finish": ", ".join(filter(None, [facts.finish, facts.truncation and "episode cut"])),
+        "reward": _number(facts.reward),
+        "parts": ", ".join(f"{name} {value:.3f}" for name, value in facts.parts.items()),
+        "finish": facts.finish,
+        "cut": facts.truncation,
         "prompt": facts.prompt,
         "response": facts.response,
         "expected": facts.expected,
         "error": "; ".join(facts.errors),
+        "masked": "; ".join(f"{n}, {MASKS.get(c, c)}" for c, n in facts.mask_counts.items()),
     }
-    for name, text in told.items():
-        if text:
-            yield f"{name + ':':<10}{_line(text)}"
-    for code, count in facts.mask_counts.items():
-        yield f"{'masked:':<10}{count} sampled tokens: {MASKS.get(code, f'code {code}')}"
+    yield from (f"{name + ':':<10}{_line(text)}" for name, text in told.items() if text)
 
 
 def _line(text: str) -> str:
@@ -106,50 +92,42 @@ def _line(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 4]} ..."
 
 
-def _lines(facts: RowFacts, texts: list[str], every_token: bool) -> Iterator[tuple[str, ...]]:
-    """The texts of each line of the table."""
+def _lines(facts: RowFacts, texts: list[str], every_token: bool) -> Iterator[dict[str, str]]:
+    """The cells of each line of the table by the titles of their columns."""
 
     def run_of(at: int) -> Any:
-        alone = every_token or facts.sampled[at]
-        return at if alone else (-1, facts.source[at], facts.mask_reason[at])
+        return at if every_token or facts.sampled[at] else (-1, facts.source[at])
 
-    for _, group in groupby(range(len(texts)), run_of):
-        span = list(group)
-        first, last = span[0], span[-1]
-        reason = int(facts.mask_reason[first])
-        yield (
-            str(first) if first == last else f"{first}-{last}",
-            str(facts.token_ids[first]) if first == last else "",
-            name_of(Source, int(facts.source[first])),
-            _known(facts.turns[first]),
-            _known(facts.policy_version[first]),
-            _number(facts.log_probs[first]),
-            _number(facts.advantage[first]),
-            _number(facts.ratio[first]),
-            "" if reason in _SAID_BY_SOURCE else _mask(reason),
-            _line("".join(texts[first : last + 1])),
+    for _, run in groupby(range(len(texts)), run_of):
+        first, *rest = run
+        last = rest[-1] if rest else first
+        turn, version, reason = (
+            int(column[first]) for column in (facts.turns, facts.policy_version, facts.mask_reason)
         )
+        yield {
+            "#": f"{first}-{last}" if rest else str(first),
+            "id": "" if rest else str(facts.token_ids[first]),
+            "source": name_of(Source, facts.source[first]),
+            "turn": str(turn) if turn >= 0 else "",
+            "version": str(version) if version >= 0 else "",
+            "log-prob": _number(facts.log_probs[first]),
+            "advantage": _number(facts.advantage[first]),
+            "ratio": _number(facts.ratio[first]),
+            "masked": name_of(MaskReason, reason) if facts.sampled[first] and reason else "",
+            "token": _line("".join(texts[first : last + 1])),
+        }
 
 
-def _mask(code: int) -> str:
-    return name_of(MaskReason, code).replace("_", " ")
-
-
-def _known(number: Any) -> str:
-    return "" if number < 0 else str(number)
-
-
-def _number(value: np.float32) -> str:
+def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.3f}"
 
 
-def _style(name: str, line: tuple[str, ...]) -> str:
+def _style(name: str, line: dict[str, str]) -> str:
     """Dim where nothing was sampled; warm where it was unlikely, pushed down or masked."""
-    told = dict(zip(_TITLES, line, strict=True))
-    if told["source"] != "sampled":
+    if line["source"] != "sampled":
         return "dim"
-    if name in ("token", "log-prob") and told["log-prob"] and float(told["log-prob"]) < -1:
-        return "bold red" if float(told["log-prob"]) < -3 else "red"
-    if name == "advantage" and told["advantage"]:
-        return "green" if float(told["advantage"]) > 0 else "magenta"
-    return "yellow" if name == "mask" else ""
+    if name in ("token", "log-prob") and line["log-prob"] and float(line["log-prob"]) < -1:
+        return "bold red" if float(line["log-prob"]) < -3 else "red"
+    if name == "advantage" and line["advantage"]:
+        return "green" if float(line["advantage"]) > 0 else "magenta"
+    return "yellow" if name == "masked" else ""

@@ -18,18 +18,21 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from tensordict import TensorDictBase
 
-from torchrl_llm.data.enums import FinishReason, MaskReason, Source
-from torchrl_llm.evaluation.report.row_facts import MASKS, RowFacts
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.evaluation.report.row_facts import MASKS, RowFacts, name_of
 from torchrl_llm.evaluation.report.token_texts import CONTINUED, TokenTexts, visible
 
 Series = tuple[Sequence[int], Sequence[float]]
 
-PANELS: dict[str, tuple[str, ...]] = {
+_FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
+LEDGER = "Tokens of each step"
+PANELS = {
     "Reward": ("train/reward", "eval/reward"),
     "Held-out accuracy": ("eval/accuracy", "train/success"),
     "KL, nats a token": ("train/kl_approx", "train/kl_to_inference", "train/kl_to_ref"),
@@ -37,21 +40,16 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Entropy, nats": ("train/entropy",),
     "Clip fraction": ("train/clip_fraction", "train/correction_masked"),
     "Age of the weights, versions": ("train/policy_age_mean", "train/policy_age_max"),
-    "Tokens of each step": tuple(
-        f"train/tokens_{fate}"
-        for fate in (
-            *("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost"),
-            "pending",
-        )
-    ),
+    LEDGER: tuple(f"train/tokens_{fate}" for fate in _FATES),
 }
-"""Title of a drawing to the metrics in it. The last one is the ledger, whose parts add up."""
-
-LEDGER = list(PANELS)[-1]
+"""Title of a drawing to the metrics in it; those of the ledger are stacked, for they add up."""
 
 _MOST_LABELS = 30
 _PLACE = re.compile(r"\{\{([a-z-]+)\}\}")
-_WORDS = {int(code): words for code, words in MASKS.items()}
+_TYPES = {"reward": "<f4", "advantage": "<f4", "log_probs": "<f4", "ratio": "<f4"}
+_TYPES |= {"source": "<i1", "mask_reason": "<i1", "turns": "<i2", "masked": "<u2"}
+_TOKEN_FACTS = ("token_ids", "source", "turns", "policy_version", "mask_reason")
+_TOKEN_FACTS += ("log_probs", "advantage", "ratio")
 
 
 def rollout_page(
@@ -81,21 +79,19 @@ def rollout_page(
 
     Example:
         >>> page = rollout_page([], metrics={"train/reward": ([1, 2], [0.25, 0.5])}, title="<run>")
-        >>> "<title>&lt;run&gt;</title>" in page, "http" in page.replace("http-equiv", "")
-        (True, False)
+        >>> "<title>&lt;run&gt;</title>" in page
+        True
     """
-    data = _Columns()
-    strings = _Strings()
+    data, strings = _Columns(), _Strings()
     header = {
         "title": visible(title),
         "facts": {name: visible(str(value)) for name, value in (facts or {}).items()},
-        "notices": list(notices),
+        "notices": [visible(notice) for notice in notices],
         "panels": _panels(metrics or {}, data),
         "ledger": LEDGER,
-        "sources": [source.name.lower() for source in Source],
-        "finishes": [reason.name.lower() for reason in FinishReason],
-        "masks": [reason.name.lower().replace("_", " ") for reason in MaskReason],
-        "reasons": [_WORDS[code] for code in range(len(_WORDS))],
+        "sources": [name_of(Source, code) for code in Source],
+        "masks": [name_of(MaskReason, code) for code in MaskReason],
+        "reasons": [MASKS[code] for code in MaskReason],
         "continued": CONTINUED,
         "tokenizer": tokenizer is not None,
     } | _read_rows(rows, TokenTexts(tokenizer), data, strings)
@@ -128,11 +124,10 @@ class _Columns:
         self._parts: list[bytes] = []
         self._end = 0
 
-    def add(self, name: str, values: Any, dtype: str) -> None:
-        """Append a column; ``dtype`` is a little-endian one of NumPy's."""
-        array = np.ascontiguousarray(values, dtype=dtype)
-        self.places[name] = (dtype, self._end, array.size)
-        data = array.tobytes()
+    def add(self, name: str, values: Any, dtype: str = "<i4") -> None:
+        """Append a column of a little-endian dtype of NumPy's."""
+        data = np.asarray(values, dtype=dtype).tobytes()
+        self.places[name] = (dtype, self._end, len(data) // int(dtype[2:]))
         self._parts += [data, bytes(-len(data) % 8)]
         self._end += len(data) + -len(data) % 8
 
@@ -145,98 +140,80 @@ class _Columns:
 
 
 def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any]]:
-    drawn = {title: [n for n in names if n in metrics] for title, names in PANELS.items()}
+    known = {name: pair for name, pair in metrics.items() if len(pair[0])}
+    drawn = {title: [n for n in names if n in known] for title, names in PANELS.items()}
     taken = {name for names in drawn.values() for name in names}
-    rest = {name: [name] for name in metrics if name not in taken}
-    for name, (steps, values, *_) in metrics.items():
-        data.add(f"{name} steps", steps, "<i4")
+    for name, (steps, values, *_) in known.items():
+        data.add(f"{name} steps", steps)
         data.add(f"{name} values", values, "<f8")
     return [
-        {"title": title, "names": names, "more": title in rest}
-        for title, names in (drawn | rest).items()
+        {"title": title, "names": names, "more": title not in PANELS}
+        for title, names in (drawn | {n: [n] for n in known if n not in taken}).items()
         if names
     ]
-
-
-_ROW_TYPES = {"reward": "<f4", "advantage": "<f4", "masked": "<u2"}
-_TOKEN_TYPES = {
-    "token_ids": "<i4",
-    "source": "<i1",
-    "turns": "<i2",
-    "policy_version": "<i4",
-    "mask_reason": "<i1",
-    "log_probs": "<f4",
-    "advantage": "<f4",
-    "ratio": "<f4",
-}
 
 
 def _read_rows(
     rows: Iterable[TensorDictBase], texts: TokenTexts, data: _Columns, strings: _Strings
 ) -> dict[str, Any]:
-    table: list[dict[str, Any]] = []
-    tokens: dict[str, list[np.ndarray]] = {name: [] for name in (*_TOKEN_TYPES, "text")}
-    parts: list[dict[str, float]] = []
-    labels: list[dict[str, str]] = []
-    chats: list[list[tuple[int, int]]] = []
+    columns: dict[str, list[Any]] = {}
+    tokens: dict[str, list[np.ndarray]] = {name: [] for name in ("text", *_TOKEN_FACTS)}
+    read: list[RowFacts] = []
     for row in rows:
         facts = RowFacts.of(row)
-        table.append(_row_columns(facts, strings))
-        parts.append(facts.parts)
-        labels.append(facts.labels)
-        chats.append([(strings.number(r), strings.number(t)) for r, t in facts.messages])
-        shown = texts.of(facts.token_ids.tolist())
-        tokens["text"].append(np.array([strings.number(text) for text in shown], dtype="<i4"))
-        for name in _TOKEN_TYPES:
+        for name, value in _row_columns(facts, strings).items():
+            columns.setdefault(name, []).append(value)
+        shown = map(strings.number, texts.of(facts.token_ids.tolist()))
+        tokens["text"].append(np.fromiter(shown, dtype="<i4"))
+        for name in _TOKEN_FACTS:
             tokens[name].append(getattr(facts, name))
-    for name in table[0] if table else ():
-        data.add(f"row {name}", [each[name] for each in table], _ROW_TYPES.get(name, "<i4"))
-    for name, columns in tokens.items() if table else ():
-        data.add(f"token {name}", np.concatenate(columns), _TOKEN_TYPES.get(name, "<i4"))
-    names = list(dict.fromkeys(name for each in parts for name in each))
-    for name in names:
-        data.add(f"part {name}", [each.get(name, math.nan) for each in parts], "<f4")
-    told = _telling(labels)
-    for name in told:
-        data.add(f"label {name}", [strings.number(each.get(name)) for each in labels], "<i4")
-    lengths = [len(column) for column in tokens["text"]]
-    data.add("starts", np.concatenate([[0], np.cumsum(lengths)]), "<i4")
-    data.add("chat starts", np.concatenate([[0], np.cumsum([len(c) for c in chats])]), "<i4")
-    data.add("chat roles", [role for chat in chats for role, _ in chat], "<i4")
-    data.add("chat texts", [text for chat in chats for _, text in chat], "<i4")
-    return {"num_rows": len(table), "parts": names, "labels": told}
+        read.append(facts)
+    for name, values in columns.items():
+        data.add(f"row {name}", values, _TYPES.get(name, "<i4"))
+    for name, parts in tokens.items() if read else ():
+        data.add(f"token {name}", np.concatenate(parts), _TYPES.get(name, "<i4"))
+    parts = list(dict.fromkeys(name for facts in read for name in facts.parts))
+    for name in parts:
+        data.add(f"part {name}", [facts.parts.get(name, math.nan) for facts in read], "<f4")
+    labels = []
+    for name in dict.fromkeys(name for facts in read for name in facts.labels):
+        values = [strings.number(facts.labels.get(name)) for facts in read]
+        if 2 <= len(set(values)) <= _MOST_LABELS:  # tells rows apart, and can be chosen from
+            labels.append(name)
+            data.add(f"label {name}", values)
+    for name, lengths in {
+        "starts": [len(facts.token_ids) for facts in read],
+        "chat starts": [len(facts.messages) for facts in read],
+    }.items():
+        data.add(name, list(accumulate(lengths, initial=0)))
+    said = [message for facts in read for message in facts.messages]
+    data.add("chat roles", [strings.number(role) for role, _ in said])
+    data.add("chat texts", [strings.number(text) for _, text in said])
+    return {"num_rows": len(read), "parts": parts, "labels": labels}
 
 
 def _row_columns(facts: RowFacts, strings: _Strings) -> dict[str, Any]:
-    def known(number: int | None) -> int:
-        return -1 if number is None else number
+    def text(value: Any) -> int:
+        return strings.number(None if value is None else str(value))
 
-    advantages = facts.advantage[~np.isnan(facts.advantage)]
+    trained = facts.advantage[~np.isnan(facts.advantage)]
     return {
-        "step": known(facts.step),
-        "group": strings.number(None if facts.group_id is None else str(facts.group_id)),
-        "trajectory": strings.number(None if facts.traj_id is None else str(facts.traj_id)),
-        "turn": known(facts.turn),
+        "step": -1 if facts.step is None else facts.step,
+        "turn": -1 if facts.turn is None else facts.turn,
+        "group": text(facts.group_id),
+        "trajectory": text(facts.traj_id),
         "reward": facts.reward,
-        "advantage": advantages.mean() if advantages.size else math.nan,
-        "finish": strings.number(facts.finish),
-        "truncation": strings.number(facts.truncation),
-        "error": strings.number("\n".join(facts.errors)),
-        "prompt": strings.number(facts.prompt),
-        "response": strings.number(facts.response),
-        "expected": strings.number(facts.expected),
+        "advantage": trained.mean() if trained.size else math.nan,
+        "finish": text(facts.finish),
+        "truncation": text(facts.truncation),
+        "error": text("\n".join(facts.errors)),
+        "prompt": text(facts.prompt),
+        "response": text(facts.response),
+        "expected": text(facts.expected),
         "sampled": int(facts.sampled.sum()),
         "masked": sum(1 << code for code in facts.mask_counts if 0 <= code < 16),
         "num_masked": sum(facts.mask_counts.values()),
     }
-
-
-def _telling(labels: Sequence[Mapping[str, str]]) -> list[str]:
-    """Labels that tell rows apart, and have few enough values to choose from."""
-    values: dict[str, set[str | None]] = {}
-    for name in dict.fromkeys(name for each in labels for name in each):
-        values[name] = {each.get(name) for each in labels}
-    return [name for name, found in values.items() if 2 <= len(found) <= _MOST_LABELS]
 
 
 def _fill(title: str, packed: str) -> str:

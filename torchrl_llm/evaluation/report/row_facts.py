@@ -1,4 +1,4 @@
-"""One row as people look at it: numbers and words for what happened, and a column for each fact.
+"""One row as people look at it: words and numbers for what happened, and a column for each fact.
 
 Nothing is guessed: a row without advantages, trace or rewards has none here. Both
 :func:`~torchrl_llm.evaluation.report.explain` and the page of rollouts are made of this.
@@ -9,7 +9,6 @@ Shape legend: ``T`` tokens of ``("tokens", "full")`` without padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -28,7 +27,7 @@ from torchrl_llm.errors import DataError
 
 MASKS = {
     MaskReason.TRAINED: "trained",
-    MaskReason.NOT_SAMPLED: "not sampled: the model did not choose it",
+    MaskReason.NOT_SAMPLED: "the model did not choose it",
     MaskReason.TRUNCATED: "its response was cut by a limit, and such ones are left out",
     MaskReason.STALE: "sampled by weights that are too old",
     MaskReason.FILTERED: "its row was filtered out",
@@ -38,9 +37,8 @@ MASKS = {
 }
 """Why a token is or is not trained, in words."""
 
-# Texts of a row that are shown by themselves, or that say nothing to choose rows by.
-_SHOWN = {"query", "answer", "text", "history"}
-# A text that is longer is no label.
+# Texts that are shown by themselves and are no labels, and those too long for one.
+_SHOWN = {"query", "answer"}
 _LONGEST_LABEL = 40
 
 
@@ -53,15 +51,15 @@ class RowFacts:
         group_id: of the answers to one prompt.
         traj_id: of the episode.
         turn: of the episode.
-        reward: summed over tokens; NaN without a valid one.
+        reward: summed over the response; NaN without a valid one.
         parts: name to value of each component of the reward; NaN where it failed.
-        finish: how the last response ended.
+        finish: how the response ended.
         truncation: why the environment cut the episode.
-        errors: what failed, a line each.
-        labels: short texts by which rows can be told apart: agent, origin, domain.
+        errors: what failed, with tracebacks.
+        labels: short texts by which rows are told apart: agent, origin, fate.
         messages: role and text of each message.
-        prompt: what was asked last.
-        response: what was answered.
+        prompt: what was asked.
+        response: what was answered last.
         expected: the answer that the data has.
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of ``Source``.
@@ -96,11 +94,6 @@ class RowFacts:
     advantage: np.ndarray
     ratio: np.ndarray
 
-    @property
-    def sampled(self) -> np.ndarray:
-        """Which tokens the model chose, bool ``[T]``."""
-        return self.source == Source.SAMPLED
-
     @classmethod
     def of(cls, row: TensorDictBase) -> RowFacts:
         """Read a row.
@@ -110,50 +103,70 @@ class RowFacts:
                 store.
 
         Raises:
-            DataError: it is no single row, or has no token ids.
+            DataError: it is no single row, has no token ids, or columns of another length.
         """
         if not isinstance(row, TensorDictBase) or row.batch_dims:
-            shape = list(getattr(row, "batch_size", ()))
             raise DataError(
-                f"a row is a tensordict without batch dimension, got {type(row).__name__} {shape}; "
-                "pass a stack of rows and the index of one"
+                "a row is a tensordict without batch dimension, got "
+                f"{getattr(row, 'batch_size', type(row).__name__)}; index the rows, as in rows[0]"
             )
-        columns = _token_columns(row)
-        messages = _messages(row)
-        query, asked, said = _text(row, "query"), "", ""
-        if messages:
-            answered = messages[-1][0] not in ("system", "user", "tool")
-            said = messages[-1][1] if answered else ""
-            asked = next((t for r, t in reversed(messages) if r in ("user", "tool")), "")
-            asked = next((t for r, t in messages if r == "user"), asked)
-        truncation = _number(row, ("next", "truncation_reason"))
-        finish = _number(row, ("tokens", "finish_reason"))
+        history = row.get(("history", "full"), None)
+        chat = () if history is None else history.chats[0]
+        messages = [(str(each.get("role", "")), message_text(dict(each))) for each in chat]
+        answers = [text for role, text in messages[-1:] if role not in ("system", "user", "tool")]
+        asked = [text for role, text in messages if role == "user"]
+        finish, cut = (_number(row, k) for k in (("tokens", "finish_reason"), _CUT))
+        texts = {name: value for name in row.keys() if isinstance(value := _get(row, name), str)}
         return cls(
-            step=_number(row, "step"),
-            group_id=_number(row, "group_id"),
-            traj_id=_number(row, "traj_id"),
-            turn=_number(row, "turn"),
-            reward=_reward(row),
-            parts=_parts(row),
+            **{name: _number(row, name) for name in ("step", "group_id", "traj_id", "turn")},
+            reward=_sum(_get(row, ("next", "reward")), _get(row, ("next", "reward_valid"))),
+            parts={
+                name: _sum(_get(part, "value"), _get(part, "valid"))
+                for name, part in (row.get(("next", "rewards"), None) or {}).items()
+            },
             finish="" if finish is None else name_of(FinishReason, finish),
-            truncation=""
-            if truncation in (None, TruncationReason.NONE)
-            else name_of(TruncationReason, truncation),
-            errors=_errors(row),
-            labels=_labels(row),
+            truncation="" if cut in (None, -1) else name_of(TruncationReason, cut),
+            errors=[str(failure) for failure in failures_of(row)],
+            labels={
+                name: text
+                for name, text in texts.items()
+                if name not in _SHOWN and 0 < len(text) <= _LONGEST_LABEL
+            },
             messages=messages,
-            prompt=query or asked or _text(row, ("text", "prompt")),
-            response=said or _text(row, ("text", "response")),
+            prompt=_text(row, "query") or (asked[0] if asked else _text(row, ("text", "prompt"))),
+            response=answers[0] if answers else _text(row, ("text", "response")),
             expected=_text(row, "answer"),
-            **columns,
+            **_token_columns(row),
         )
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Which tokens the model chose, bool ``[T]``."""
+        return self.source == Source.SAMPLED
 
     @property
     def mask_counts(self) -> dict[int, int]:
         """Code of each reason to how many sampled tokens are not trained for it."""
         codes, counts = np.unique(self.mask_reason[self.sampled], return_counts=True)
-        pairs = zip(codes.tolist(), counts.tolist(), strict=True)
-        return {code: count for code, count in pairs if code != MaskReason.TRAINED}
+        return {int(c): int(n) for c, n in zip(codes, counts, strict=True) if c}
+
+
+_CUT = ("next", "truncation_reason")
+
+
+def name_of(codes: type[IntEnum], code: int) -> str:
+    """The word for a code.
+
+    Args:
+        codes: what the code is of.
+        code: one that is not known is named by its number.
+
+    Example:
+        >>> name_of(MaskReason, 6), name_of(MaskReason, 77)
+        ('off support', 'code 77')
+    """
+    known = {int(each): each.name.lower().replace("_", " ") for each in codes}
+    return known.get(int(code), f"code {code}")
 
 
 def _get(row: TensorDictBase, key: NestedKey) -> Any:
@@ -163,132 +176,62 @@ def _get(row: TensorDictBase, key: NestedKey) -> Any:
 
 def _number(row: TensorDictBase, key: NestedKey) -> int | None:
     value = _get(row, key)
-    if isinstance(value, Tensor):
-        return int(value.flatten()[-1]) if value.numel() else None
-    return value if isinstance(value, int) else None
+    return int(value.flatten()[-1]) if isinstance(value, Tensor) and value.numel() else None
 
 
 def _text(row: TensorDictBase, key: NestedKey) -> str:
     value = _get(row, key)
     if isinstance(value, (Chat, list, tuple)):
         value = message_text(dict(value[-1])) if len(value) else ""
-    return "" if value is None or isinstance(value, Tensor) else str(value)
+    return "" if value is None else str(value.tolist() if isinstance(value, Tensor) else value)
 
 
-def name_of(codes: type[IntEnum], code: int) -> str:
-    """The word for a code.
-
-    Args:
-        codes: what the code is of.
-        code: one that is not known is named by its number.
-    """
-    known = {int(each): each.name.lower() for each in codes}
-    return known.get(code, f"code {code}")
-
-
-def _reward(row: TensorDictBase) -> float:
-    reward, valid = _get(row, ("next", "reward")), _get(row, ("next", "reward_valid"))
-    if reward is None or (valid is not None and not bool(valid.all())):
-        return math.nan
-    return float(reward.double().sum())
-
-
-def _parts(row: TensorDictBase) -> dict[str, float]:
-    node = row.get(("next", "rewards"), None)
-    found = {}
-    for name in () if node is None else node.keys():
-        value, valid = _get(node, (name, "value")), _get(node, (name, "valid"))
-        known = value is not None and (valid is None or bool(valid.all()))
-        found[name] = float(value.double().sum()) if known else math.nan
-    return found
-
-
-def _errors(row: TensorDictBase) -> list[str]:
-    found = [str(failure) for failure in failures_of(row)]
-    kind = _text(row, ("error", "type"))
-    if kind and not any(kind in each for each in found):
-        found.append(f"{kind}: {_text(row, ('error', 'message'))}")
-    return found
-
-
-def _labels(row: TensorDictBase) -> dict[str, str]:
-    found = {}
-    for name in row.keys():
-        value = None if name in _SHOWN else _get(row, name)
-        if isinstance(value, str) and 0 < len(value) <= _LONGEST_LABEL:
-            found[name] = value
-    return found
-
-
-def _messages(row: TensorDictBase) -> list[tuple[str, str]]:
-    history = row.get(("history", "full"), None)
-    if history is None:
-        return []
-    return [(str(each.get("role", "")), _told(each)) for each in history.chats[0]]
-
-
-def _told(message: Mapping[str, Any]) -> str:
-    text = message_text(dict(message))
-    calls = () if message.get("raw") is not None else message.get("tool_calls") or ()
-    return "\n".join([*([text] if text else []), *(str(call) for call in calls)])
+def _sum(values: Tensor | None, valid: Tensor | None) -> float:
+    known = values is not None and (valid is None or bool(valid.all()))
+    return float(values.double().sum()) if known else math.nan
 
 
 def _token_columns(row: TensorDictBase) -> dict[str, np.ndarray]:
     ids = _get(row, ("tokens", "full"))
     if not isinstance(ids, Tensor) or ids.dim() != 1:
-        raise DataError(
-            "a row needs its token ids [T] at ('tokens', 'full'); it has "
-            f"{sorted(map(str, row.keys(True, True)))}"
-        )
+        keys = sorted(".".join(key) if isinstance(key, tuple) else key for key in row.keys(True))
+        raise DataError(f"a row needs its token ids [T] at ('tokens', 'full'); it has {keys}")
     count = ids.shape[0]
 
-    def column(key: NestedKey) -> Tensor | None:
+    def column(*key: str) -> Tensor | None:
         value = _get(row, key)
-        if value is None:
-            return None
-        if value.shape[:1] != (count,):
-            raise DataError(f"{key} has {list(value.shape)} and ('tokens', 'full') {count} tokens")
-        return value.reshape(count)
+        if value is None or value.numel() not in (1, count):
+            if value is None:
+                return None
+            raise DataError(f"{key} has {value.numel()} values, and the row has {count} tokens")
+        return value.flatten().expand(count)
 
-    source, reason = column(("trace", "source")), column(("trace", "mask_reason"))
-    if source is None:
-        chosen = column(("masks", "all_assistant_mask"))
+    source, reason = column("trace", "source"), column("trace", "mask_reason")
+    if source is None:  # of TorchRL, or made by hand
+        chosen, prompt = column("masks", "all_assistant_mask"), _get(row, ("tokens", "prompt"))
         if chosen is None:
-            prompt = _get(row, ("tokens", "prompt"))
-            begin = count if prompt is None else prompt.shape[0]
-            chosen = torch.arange(count) >= begin
-        source = torch.where(chosen, int(Source.SAMPLED), int(Source.PROMPT)).to(torch.int8)
+            chosen = torch.arange(count) >= (count if prompt is None else prompt.shape[0])
+        source = torch.where(chosen, int(Source.SAMPLED), int(Source.PROMPT))
     sampled = source == Source.SAMPLED
     if reason is None:
-        reason = torch.where(sampled, 0, int(MaskReason.NOT_SAMPLED)).to(torch.int8)
-    there = column(("masks", "all_attention_mask"))
+        reason = torch.where(sampled, int(MaskReason.TRAINED), int(MaskReason.NOT_SAMPLED))
+    there = column("masks", "all_attention_mask")
     there = source >= 0 if there is None else there.bool()
+    log_probs, scored = column("log_probs", "full"), column("train_log_probs", "full")
+    ratio = None if scored is None or log_probs is None else (scored - log_probs).exp()
+    nothing = torch.full((count,), -1)
 
-    def shown(values: Tensor | None, where: Tensor) -> np.ndarray:
-        if values is None:
-            values = torch.full((count,), math.nan)
-        values = torch.where(where, values.float(), math.nan)
-        return values[there].numpy()
+    def known(values: Tensor | None, where: Tensor) -> Tensor:
+        return nothing.float() * math.nan if values is None else values.where(where, math.nan)
 
-    def whole(values: Tensor | None, dtype: torch.dtype) -> np.ndarray:
-        values = torch.full((count,), -1) if values is None else values
-        return values.to(dtype)[there].numpy()
-
-    scored, log_probs = column(("train_log_probs", "full")), column(("log_probs", "full"))
-    known = scored is not None and log_probs is not None
-    advantage = _get(row, "advantage")
-    if advantage is not None:
-        advantage = advantage.flatten()
-        advantage = advantage.expand(count) if advantage.numel() == 1 else advantage
-        if advantage.shape[0] != count:
-            raise DataError(f"advantage has {advantage.shape[0]} values and the row {count} tokens")
-    return {
-        "token_ids": ids[there].numpy(),
-        "source": whole(source, torch.int8),
-        "turns": whole(column(("trace", "turn")), torch.int16),
-        "policy_version": whole(column(("trace", "policy_version")), torch.int32),
-        "mask_reason": whole(reason, torch.int8),
-        "log_probs": shown(log_probs, sampled),
-        "advantage": shown(advantage, sampled & (reason == MaskReason.TRAINED)),
-        "ratio": shown((scored - log_probs).exp() if known else None, sampled),
+    columns = {
+        "token_ids": ids,
+        "source": source.to(torch.int8),
+        "turns": column("trace", "turn"),
+        "policy_version": column("trace", "policy_version"),
+        "mask_reason": reason.to(torch.int8),
+        "log_probs": known(log_probs, sampled),
+        "advantage": known(column("advantage"), sampled & (reason == MaskReason.TRAINED)),
+        "ratio": known(ratio, sampled),
     }
+    return {k: (nothing if v is None else v)[there].numpy() for k, v in columns.items()}

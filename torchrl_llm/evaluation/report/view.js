@@ -25,9 +25,8 @@ const dot = (colour) => coloured(el("i", {class: "dot"}), colour);
 
 // -- data ------------------------------------------------------------------------------------------
 
-const TYPES = {"<i1": Int8Array, "<i2": Int16Array, "<u2": Uint16Array, "<i4": Int32Array,
-  "<f4": Float32Array, "<f8": Float64Array};
-
+const TYPES = {"<i1": Int8Array, "<i2": Int16Array, "<u2": Uint16Array, "<i4": Int32Array, "<f4": Float32Array,
+  "<f8": Float64Array};
 async function unpack(text) {
   const packed = atob(text), bytes = new Uint8Array(packed.length);
   for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i);
@@ -90,8 +89,7 @@ function tip(lines, x, y) {
   node.hidden = !lines;
   if (!lines) return;
   node.replaceChildren(...lines.map(([name, value, colour]) => el("div", {class: "pair-line"},
-    el("span", {class: "name"}, colour ? dot(colour) : null, name),
-    el("span", {class: "value"}, value))));
+    el("span", {class: "name"}, colour ? dot(colour) : null, name), el("span", {class: "value"}, value))));
   const {width, height} = node.getBoundingClientRect();
   node.style.left = Math.max(8, Math.min(x + 14, innerWidth - width - 8)) + "px";
   node.style.top = (y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18) + "px";
@@ -148,9 +146,8 @@ class Card {
     this.drawn = this.stacked ? stack(this.series) : this.series;
     this.title = panel.title;
     this.plot = el("div", {class: "plot"});
-    const several = this.stacked || this.series.length > 1;
-    const legend = this.series.map((one) => el("span", {class: "series"}, several ? dot(one.colour) : null,
-      several ? one.name + " " : null, el("b", {}, show(one.end))));
+    const names = (one) => this.stacked || this.series.length > 1 ? [dot(one.colour), one.name + " "] : [];
+    const legend = this.series.map((one) => el("span", {class: "series"}, ...names(one), el("b", {}, show(one.end))));
     const name = el("span", {class: "name", title: panel.names.join(", ")}, panel.title);
     this.node = el("figure", {class: "card"},
       el("figcaption", {}, name, el("span", {class: "legend"}, ...legend)), this.plot);
@@ -262,8 +259,8 @@ function prepareFilters() {
   $("each-turn").hidden = last.length === all.length;
   if (lowest <= highest) [$("reward-low").placeholder, $("reward-high").placeholder] = [show(lowest), show(highest)];
   for (const field of $("filters").elements) field.addEventListener("input", filter);
-  $("filters").addEventListener("submit", (event) => event.preventDefault());
-  $("filters").addEventListener("reset", () => setTimeout(filter));
+  $("filters").onsubmit = (event) => event.preventDefault();
+  $("filters").onreset = () => { setTimeout(filter); };
 }
 
 const orElse = (value, other) => Number.isNaN(value) ? other : value;
@@ -283,7 +280,8 @@ function filter() {
   const has = words && lowered.map((text) => text.includes(words));
   const says = (i) => !words || ["prompt", "response", "expected", "error"].some((n) => has[rows[n][i]]) ||
     columns["chat texts"].subarray(chatStarts[i], chatStarts[i + 1]).some((n) => has[n]);
-  const between = (x, low, high) => (low === -Infinity && high === Infinity) || (x >= low && x <= high);
+  const between = (x, low, high) =>  // 0.9 of a reward is not quite 0.9
+    (low === -Infinity && high === Infinity) || (x >= low - 1e-6 && x <= high + 1e-6);
   const steps = [bound("step-low", -Infinity), bound("step-high", Infinity)];
   const rewards = [bound("reward-low", -Infinity), bound("reward-high", Infinity)];
   const finish = value("finish"), mask = value("mask"), error = value("error");
@@ -339,10 +337,10 @@ function drawList() {
     ...(chosen.length ? [] : [el("p", {class: "empty"}, "No rollout is like that.")]));
 }
 
-function select(i, scroll = true) {
+function select(i) {
   current = i;
   const at = chosen.indexOf(i), list = $("list");
-  if (at >= 0 && scroll) {
+  if (at >= 0) {
     if (at * LINE < list.scrollTop) list.scrollTop = at * LINE;
     if ((at + 1) * LINE > list.scrollTop + list.clientHeight) list.scrollTop = (at + 1) * LINE - list.clientHeight;
   }
@@ -437,8 +435,7 @@ function blockNode(block) {
 function conversation(i) {
   const node = el("div", {class: "tokens", tabindex: 0, role: "group", onkeydown: (event) => walk(event, node),
     "aria-label": "Conversation, arrows go from token to token"});
-  const list = blocks(starts[i], starts[i + 1]);
-  const draw = () => {
+  const list = blocks(starts[i], starts[i + 1]), draw = () => {
     for (let drawn = 0; list.length && drawn < MOST_TOKENS;) {
       const block = list.shift(), to = Math.min(block.to, block.from + MOST_TOKENS - drawn);
       node.append(blockNode({...block, to}));
@@ -508,7 +505,8 @@ function callouts(i) {
 }
 
 function messages(i) {  // of a run without a tokenizer, whose tokens are ids
-  const [roles, texts] = ["roles", "texts"].map((name) => columns["chat " + name].subarray(chatStarts[i], chatStarts[i + 1]));
+  const [roles, texts] = ["roles", "texts"]
+    .map((name) => columns["chat " + name].subarray(chatStarts[i], chatStarts[i + 1]));
   return el("div", {class: "tokens messages"}, ...Array.from(roles, (role, n) => el("div", {class: "block"},
     el("div", {class: "label"}, string(role)), el("div", {class: "text", dir: "auto"}, string(texts[n])))));
 }
@@ -519,8 +517,8 @@ function member(j) {
   const left = starts[j + 1] - to;
   return el("div", {class: "member" + (j === current ? " current" : "")},
     el("button", {type: "button", title: "Show this rollout", onclick: () => { mode = "rollout"; select(j); }},
-      el("b", {}, show(reward[j])), Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])),
-      ...flags(j)),
+      el("b", {}, show(reward[j])),
+      Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])), ...flags(j)),
     el("div", {class: "tokens"}, ...blocks(from, to).map(blockNode),
       left ? el("p", {class: "empty"}, counted(left, "more token")) : null));
 }
@@ -545,14 +543,14 @@ function drawDetail() {
     disabled: Boolean(one.missing), title: one.missing || `key ${n + 1}`, onclick: () => paint(one)}, one.name));
   node.replaceChildren(
     el("div", {class: "head"}, el("h2", {}, told.join(" \u00b7 ") || "row " + i),
-      el("div", {class: "buttons"}, el("button", {type: "button", onclick: () => move(-1), "aria-label": "previous"}, "\u2039"),
-        el("button", {type: "button", onclick: () => move(1), "aria-label": "next"}, "\u203a"))),
+      el("div", {class: "buttons"}, ...[["previous", -1, "\u2039"], ["next", 1, "\u203a"]].map(([name, by, sign]) =>
+        el("button", {type: "button", onclick: () => move(by), "aria-label": name}, sign)))),
     factsOf(i), ...callouts(i),
     el("div", {class: "bar-line"}, el("div", {class: "segments", role: "tablist"}, tab("rollout", "rollout"),
       tab("group", size > 1 ? "group of " + size : "no group")),
       el("div", {class: "segments", role: "group", "aria-label": "Colour of the tokens"}, ...shades)),
     el("div", {class: "colours"}, el("div", {class: "legend"})),
-    ...(mode === "group" && size > 1 ? groupView(i) : [data.tokenizer ? null : messages(i), conversation(i)].filter(Boolean)));
+    ...(mode === "group" && size > 1 ? groupView(i) : [...(data.tokenizer ? [] : [messages(i)]), conversation(i)]));
   paint();
 }
 
