@@ -30,7 +30,7 @@ HOSTILE = [
     "half \ud83d of a character",
     "שלום עולם",
     "🤖 é 漢字",
-    "x" * 3000,
+    "x" * 400,
 ]
 
 
@@ -85,7 +85,7 @@ def make_row(
     return row
 
 
-def make_rows(tokenizer, count, *, words=60, group_size=8):
+def make_rows(tokenizer, count, *, words=40, group_size=8):
     """Rows of groups, of different rewards, lengths and fates."""
     rows = []
     for i in range(count):

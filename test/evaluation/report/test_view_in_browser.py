@@ -229,7 +229,8 @@ def test_even_a_script_that_gets_in_is_refused(opened):
                 try { await run(); } catch (error) { done.push(name); }
             };
             const body = document.body, script = document.createElement("script");
-            await attempt("markup", () => { body.innerHTML += "<img src=x onerror=window.pwned=1>"; });
+            const image = "<img src=x onerror=window.pwned=1>";
+            await attempt("markup", () => { body.innerHTML += image; });
             await attempt("handler", () => body.setAttribute("onclick", "window.pwned = 2"));
             body.click();
             await attempt("fetch", () => fetch("file:///etc/passwd"));

@@ -44,7 +44,6 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
         4   21 sampled   -0.500 3
     """
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     if isinstance(tokenizer, str):
@@ -54,15 +53,16 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
     facts = RowFacts.of(rows[i])
     texts = TokenTexts(tokenizer).of(facts.token_ids.tolist())
     lines = list(_lines(facts, texts, every_token))
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else []
-    for name in used:
-        right = "right" if name in _NUMBERS else "left"
-        table.add_column(name, justify=right, overflow="fold", no_wrap=name != "token")
-    for line in lines:
-        table.add_row(*(Text(line[name], _style(name, line)) for name in used))
-    console = Console(highlight=False)
-    console.print(*map(Text, _head(facts, i)), "", table, sep="\n")
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in used}
+    widths["token"] = 0
+    told = Text("\n".join([*_head(facts, i), "", ""]))
+    for line in [dict(zip(used, used, strict=True)), *lines]:
+        for name in used:
+            align = ">" if name in _NUMBERS else "<"
+            told.append(f"{line[name]:{align}{widths[name]}}", _style(name, line))
+            told.append("\n" if name == "token" else " ")
+    Console(highlight=False, soft_wrap=True).print(told, end="")
 
 
 def _head(facts: RowFacts, i: int) -> Iterator[str]:
@@ -124,6 +124,8 @@ def _number(value: float) -> str:
 
 def _style(name: str, line: dict[str, str]) -> str:
     """Dim where nothing was sampled; warm where it was unlikely, pushed down or masked."""
+    if line["source"] == "source":
+        return "bold"
     if line["source"] != "sampled":
         return "dim"
     if name in ("token", "log-prob") and line["log-prob"] and float(line["log-prob"]) < -1:
