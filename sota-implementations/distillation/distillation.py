@@ -122,7 +122,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         with run.timed("sync"):
             collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(policy), rows)
+        run.record(metrics | overlong_metrics(policy), rows, source.outcomes())
         yield run
     run.finish()
     show(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))

@@ -100,6 +100,7 @@ class RunConfig:
     Attributes:
         num_prompts: prompts of each task, from the start of its data; ``None`` for all.
         batch_size: responses that are written together.
+        split: of the tasks that have data of their own; ``None`` for the held-out one.
         repeats: samples a prompt.
         max_steps: steps of an episode; ``None`` for the task's own limit.
         on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
@@ -109,6 +110,7 @@ class RunConfig:
     num_prompts: int | None = None
     batch_size: int = 64
     repeats: int = 1
+    split: str | None = None
     max_steps: int | None = None
     on_overlong: Literal["error", "drop", "truncate"] = "error"
 
@@ -159,6 +161,11 @@ class EvaluateConfig:
         for task, options in self.options.items():
             own = {name: value for name, value in options.items() if name != "system_prompt"}
             check_options(task, own, path=f"options.{task}")
+        without = [name for name in self.tasks if name == ROWS or self.data_files.get(name)]
+        ensure(
+            self.eval.split is None or len(without) < len(self.tasks),
+            f"eval.split has no effect: the rows of {', '.join(without)} are those of files",
+        )
         ensure(
             self.eval.repeats == 1 or self.inference_model.temperature > 0,
             "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",
@@ -207,7 +214,8 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
     if config.eval.max_steps is not None:
         settings["max_steps"] = config.eval.max_steps
     path = config.data_files.get(task)
-    data = {"split": _SPLITS.get(task, "test")} if path is None else {"data_files": path}
+    split = config.eval.split or _SPLITS.get(task, "test")
+    data = {"split": split} if path is None else {"data_files": path}
     if task == ROWS:
         data = {"dataset": config.data.load_held_out() or config.data.load(), **config.data.columns}
     if (reward := make_reward(config.reward, alone=task == ROWS)) is not None:
@@ -241,7 +249,9 @@ def answer_task(
         The records that were written.
     """
     env = make_env(config, task, policy.tokenizer)
+    told: dict[str, Any] = {}
     if config.model.is_told_of_tools and (schemas := env.tool_schemas):
+        told["tools"] = schemas  # whoever learns from the answers has to be told, too
         policy = policy.get_new_version(tools=schemas)
     env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     num_prompts = config.eval.num_prompts or env.primer.num_rows
@@ -250,7 +260,7 @@ def answer_task(
 
         def write(row: Any, outcome: Any) -> None:
             sample = {"prompt": len(records) // config.eval.repeats}
-            records.append(sample | answer_record(row, outcome))
+            records.append(sample | answer_record(row, outcome) | told)
             file.write(json.dumps(records[-1], ensure_ascii=False, default=str) + "\n")
             file.flush()
 

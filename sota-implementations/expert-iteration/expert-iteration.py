@@ -110,7 +110,8 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         with run.timed("sync"):
             collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy), rows)
+        metrics |= selection_metrics(buffer, rows) | overlong_metrics(policy)
+        run.record(metrics, rows, source.outcomes())
         yield run
     run.finish()
 

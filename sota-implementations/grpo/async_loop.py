@@ -103,5 +103,6 @@ def train_async(
                 with run.timed("sync"):
                     collector.update_policy_weights_(policy.model)
             metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-            run.record(metrics | source.policy_age | algorithm_metrics(algorithm), rows)
+            metrics |= source.policy_age | algorithm_metrics(algorithm)
+            run.record(metrics, rows, source.outcomes())
         run.finish()

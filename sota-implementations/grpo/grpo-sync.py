@@ -129,7 +129,8 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
             collector.update_policy_weights_()  # the sampler goes on with the new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
         metrics |= overlong_metrics(sampler) | algorithm_metrics(algorithm)
-        run.record(metrics | canary_metrics(getattr(weight_updater, "canary", None)), rows)
+        metrics |= canary_metrics(getattr(weight_updater, "canary", None))
+        run.record(metrics, rows, source.outcomes())
         yield run
     run.finish()
 

@@ -48,6 +48,7 @@ from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_least, dotted, ensure, from_mapping
 from torchrl_llm.trainers import CheckpointConfig, EvalConfig, LoggingConfig, Shown
+from torchrl_llm.trainers.kept_rollouts import Kept
 
 SHOWN = Shown(
     metric="train/loss_sft",
@@ -148,12 +149,17 @@ class NumbersConfig(LoggingConfig):
 
     Attributes:
         samples: always ``None``; no answers are sampled to learn from.
+        rollouts: always ``none``, likewise.
     """
 
     samples: int | None = None
+    rollouts: Kept = "none"
 
     def __post_init__(self) -> None:
         ensure(self.samples is None, "logging.samples has no effect: nothing learns from samples")
+        ensure(
+            self.rollouts == "none", "logging.rollouts has no effect: nothing learns from samples"
+        )
 
 
 @dataclass(kw_only=True)

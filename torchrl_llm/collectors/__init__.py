@@ -6,8 +6,10 @@ from torchrl_llm._imports import lazy
 from torchrl_llm.collectors.channel_collector import ChannelCollector
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.ray_collector import RayLLMCollector
+from torchrl_llm.collectors.stored_collector import StoredCollector
 
-__all__ = ["ChannelCollector", "LLMCollector", "RayLLMCollector", "vLLMUpdater", "vLLMUpdaterV2"]
+__all__ = ["ChannelCollector", "LLMCollector", "RayLLMCollector", "StoredCollector"]
+__all__ += ["vLLMUpdater", "vLLMUpdaterV2"]
 
 _LAZY = {"torchrl_llm.compat.vllm_weight_sync": "vLLMUpdater vLLMUpdaterV2"}
 __getattr__ = lazy(__name__, _LAZY)

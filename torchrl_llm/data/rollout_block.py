@@ -17,7 +17,8 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy
@@ -80,7 +81,7 @@ class Head(NamedTuple):
 
 
 def write_block(step: int, rows: Iterable[Any], about: Mapping[str, Any] | None = None) -> bytes:
-    """Rows of a step as bytes.
+    """Rows of a step as bytes, the same for the same rows: times (``..._seconds``) are left out.
 
     Args:
         step: its number.
@@ -143,8 +144,9 @@ class _BlockWriter:
         self.shapes: list[list[Any]] = []
         self._places: dict[Any, int] = {}
         self._values = safe_wire._Writer()
-        self._texts: list[bytes] = []
-        self._known: dict[Any, int] = {}
+        self._texts: dict[bytes, int] = {}
+        # By object, too: the rows hold them all, and many have the same.
+        self._by_id: dict[int, int] = {}
 
     def tensor(self, tensor: Tensor) -> int:
         dense = tensor.detach().cpu().contiguous()
@@ -166,20 +168,28 @@ class _BlockWriter:
             self.shapes.append(about)
         return place
 
-    def text(self, value: Any) -> int:
-        """Where a value stands among the texts of the block."""
-        kind = type(value)
-        plain = value is None or kind in (bool, int, float, str)
-        key = (kind, repr(value) if kind is float else value) if plain else id(value)
-        place = self._known.setdefault(key, len(self._texts))
-        if place == len(self._texts):
-            told = value if plain else self._values.value(value)
-            self._texts.append(json.dumps(told, separators=(",", ":")).encode())
+    def place_texts(self, values: Iterable[Any]) -> int:
+        """The array of where values stand among the texts of the block."""
+        known = self._by_id
+        places = [
+            known[at] if (at := id(value)) in known else self._text(value) for value in values
+        ]
+        return self.numbers(places)
+
+    def _text(self, value: Any) -> int:
+        plain = value is None or type(value) in (bool, int, float, str)
+        told = value if plain else self._values.value(value)
+        text = json.dumps(told, separators=(",", ":")).encode()
+        place = self._texts.setdefault(text, len(self._texts))
+        self._by_id[id(value)] = place
         return place
 
     def header(self, packed: PackedRows, about: Mapping[str, Any]) -> dict[str, Any]:
         columns = []
-        for (path, kind), column in packed.columns.items():
+        # Sorted: the order of a row's keys says nothing, and may differ after a resume.
+        for (path, kind), column in sorted(packed.columns.items(), key=itemgetter(0)):
+            if path[-1].endswith("seconds"):
+                continue
             try:
                 content = self.column(column)
             except DataError as error:
@@ -188,7 +198,7 @@ class _BlockWriter:
             columns.append([list(path), kind, self.where(column.rows), content])
         nodes = [
             [list(path), None if cls is None else _name_of(cls), self.where(rows)]
-            for (path, cls), rows in packed.nodes.items()
+            for (path, cls), rows in sorted(packed.nodes.items(), key=lambda node: node[0][0])
         ]
         header = {
             "about": self._values.value(dict(about)),
@@ -211,11 +221,11 @@ class _BlockWriter:
             lengths = None if column.lengths is None else self.numbers(column.lengths)
             return [self.tensor(column.values), lengths]
         if isinstance(column, _Chats):
-            messages = [self.text(message) for chat in column.messages for message in chat]
+            messages = self.place_texts(chain.from_iterable(column.messages))
             lengths = list(map(len, column.messages))
-            return [self.numbers(part) for part in (messages, lengths, column.records)]
+            return [messages, self.numbers(lengths), self.numbers(column.records)]
         if isinstance(column, _Objects):
-            return self.numbers(list(map(self.text, column.values)))
+            return self.place_texts(column.values)
         return [self._values.node(value) for value in column.values]
 
     def records(self, records: _Records) -> list[Any]:
@@ -240,17 +250,22 @@ class _Cut:
     """A column of tensors, of which rows are cut."""
 
     def __init__(self, values: Any, lengths: Sequence[int] | None, where: Any) -> None:
-        self.where = where
+        self._where, self._lengths = where, lengths
         self._values, self._parts = values, values if isinstance(values, list) else None
         self._ends = None if lengths is None else [0, *accumulate(lengths)]
-        self._lengths = lengths
 
-    def at(self, place: int) -> Tensor:
+    def of(self, index: int) -> Tensor | None:
+        """The tensor of a row, ``None`` where it has none."""
+        where = self._where
+        if where is not None:
+            if index not in where:
+                return None
+            index = where[index]
         if self._parts is not None:
-            return self._parts[place]
+            return self._parts[index]
         if self._ends is None:
-            return self._values[place]
-        return self._values[self._ends[place] : self._ends[place + 1]]
+            return self._values[index]
+        return self._values[self._ends[index] : self._ends[index + 1]]
 
     def cut(self) -> None:
         """Cut all rows at once, which is cheaper than one by one."""
@@ -450,8 +465,8 @@ class Block:
         _check(names.issuperset(RECORD_COLUMNS), "wrong columns of records")
         _check(len(names & set(SUPPORT_COLUMNS)) != 1, "wrong columns of records")
         for name, (values, lengths) in columns.items():
-            cut = self._cut([values, lengths], self._num_records, None)
-            self._record_columns[name] = self._cuts[cut]
+            column = self._tensors(values, lengths, self._num_records, None)
+            self._record_columns[name] = column
         num_messages, finish, starts, causes, turns = rest
         reasons = [None if code is None else FinishReason(code) for code in finish]
         counts = (*num_messages, *turns, *(s for s in starts if s is not None))
@@ -476,7 +491,7 @@ class Block:
         """
         self._reads += 1
         if self._reads == _FEW_ROWS:
-            for column in self._cuts:
+            for column in (*self._cuts, *self._record_columns.values()):
                 column.cut()
         try:
             return self._row(index)
@@ -484,20 +499,12 @@ class Block:
             raise self._malformed(error) from None
 
     def _row(self, index: int) -> TensorDict:
-        parts: list[Any] = []
-        for column in self._cuts:
-            where = column.where
-            place = index if where is None else where.get(index)
-            parts.append(None if place is None or place >= self.head.num_rows else place)
-        made: dict[int, Tensor] = {}
+        parts = [column.of(index) for column in self._cuts]
         holders: list[dict[str, Any]] = [{} for _ in range(self._num_slots)]
         for slot, name, number in self._leaves:
-            place = parts[number]
-            if place is not None:
-                value = made.get(number)
-                if value is None:
-                    value = made[number] = self._cuts[number].at(place)
-                holders[slot][name] = value
+            part = parts[number]
+            if part is not None:
+                holders[slot][name] = part
         records: dict[int, TokenRecord] = {}
         for slot, name, kind, column in self._cells:
             where = column.where if kind == "chat" else column[1]
@@ -544,7 +551,7 @@ class Block:
         return Chat._of(messages, records[number])
 
     def _record(self, number: int) -> TokenRecord:
-        columns = {name: column.at(number) for name, column in self._record_columns.items()}
+        columns = {name: column.of(number) for name, column in self._record_columns.items()}
         ids, counts = (columns.pop(name, None) for name in SUPPORT_COLUMNS)
         if len(columns) > len(RECORD_COLUMNS):
             columns = _without_lacking(columns)

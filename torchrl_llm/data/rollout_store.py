@@ -23,6 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
@@ -86,11 +87,12 @@ class RolloutStore:
         for path in _segments(self.folder):
             self._add(path)
         self._drop_torn_end()
-        self._ends = list(accumulate(place.num_rows for place in self._places))
-        self._at = {place.step: number for number, place in enumerate(self._places)}
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
         if not self._places:
             raise DataError(f"{self.folder} holds no whole step yet")
+        self._ends = list(accumulate(place.num_rows for place in self._places))
+        self._steps = torch.tensor([place.step for place in self._places]).unbind(0)
+        self._at = {place.step: number for number, place in enumerate(self._places)}
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
 
     def _add(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -140,7 +142,9 @@ class RolloutStore:
         return self._row(number, at - self._ends[number] + place.num_rows)
 
     def _row(self, number: int, index: int) -> TensorDict:
-        return self._block(number).row(index)
+        row = self._block(number).row(index)
+        row._tensordict["step"] = self._steps[number]
+        return row
 
     def _block(self, number: int) -> Block:
         block = self._blocks.get(number)

@@ -26,10 +26,12 @@ from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationR
 from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
+from torchrl_llm.data.rollout_store import trajectory_of
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.episode_metrics import episode_metrics
+from torchrl_llm.trainers.kept_rollouts import RowOutcomes
 
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
@@ -103,6 +105,7 @@ class BatchSource:
         # Tokens of rows that were made invalid here, until the credit assigner has counted them.
         self._dropped = {"stale": 0, "truncated": 0}
         self._warned = False
+        self._outcomes = RowOutcomes([])
 
     def fill(self) -> LazyStackedTensorDict:
         """Collect the rows of a step into the buffer.
@@ -117,7 +120,9 @@ class BatchSource:
         self._buffer.empty()
         before = self._credit.get_stats()
         self._judge_waiting()
+        carried = list(self._credit.held())
         collected: list[TensorDict] = []
+        judged: list[TensorDict] = []
         written = 0
         for _ in range(1 + self._max_resamples):
             fresh = 0
@@ -125,6 +130,7 @@ class BatchSource:
                 rows = self._next()
                 collected += rows
                 marked, stale = self._judged(rows)
+                judged += marked
                 fresh += sum(map(ends_trajectory, rows)) - stale
                 written += len(self._buffer.extend(marked))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
@@ -135,8 +141,25 @@ class BatchSource:
                     )
             if written >= self._num_rows:
                 break
-        self._account(collected, before, written)
+        kept = self._account(collected, before, written)
+        self._outcomes = self._decided(collected, judged, carried, kept)
         return lazy_rows(collected)
+
+    def outcomes(self) -> RowOutcomes:
+        """What became of the rows of the last step, for :meth:`TrainingRun.record`."""
+        return self._outcomes
+
+    def _decided(
+        self,
+        collected: list[TensorDict],
+        judged: list[TensorDict],
+        carried: list[TensorDict],
+        kept: list[TensorDict],
+    ) -> RowOutcomes:
+        waiting = frozenset(map(trajectory_of, self._credit.held()))
+        # Rows of earlier steps whose group is full now, or was given up.
+        carried = [row for row in carried if trajectory_of(row) not in waiting]
+        return RowOutcomes([*collected, *carried], [*judged, *carried], kept, waiting, len(carried))
 
     def _next(self) -> list[TensorDict]:
         if self._batches is None:
@@ -191,7 +214,10 @@ class BatchSource:
             if valid is None or bool(valid.all()):
                 self._aged(row)
 
-    def _account(self, collected: list[TensorDict], before: dict[str, int], written: int) -> None:
+    def _account(
+        self, collected: list[TensorDict], before: dict[str, int], written: int
+    ) -> list[TensorDict]:
+        """Close the ledger; the rows of the buffer."""
         after = self._credit.get_stats()
         reasons: dict[int, int] = {}
         kept: list[TensorDict] = []
@@ -235,6 +261,7 @@ class BatchSource:
                 f"no token of this step is trained, the weights stay as they are; tokens: {spent}. "
                 "Filters, bounds on returns and equal rewards leave nothing (said once)"
             )
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger's carry; collector and buffer have states of their own."""

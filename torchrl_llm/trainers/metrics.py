@@ -16,6 +16,7 @@ import csv
 import inspect
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,8 @@ class MetricsTable:
         self.loggers = list(loggers)
         self.failures: dict[str, int] = {}
         self._columns = [STEP, *columns]
-        self._rows: list[dict[str, str]] = []
+        # The rows are in the file only: in memory a long run's would be tens of megabytes.
+        self._last: int | None = None
         self._written = False
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -75,23 +77,24 @@ class MetricsTable:
             ValueError: a name without one of the prefixes, or a step that does not go on.
             OSError: the file cannot be written.
         """
-        if self._rows and step <= int(self._rows[-1][STEP]):
-            raise ValueError(f"step {step} follows step {self._rows[-1][STEP]} in {self.path}")
+        if self._last is not None and step <= self._last:
+            raise ValueError(f"step {step} follows step {self._last} in {self.path}")
         numbers = {name: _number(value) for name, value in metrics.items()}
         for name in numbers:
             if name.partition("/")[0] not in ("train", "eval", "perf"):
                 raise ValueError(f"metric {name!r} must begin with train/, eval/ or perf/")
         row = {STEP: str(step), **{name: repr(value) for name, value in numbers.items()}}
         fresh = [name for name in row if name not in self._columns]
-        self._columns.extend(fresh)
-        self._rows.append(row)
         if fresh or not self._written:
-            self._rewrite()
+            rows = [*self._rows(), row]
+            self._columns.extend(fresh)
+            self._rewrite(rows)
         else:
             with self.path.open("a", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerow(
                     [row.get(name, "") for name in self._columns]
                 )
+        self._last = step
         for logger in self.loggers:
             self._pass_on(logger, numbers, step)
 
@@ -136,8 +139,13 @@ class MetricsTable:
         Returns:
             Two lists of the same length.
         """
-        rows = [row for row in self._rows if row.get(name)]
+        rows = [row for row in self._rows() if row.get(name)]
         return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
+
+    def _rows(self) -> list[dict[str, str]]:
+        """What was written so far."""
+        found = self._read_rows(self.path, sys.maxsize) if self._written else None
+        return [] if found is None else found[1]
 
     def save(self, path: Path) -> None:
         """Write the rows so far to the disk, and a copy next to a checkpoint.
@@ -148,7 +156,7 @@ class MetricsTable:
         if self._written:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
-        self._write(path)
+        self._write(path, self._rows())
 
     def resume(self, step: int, copy: Path | None = None) -> str | None:
         """Continue the file of an earlier run after ``step``, dropping the rows behind it.
@@ -162,7 +170,7 @@ class MetricsTable:
         """
         found = self._read_rows(self.path, step)
         saved = None if copy is None else self._read_rows(copy, step)
-        columns, self._rows = saved or found or ([], [])
+        columns, rows = saved or found or ([], [])
         self._columns.extend(name for name in columns if name not in self._columns)
         last = int(found[1][-1][STEP]) if found and found[1] else None
         if found is None:
@@ -173,7 +181,8 @@ class MetricsTable:
             wrong = "was altered"
         else:
             wrong = None
-        self._rewrite()
+        self._rewrite(rows)
+        self._last = int(rows[-1][STEP]) if rows else None
         return wrong and f"{self.path} {wrong}"
 
     @staticmethod
@@ -185,17 +194,17 @@ class MetricsTable:
             return None
         return columns, [row for row in rows if int(row[STEP]) <= step]
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
-        self._write(temporary)
+        self._write(temporary, rows)
         os.replace(temporary, self.path)
         self._written = True
 
-    def _write(self, path: Path) -> None:
+    def _write(self, path: Path, rows: Sequence[Mapping[str, str]]) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
-            writer.writerows([row.get(name, "") for name in self._columns] for row in self._rows)
+            writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
 
 
 class LossMeter:

@@ -28,6 +28,7 @@ from torch import nn
 from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -38,6 +39,7 @@ from torchrl_llm.trainers.checkpoint import (
 )
 from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
+from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.metrics import MetricsTable, make_loggers, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.results import text_table
@@ -64,6 +66,8 @@ class LoggingConfig:
         samples: steps between two answers of the batch that are shown, the best and the worst to
             one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
             its start, its middle and its end.
+        rollouts: rows that are kept in ``<run folder>/rollouts``, for
+            :class:`~torchrl_llm.data.rollout_store.RolloutStore`: 16 of each step, all, or none.
     """
 
     backend: list[str] = field(default_factory=lambda: ["csv"])
@@ -71,6 +75,7 @@ class LoggingConfig:
     project: str | None = None
     progress: bool = True
     samples: int | None = 50
+    rollouts: Kept = "sample"
 
     def __post_init__(self) -> None:
         if self.samples is not None and self.samples < 1:
@@ -175,7 +180,7 @@ class TrainingRun:
 
     Args:
         folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
-            ``reward.png`` (see ``shown``), ``checkpoints/``.
+            ``reward.png`` (see ``shown``), ``checkpoints/``, ``rollouts/``.
         max_steps: training steps of the whole run.
         model: its trainable parameters are part of every checkpoint, next to its Hugging Face form.
         tokenizer: saved with the model.
@@ -238,6 +243,7 @@ class TrainingRun:
         self._store = CheckpointStore(
             self.folder / "checkpoints", keep_last=self._checkpoint.keep_last
         )
+        self._rollouts = KeptRollouts(self.folder, self._logging.rollouts)
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
@@ -272,6 +278,8 @@ class TrainingRun:
                 columns=(self._shown.metric, *self._shown.held_out),
             )
             repairs = self._resume() if saved else []
+            if (lost := self._rollouts.resume(self.step)) is not None:
+                repairs.append(lost)
             if self._config:
                 text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
                 (self.folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -344,7 +352,12 @@ class TrainingRun:
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
         return " ".join((_typed(), where, "checkpoint.resume=auto"))
 
-    def record(self, metrics: Mapping[str, Any], rows: LazyStackedTensorDict | None = None) -> None:
+    def record(
+        self,
+        metrics: Mapping[str, Any],
+        rows: LazyStackedTensorDict | None = None,
+        outcomes: RowOutcomes | None = None,
+    ) -> None:
         """Complete the step: write its metrics, evaluate and save where that is due.
 
         Call it once, at the end of the loop's body.
@@ -353,6 +366,8 @@ class TrainingRun:
             metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
             rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
                 and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
+            outcomes: what became of the rows, see :meth:`BatchSource.outcomes`; it is kept with
+                those that ``logging.rollouts`` keeps.
 
         Raises:
             RewardError: the watch ends the run, because no row has a valid reward; it is saved.
@@ -365,6 +380,9 @@ class TrainingRun:
         notice = None if rows is None else self._watch.see(rows)
         if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
             self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
+        if rows is not None:
+            known = RowOutcomes(row_list(rows), is_known=False) if outcomes is None else outcomes
+            self._rollouts.record(self.step, known)
         self._complete({**metrics, **parts}, seconds)
         if notice is not None:
             self.say(notice)
@@ -413,6 +431,8 @@ class TrainingRun:
                 show(compare_conversations(self._before, self._after))
             for logger, number in self._table.failures.items():
                 say(f"{logger} raised {number} times, and may lack what it was given then")
+            if lacking := self._rollouts.failures:
+                say(f"the rollouts of {lacking} steps could not be written")
             if failed := self._watch.failures.most_frequent():
                 say(f"{failed}, in the whole run")
             for step, share in zip(*self._table.read("eval/invalid"), strict=True):
@@ -489,6 +509,7 @@ class TrainingRun:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns its folder."""
+        self._rollouts.flush()
         state = {
             "step": self.step,
             "config": self._config,

@@ -301,6 +301,11 @@ class GroupTransform(Transform):
         """Rows whose trajectory is not done, likewise."""
         return (row for held in self._trajectories.open.values() for row in held)
 
+    def held(self) -> Iterator[TensorDict]:
+        """Every row that waits: for the end of its trajectory, for its group, or for others."""
+        yield from self.unfinished()
+        yield from (row for trajectory in self.waiting() for row in trajectory.rows)
+
     # -- queues and counts ------------------------------------------------------------------------
 
     def _give_up_oldest(self) -> None:

@@ -194,6 +194,12 @@ class BatchStatistics(CreditAssigner):
                 waiting.clear()
                 yield batch
 
+    def held(self) -> Iterator[TensorDict]:
+        """As in the base; what waits for its batch is among them."""
+        yield from super().held()
+        waiting = (t for group in self._waiting.groups.values() for t in group)
+        yield from (row for trajectory in waiting for row in trajectory.rows)
+
     def clear_queues(self) -> int:
         """As in the base; complete groups that wait for their batch are given up too."""
         waiting = list(self._waiting.groups.values())

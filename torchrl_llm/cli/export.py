@@ -1,0 +1,96 @@
+"""Writes what was sampled as chats: ``torchrl-llm export RUN --min-reward 1 -o chats.jsonl``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrl_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrl_llm.data.chat_export import SampledChat
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the conversations of a run or an evaluation for supervised training.
+
+    Args:
+        arguments: where they are, and options.
+
+    Returns:
+        The exit status.
+    """
+    given = _parser().parse_args(arguments)
+
+    from torchrl_llm.data.chat_export import ChatFilter, read_chats, write_chats
+
+    wanted = ChatFilter(
+        min_reward=given.min_reward,
+        best_of_group=given.best_of_group,
+        duplicates=given.duplicates,
+        only_whole=not given.cut,
+    )
+    chats = _with_tools(read_chats(given.source), given.source)
+    try:
+        number = write_chats(wanted(chats), given.output)
+    except OSError as error:
+        raise ConfigError(f"{given.output} cannot be written: {error}") from error
+    finally:
+        left_out = {k: n for k, n in wanted.counts.items() if k not in ("read", "written") and n}
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
+        if wanted.counts["read"]:
+            told = f"; left out: {reasons}" if reasons else ""
+            sys.stderr.write(f"{wanted.counts['read']:,} conversations read{told}\n")
+    sys.stdout.write(f"wrote {number:,} conversations to {given.output}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-llm export",
+        description="write conversations that were sampled as JSON lines, which torchrl-llm train "
+        "sft data=FILE reads; those without a valid reward are left out",
+    )
+    parser.add_argument(
+        "source",
+        metavar="RUN",
+        help="folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or "
+        "one of its files, answers_TASK.jsonl",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="chats.jsonl", help="default: chats.jsonl"
+    )
+    parser.add_argument(
+        "--min-reward", type=float, metavar="X", help="least reward of a conversation; default: any"
+    )
+    parser.add_argument(
+        "--best-of-group",
+        type=int,
+        metavar="N",
+        help="most conversations of each prompt, those with the highest rewards; default: all",
+    )
+    parser.add_argument(
+        "--duplicates", action="store_true", help="keep conversations that are equal"
+    )
+    parser.add_argument(
+        "--cut", action="store_true", help="keep those with an answer that a length limit cut"
+    )
+    return parser
+
+
+def _with_tools(chats: Iterable[SampledChat], source: str) -> Iterator[SampledChat]:
+    """The conversations of a run with the tools that its prompts describe."""
+    from torchrl_llm.data.rollout_store import FOLDER
+    from torchrl_llm.recipes.chat_settings import chat_settings
+    from torchrl_llm.trainers.run_folder import read_config
+
+    tools = None
+    if (Path(source) / FOLDER).is_dir():
+        tools = chat_settings(read_config(Path(source))).schemas
+    for chat in chats:
+        if tools:
+            chat.more["tools"] = tools
+        yield chat

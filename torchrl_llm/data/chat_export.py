@@ -1,0 +1,283 @@
+"""Chats for supervised training, out of rollouts of a run or answers of an evaluation.
+
+A chat is what a trajectory's last turn holds: its messages, tool calls and reasoning among them.
+Which of them are good enough is said by the reward, by the others of the same prompt, or both.
+``torchrl-llm export`` is the command.
+
+Next: :mod:`torchrl_llm.data.demonstrations` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from torchrl_llm._imports import require
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
+from torchrl_llm.data.rollout_store import RolloutStore
+from torchrl_llm.data.table_files import read_jsonl
+from torchrl_llm.data.wire import leaf
+from torchrl_llm.errors import ConfigError, DataError
+
+# What only the environment needs, and what was sampled where a parser read something else in it.
+_LEFT_OUT = {"is_complete", "raw"}
+
+
+@dataclass
+class SampledChat:
+    """A conversation with what came of it.
+
+    Attributes:
+        messages: of the whole conversation, as plain values.
+        reward: summed over its turns; ``None`` where it is not valid.
+        group: what the answers to one prompt have in common.
+        cut: its last answer was cut by a length limit.
+        more: further columns of the chat, such as ``tools``.
+    """
+
+    messages: list[dict[str, Any]]
+    reward: float | None
+    group: Any
+    cut: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """What is written of it."""
+        return {"messages": self.messages, **self.more, "reward": self.reward}
+
+
+def read_chats(source: str | Path) -> Iterator[SampledChat]:
+    """The conversations of a run, or of an evaluation.
+
+    Args:
+        source: folder of a run that kept rollouts; folder of an evaluation, whose answers are those
+            of all its tasks; or one of its files, ``answers_TASK.jsonl``.
+
+    Raises:
+        DataError: nothing of that is there, or it is damaged.
+    """
+    path = Path(source)
+    if path.is_file():
+        files = [path]
+    elif files := sorted(path.glob("answers_*.jsonl")):
+        pass
+    else:
+        yield from stored_chats(RolloutStore(path))
+        return
+    for file in files:
+        for number, record in enumerate(read_jsonl(file)):
+            yield _of_record(record, file, number)
+
+
+def _of_record(record: Mapping[str, Any], file: Path, number: int) -> SampledChat:
+    messages, reward = record.get("messages"), record.get("reward")
+    sound = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if not sound or not isinstance(reward, int | float | None) or "valid" not in record:
+        raise DataError(
+            f"line {number + 1} of {file} is no answer of an evaluation: it needs messages, reward "
+            f"and valid, and has {sorted(record)}"
+        )
+    more = {"tools": record["tools"]} if record.get("tools") else {}
+    group = (file.name, json.dumps(record.get("prompt", number)))
+    found = [_plain_message(message) for message in messages]
+    kept = reward if record["valid"] else None
+    return SampledChat(found, kept, group, bool(record.get("cut")), more)
+
+
+def stored_chats(store: RolloutStore) -> Iterator[SampledChat]:
+    """The conversations of rollouts that were kept, group by group.
+
+    Args:
+        store: opened for reading.
+
+    Raises:
+        DataError: rows without a conversation or a reward.
+    """
+    for step in store.steps():
+        groups: dict[Any, list[SampledChat]] = {}
+        for turns in store.trajectories(step):
+            episode = Trajectory.of(turns, ("next", "reward"))
+            group_id = leaf(turns[0], ("group_id",))
+            group = (step, None if group_id is None else int(group_id))
+            reward = episode.total if episode.valid else None
+            chat = SampledChat(_messages(turns[-1]), reward, group, any(map(_is_cut, turns)))
+            groups.setdefault(group, []).append(chat)
+        yield from chain.from_iterable(groups.values())
+
+
+def _messages(row: TensorDict) -> list[dict[str, Any]]:
+    cell = leaf(row, ("history", "full", "messages"))
+    if cell is None:
+        raise DataError(
+            'rows have no ("history", "full"): only conversations become chats, not rows of text'
+        )
+    return [_plain_message(message) for message in cell.data.messages]
+
+
+def _is_cut(row: TensorDict) -> bool:
+    reason = leaf(row, ("tokens", "finish_reason"))
+    return reason is not None and int(reason) == FinishReason.LENGTH
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in _LEFT_OUT}
+
+
+@dataclass(kw_only=True)
+class ChatFilter:
+    """Which conversations are good enough.
+
+    Attributes:
+        min_reward: least reward; ``None`` for any.
+        best_of_group: most conversations of each prompt, those with the highest rewards, the first
+            of equal ones; ``None`` for all.
+        only_valid: leave out those without a valid reward.
+        only_whole: leave out those with an answer that was cut.
+        duplicates: keep conversations that are equal, message for message.
+
+    Attributes of a filter that has run:
+        counts: ``read``, ``written``, and how many were left out for which reason.
+
+    Raises:
+        ConfigError: ``best_of_group`` below 1.
+
+    Example:
+        >>> said = [[{"role": "assistant", "content": text}] for text in "aab"]
+        >>> chats = [SampledChat(m, r, 0) for m, r in zip(said, (1.0, 1.0, 0.0), strict=True)]
+        >>> wanted = ChatFilter(min_reward=1.0)
+        >>> len(list(wanted(chats))), dict(wanted.counts)
+        (1, {'read': 3, 'twice': 1, 'reward below 1.0': 1, 'written': 1})
+    """
+
+    min_reward: float | None = None
+    best_of_group: int | None = None
+    only_valid: bool = True
+    only_whole: bool = True
+    duplicates: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        if self.best_of_group is not None and self.best_of_group < 1:
+            raise ConfigError(f"best_of_group must be at least 1, got {self.best_of_group}")
+
+    def __call__(self, chats: Iterable[SampledChat]) -> Iterator[SampledChat]:
+        """Those that are good enough, group by group as groups begin.
+
+        Args:
+            chats: of which those of a group follow each other, where ``best_of_group`` is given.
+        """
+        seen: set[str] = set()
+        group: list[SampledChat] = []
+        for chat in chats:
+            self.counts["read"] += 1
+            if group and chat.group != group[0].group:
+                yield from self._best(group)
+                group = []
+            if (reason := self._reason(chat, seen)) is not None:
+                self.counts[reason] += 1
+            else:
+                group.append(chat)
+        yield from self._best(group)
+
+    def _reason(self, chat: SampledChat, seen: set[str]) -> str | None:
+        """Why a conversation is left out by itself."""
+        if chat.reward is None and (self.only_valid or self.min_reward is not None):
+            return "without a valid reward"
+        if chat.cut and self.only_whole:
+            return "cut"
+        if self.min_reward is not None and chat.reward < self.min_reward:
+            return f"reward below {self.min_reward}"
+        if not self.duplicates:
+            text = json.dumps(chat.messages, sort_keys=True, default=str)
+            if text in seen:
+                return "twice"
+            seen.add(text)
+        return None
+
+    def _best(self, group: list[SampledChat]) -> list[SampledChat]:
+        kept = group
+        if self.best_of_group is not None:
+            order = sorted(group, key=lambda c: float("inf") if c.reward is None else -c.reward)
+            kept = order[: self.best_of_group]
+            self.counts["not the best"] += len(group) - len(kept)
+        self.counts["written"] += len(kept)
+        return kept
+
+
+def write_chats(chats: Iterable[SampledChat], path: str | Path) -> int:
+    """Write conversations as JSON lines, all of them or nothing.
+
+    Args:
+        chats: to be written.
+        path: of the file.
+
+    Returns:
+        How many were written.
+
+    Raises:
+        DataError: there is none, or a message holds what JSON cannot.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    number = 0
+    try:
+        with partial.open("wb") as file:
+            for number, chat in enumerate(chats, 1):
+                file.write(_line(chat, number))
+        if not number:
+            raise DataError(f"no conversation is good enough to be written to {path}")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return number
+
+
+def _line(chat: SampledChat, number: int) -> bytes:
+    try:
+        text = json.dumps(chat.row(), ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(f"conversation {number} cannot be written: {error}") from error
+    # Half a surrogate pair, which models do write, is no UTF-8, but is JSON if it is escaped.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def as_dataset(chats: Iterable[SampledChat]) -> Any:
+    """Conversations as a ``datasets.Dataset``; arguments of tool calls are JSON texts in it.
+
+    Args:
+        chats: at least one.
+
+    Raises:
+        MissingExtraError: without the package ``datasets``.
+        DataError: there is none.
+    """
+    datasets = require("datasets", extra="data", feature="chats as a datasets.Dataset")
+    rows = [{**chat.row(), "messages": list(map(_flat_calls, chat.messages))} for chat in chats]
+    if not rows:
+        raise DataError("no conversation is good enough for a dataset")
+    return datasets.Dataset.from_list(rows)
+
+
+def _flat_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have one type each: a table has no room for arguments of any names."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    flat = [
+        {
+            **call,
+            "function": {**(made := call["function"]), "arguments": json.dumps(made["arguments"])},
+        }
+        for call in calls
+    ]
+    return {**message, "tool_calls": flat}

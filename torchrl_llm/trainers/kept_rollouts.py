@@ -1,0 +1,277 @@
+"""Rollouts that a run keeps: which rows of a step, what became of each, and into which file.
+
+A row is kept as it was collected, with what training made of it: its fate, its advantage, what else
+the buffer's transforms wrote, and why each of its tokens is masked. Where a buffer joins the turns
+of a trajectory, a turn gets its part of the joined row.
+
+Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from torch import Tensor
+from torchrl._utils import logger
+
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.ragged import lazy_rows, row_values
+from torchrl_llm.data.rollout_store import FOLDER, RolloutWriter, trajectory_of
+from torchrl_llm.data.wire import cell, leaf, new_node, plain_node, set_copied
+from torchrl_llm.errors import DataError
+
+SAMPLE_ROWS = 16
+"""Rows of a step that ``logging.rollouts=sample`` keeps."""
+Kept = Literal["sample", "all", "none"]
+_REASON = ("trace", "mask_reason")
+_PARTS = ("prompt", "full")
+COLLECTED_REASON = ("collected", "mask_reason")
+"""The mask reasons that a row was collected with, where training changed them."""
+_FATES = {name: cell(name) for name in ("trained", "filtered", "invalid", "pending")}
+_FATES |= {name: cell(name) for name in ("stale", "truncated")}
+# A prime, so that the groups that are kept move through all places of a batch.
+_STRIDE = 7919
+
+
+@dataclass(eq=False)
+class RowOutcomes:
+    """What became of the rows of a step.
+
+    Attributes:
+        rows: as they were collected, one a turn; then those of earlier steps that were decided in
+            this one.
+        judged: the same rows with what must not be trained marked; the same objects where nothing
+            is.
+        trained: rows of the buffer, joined or not.
+        waiting: trajectories, see ``trajectory_of``, that still wait for their group.
+        num_carried: how many of the rows are of earlier steps.
+        is_known: whether there was a buffer at all.
+    """
+
+    rows: Sequence[TensorDict]
+    judged: Sequence[TensorDict] = ()
+    trained: Sequence[TensorDict] = ()
+    waiting: frozenset[Any] = frozenset()
+    num_carried: int = 0
+    is_known: bool = True
+    added: set[tuple[str, ...]] = field(default_factory=set)
+
+    def sample(self, step: int, number: int) -> list[int]:
+        """Some of the rows: whole groups as far as they fit, whole trajectories always.
+
+        Args:
+            step: the training step; each begins at another group.
+            number: of rows, or those of one trajectory if it has more.
+
+        Returns:
+            Their indices, ascending.
+        """
+        groups = self._groups()
+        chosen: list[int] = []
+        for turn in range(len(groups)):
+            for rows in groups[(step * _STRIDE + turn) % len(groups)]:
+                if chosen and len(chosen) + len(rows) > number:
+                    return sorted(chosen)
+                chosen += rows
+        return sorted(chosen)
+
+    def _groups(self) -> list[list[list[int]]]:
+        """Indices by trajectory, by group."""
+        stack = lazy_rows(self.rows)
+        groups, trajectories = (
+            row_values(stack, name, torch.sum, None) for name in ("group_id", "traj_id")
+        )
+        every = range(len(self.rows))
+        of_group = every if groups is None else groups.tolist()
+        of_trajectory = every if trajectories is None else trajectories.tolist()
+        found: dict[Any, dict[Any, list[int]]] = {}
+        for index, group, trajectory in zip(every, of_group, of_trajectory, strict=True):
+            found.setdefault(group, {}).setdefault(trajectory, []).append(index)
+        return [list(members.values()) for members in found.values()]
+
+    def row(self, index: int) -> TensorDict:
+        """A row with what became of it.
+
+        Args:
+            index: its place in ``rows``.
+        """
+        collected, judged = self.rows[index], (self.judged or self.rows)[index]
+        row = new_node(dict(judged._tensordict))
+        if self.is_known:
+            trained = self._trained_row(collected)
+            fate = self._fate(collected, judged) if trained is None else "trained"
+            row._tensordict["fate"] = _FATES[fate]
+            if trained is not None:
+                self._give(row, trained)
+            elif fate in ("filtered", "invalid"):
+                _mask(row, MaskReason[fate.upper()])
+            before, after = leaf(collected, _REASON), leaf(row, _REASON)
+            if before is not None and before is not after and not torch.equal(before, after):
+                set_copied(row, COLLECTED_REASON, before)
+        if index >= len(self.rows) - self.num_carried:
+            row._tensordict["carried"] = torch.tensor(True)
+        return row
+
+    # -- what became of a row ---------------------------------------------------------------------
+
+    @cached_property
+    def _by_trajectory(self) -> dict[Any, list[TensorDict]]:
+        found: dict[Any, list[TensorDict]] = {}
+        for row in self.trained:
+            found.setdefault(trajectory_of(row), []).append(row)
+        return found
+
+    @cached_property
+    def _invalid(self) -> set[Any]:
+        """Trajectories with a reward that is not valid."""
+        stack = lazy_rows(self.rows)
+        rewards = row_values(stack, ("next", "reward"), torch.sum, None)
+        flags = row_values(stack, ("next", "reward_valid"), torch.all, None)
+        wrong = torch.zeros(len(self.rows), dtype=torch.bool)
+        wrong = wrong if rewards is None else ~rewards.isfinite()
+        wrong = wrong if flags is None else wrong | ~flags
+        return {trajectory_of(self.rows[at]) for at in wrong.nonzero()[:, 0].tolist()}
+
+    def _trained_row(self, row: TensorDict) -> TensorDict | None:
+        """The row of the buffer that a turn is in."""
+        candidates = self._by_trajectory.get(trajectory_of(row), ())
+        if not candidates or trajectory_of(row) is None:
+            return None
+        turn = leaf(row, ("turn",))
+        if turn is None:
+            return candidates[0]
+        for other in candidates:
+            last, held = leaf(other, ("turn",)), leaf(other, ("num_turns",))
+            behind = int(last) - int(turn)
+            if 0 <= behind < (1 if held is None else int(held)):
+                return other
+        return None
+
+    def _fate(self, collected: TensorDict, judged: TensorDict) -> str:
+        if trajectory_of(collected) in self.waiting:
+            return "pending"
+        if judged is not collected:
+            reasons = leaf(judged, _REASON)
+            for reason in (MaskReason.STALE, MaskReason.TRUNCATED):
+                if reasons is not None and bool((reasons == reason).any()):
+                    return reason.name.lower()
+        return "invalid" if trajectory_of(collected) in self._invalid else "filtered"
+
+    def _give(self, row: TensorDict, trained: TensorDict) -> None:
+        """What the buffer wrote, and the mask reasons, of a joined row the part that is the row's.
+
+        A joined row ends with its last turn, and each turn is the beginning of the next.
+        """
+        spans: dict[int, slice] = {}
+        ids = [leaf(each, ("tokens", part)) for each in (row, trained) for part in _PARTS]
+        if all(each is not None for each in ids):
+            prompt, end, first, whole = (each.shape[0] for each in ids)
+            spans = {whole - first: slice(prompt - first, end - first), whole: slice(0, end)}
+        for path, value in _added(trained, row):
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] in spans:
+                value = value[spans[value.shape[0]]]
+            set_copied(row, path, value)
+            self.added.add(path)
+        reasons, own = leaf(trained, _REASON), leaf(row, _REASON)
+        if reasons is not None and own is not None:
+            set_copied(row, _REASON, reasons[: own.shape[0]])
+
+
+def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Leaves of a trained row that its turn does not have."""
+    for name, value in plain_node(trained)._tensordict.items():
+        own, here = plain_node(row)._tensordict.get(name), (*path, name)
+        if here == ("num_turns",):
+            continue
+        inner = plain_node(value) if not isinstance(value, (Tensor, NonTensorData)) else None
+        if type(inner) is TensorDict:
+            yield from _added(inner, new_node({}) if own is None else own, here)
+        elif own is None:
+            yield here, value
+
+
+def _mask(row: TensorDict, reason: MaskReason) -> None:
+    """Give the tokens that would have been trained a reason why they are not."""
+    reasons, source = leaf(row, _REASON), leaf(row, ("trace", "source"))
+    if reasons is not None and source is not None:
+        wanted = (source == Source.SAMPLED) & (reasons == MaskReason.TRAINED)
+        set_copied(row, _REASON, reasons.masked_fill(wanted, int(reason)))
+
+
+class KeptRollouts:
+    """The rollouts of a run, written step by step.
+
+    Rows that cannot be written (a full disk, a value without a safe form) do not end the run: that
+    is said once, the next step tries again, and :attr:`failures` counts.
+
+    Args:
+        folder: of the run.
+        kept: which rows of a step.
+
+    Attributes:
+        failures: steps whose rows could not be written.
+    """
+
+    def __init__(self, folder: Path, kept: Kept) -> None:
+        self.folder = folder / FOLDER
+        self.failures = 0
+        self._kept, self._writer = kept, RolloutWriter(self.folder)
+
+    def record(self, step: int, outcomes: RowOutcomes) -> None:
+        """Write rows of a step.
+
+        Args:
+            step: its number.
+            outcomes: its rows.
+        """
+        if self._kept == "none" or not outcomes.rows:
+            return
+        every = range(len(outcomes.rows))
+        chosen = every if self._kept == "all" else outcomes.sample(step, SAMPLE_ROWS)
+        rows = [outcomes.row(index) for index in chosen]
+        about = {"kept": self._kept, "collected": len(every) - outcomes.num_carried}
+        about["added"] = sorted(map(list, outcomes.added))
+        try:
+            self._writer.append(step, rows, about)
+        except (OSError, DataError) as error:
+            self.failures += 1
+            if self.failures == 1:
+                logger.warning(
+                    f"the rollouts of step {step} could not be written to {self.folder} "
+                    f"({type(error).__name__}: {error}); the run goes on (said once). "
+                    "logging.rollouts=none keeps none"
+                )
+
+    def flush(self) -> None:
+        """Have them on the disk before a checkpoint says so."""
+        try:
+            self._writer.flush()
+        except OSError as error:
+            logger.warning(f"the rollouts in {self.folder} may not be on the disk: {error}")
+
+    def resume(self, step: int) -> str | None:
+        """Continue behind a step, whose later rows are dropped.
+
+        Args:
+            step: the last one that counts; 0 for a run that begins.
+
+        Returns:
+            What was wrong with the files, ``None`` if nothing was.
+        """
+        if not self.folder.is_dir():
+            return None
+        try:
+            last = self._writer.cut(step)
+        except DataError as error:
+            aside = self.folder.with_name(f"damaged_{FOLDER}_{step}")
+            self.folder.rename(aside)
+            return f"{error}; the rollouts so far are now {aside}"
+        if last is None or last == step or self._kept == "none":
+            return None
+        return f"{self.folder} ended at step {last}: the rows of the steps up to {step} are lost"
