@@ -1,0 +1,236 @@
+"""One HTML page of a run: curves, a list of rollouts, and each of them token by token.
+
+The page is whole: no server, no network, no build. What models wrote is compressed into one block
+of base64, so none of it is markup, and the page's own script puts it in place as text only. A
+content security policy forbids every other script, style, picture and connection.
+
+Next: ``view.js`` is that script; :mod:`torchrl_llm.evaluation.report.row_facts` reads the rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.evaluation.report.row_facts import MASKS, RowFacts, name_of
+from torchrl_llm.evaluation.report.token_texts import CONTINUED, TokenTexts, visible
+
+Series = tuple[Sequence[int], Sequence[float]]
+
+_FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
+LEDGER = "Tokens of each step"
+PANELS = {
+    "Reward": ("train/reward", "eval/reward"),
+    "Held-out accuracy": ("eval/accuracy", "train/success"),
+    "KL, nats a token": ("train/kl_approx", "train/kl_to_inference", "train/kl_to_ref"),
+    "Response length, tokens": ("train/response_length", "eval/response_length"),
+    "Entropy, nats": ("train/entropy",),
+    "Clip fraction": ("train/clip_fraction", "train/correction_masked"),
+    "Age of the weights, versions": ("train/policy_age_mean", "train/policy_age_max"),
+    LEDGER: tuple(f"train/tokens_{fate}" for fate in _FATES),
+}
+"""Title of a drawing to the metrics in it; those of the ledger are stacked, for they add up."""
+
+_MOST_LABELS = 30
+_PLACE = re.compile(r"\{\{([a-z-]+)\}\}")
+_TYPES = {"reward": "<f4", "advantage": "<f4", "log_probs": "<f4", "ratio": "<f4"}
+_TYPES |= {"source": "<i1", "mask_reason": "<i1", "turns": "<i2", "masked": "<u2"}
+_TOKEN_FACTS = ("token_ids", "source", "turns", "policy_version", "mask_reason")
+_TOKEN_FACTS += ("log_probs", "advantage", "ratio")
+
+
+def rollout_page(
+    rows: Iterable[TensorDictBase],
+    *,
+    tokenizer: Any = None,
+    metrics: Mapping[str, Series] | None = None,
+    title: str = "rollouts",
+    facts: Mapping[str, Any] | None = None,
+    notices: Sequence[str] = (),
+) -> str:
+    """Draw rows and metrics as a page that any browser opens, offline.
+
+    Args:
+        rows: each without batch dimension, in the order in which they are listed; may be none.
+        tokenizer: a fast Hugging Face tokenizer; without it tokens are shown as ids.
+        metrics: name to steps and values.
+        title: of the page.
+        facts: what to say of the run below its title.
+        notices: sentences that the reader should see first.
+
+    Returns:
+        The HTML.
+
+    Raises:
+        DataError: a row has no token ids.
+
+    Example:
+        >>> page = rollout_page([], metrics={"train/reward": ([1, 2], [0.25, 0.5])}, title="<run>")
+        >>> "<title>&lt;run&gt;</title>" in page
+        True
+    """
+    data, strings = _Columns(), _Strings()
+    header = {
+        "title": visible(title),
+        "facts": {name: visible(str(value)) for name, value in (facts or {}).items()},
+        "notices": [visible(notice) for notice in notices],
+        "panels": _panels(metrics or {}, data),
+        "ledger": LEDGER,
+        "sources": [name_of(Source, code) for code in Source],
+        "masks": [name_of(MaskReason, code) for code in MaskReason],
+        "reasons": [MASKS[code] for code in MaskReason],
+        "continued": CONTINUED,
+        "tokenizer": tokenizer is not None,
+    } | _read_rows(rows, TokenTexts(tokenizer), data, strings)
+    header |= {"strings": strings.texts, "columns": data.places}
+    return _fill(title, data.packed(header))
+
+
+class _Strings:
+    """Every text of the page once; columns hold its number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str | None) -> int:
+        """Number of a text, -1 for none."""
+        if text is None:
+            return -1
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(visible(text))
+        return self._numbers[text]
+
+
+class _Columns:
+    """Arrays in one block of bytes, with where each begins."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[str, int, int]] = {}
+        self._parts: list[bytes] = []
+        self._end = 0
+
+    def add(self, name: str, values: Any, dtype: str = "<i4") -> None:
+        """Append a column of a little-endian dtype of NumPy's."""
+        data = np.asarray(values, dtype=dtype).tobytes()
+        self.places[name] = (dtype, self._end, len(data) // int(dtype[2:]))
+        self._parts += [data, bytes(-len(data) % 8)]
+        self._end += len(data) + -len(data) % 8
+
+    def packed(self, header: Mapping[str, Any]) -> str:
+        """Length of the header, the header, and the columns; compressed."""
+        head = json.dumps(header, allow_nan=False).encode()
+        head += b" " * (-(len(head) + 8) % 8)
+        whole = b"".join([len(head).to_bytes(8, "little"), head, *self._parts])
+        return base64.b64encode(gzip.compress(whole, 6, mtime=0)).decode()
+
+
+def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any]]:
+    known = {name: pair for name, pair in metrics.items() if len(pair[0])}
+    drawn = {title: [n for n in names if n in known] for title, names in PANELS.items()}
+    taken = {name for names in drawn.values() for name in names}
+    for name, (steps, values, *_) in known.items():
+        data.add(f"{name} steps", steps)
+        data.add(f"{name} values", values, "<f8")
+    return [
+        {"title": title, "names": names, "more": title not in PANELS}
+        for title, names in (drawn | {n: [n] for n in known if n not in taken}).items()
+        if names
+    ]
+
+
+def _read_rows(
+    rows: Iterable[TensorDictBase], texts: TokenTexts, data: _Columns, strings: _Strings
+) -> dict[str, Any]:
+    columns: dict[str, list[Any]] = {}
+    tokens: dict[str, list[np.ndarray]] = {name: [] for name in ("text", *_TOKEN_FACTS)}
+    read: list[RowFacts] = []
+    for row in rows:
+        facts = RowFacts.of(row)
+        for name, value in _row_columns(facts, strings).items():
+            columns.setdefault(name, []).append(value)
+        shown = map(strings.number, texts.of(facts.token_ids.tolist()))
+        tokens["text"].append(np.fromiter(shown, dtype="<i4"))
+        for name in _TOKEN_FACTS:
+            tokens[name].append(getattr(facts, name))
+        read.append(facts)
+    for name, values in columns.items():
+        data.add(f"row {name}", values, _TYPES.get(name, "<i4"))
+    for name, parts in tokens.items() if read else ():
+        data.add(f"token {name}", np.concatenate(parts), _TYPES.get(name, "<i4"))
+    parts = list(dict.fromkeys(name for facts in read for name in facts.parts))
+    for name in parts:
+        data.add(f"part {name}", [facts.parts.get(name, math.nan) for facts in read], "<f4")
+    labels = []
+    for name in dict.fromkeys(name for facts in read for name in facts.labels):
+        values = [strings.number(facts.labels.get(name)) for facts in read]
+        if 2 <= len(set(values)) <= _MOST_LABELS:  # tells rows apart, and can be chosen from
+            labels.append(name)
+            data.add(f"label {name}", values)
+    for name, lengths in {
+        "starts": [len(facts.token_ids) for facts in read],
+        "chat starts": [len(facts.messages) for facts in read],
+    }.items():
+        data.add(name, list(accumulate(lengths, initial=0)))
+    said = [message for facts in read for message in facts.messages]
+    data.add("chat roles", [strings.number(role) for role, _ in said])
+    data.add("chat texts", [strings.number(text) for _, text in said])
+    return {"num_rows": len(read), "parts": parts, "labels": labels}
+
+
+def _row_columns(facts: RowFacts, strings: _Strings) -> dict[str, Any]:
+    def text(value: Any) -> int:
+        return strings.number(None if value is None else str(value))
+
+    trained = facts.advantage[~np.isnan(facts.advantage)]
+    return {
+        "step": -1 if facts.step is None else facts.step,
+        "turn": -1 if facts.turn is None else facts.turn,
+        "group": text(facts.group_id),
+        "trajectory": text(facts.traj_id),
+        "reward": facts.reward,
+        "advantage": trained.mean() if trained.size else math.nan,
+        "finish": text(facts.finish),
+        "truncation": text(facts.truncation),
+        "error": text("\n".join(facts.errors)),
+        "prompt": text(facts.prompt),
+        "response": text(facts.response),
+        "expected": text(facts.expected),
+        "sampled": int(facts.sampled.sum()),
+        "masked": sum(1 << code for code in facts.mask_counts if 0 <= code < 16),
+        "num_masked": sum(facts.mask_counts.values()),
+    }
+
+
+def _fill(title: str, packed: str) -> str:
+    folder = files(__package__)
+    page, style, script = (
+        (folder / f"view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    values = {
+        "title": html.escape(visible(title)),
+        "style-hash": _hash(style),
+        "script-hash": _hash(script),
+        "style": style,
+        "script": script,
+        "data": packed,
+    }
+    return _PLACE.sub(lambda found: values[found[1]], page)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,237 @@
+"""One row as people look at it: words and numbers for what happened, and a column for each fact.
+
+Nothing is guessed: a row without advantages, trace or rewards has none here. Both
+:func:`~torchrl_llm.evaluation.report.explain` and the page of rollouts are made of this.
+
+Shape legend: ``T`` tokens of ``("tokens", "full")`` without padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm.data.column import Chat
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.failures import failures_of
+from torchrl_llm.data.messages import message_text
+from torchrl_llm.errors import DataError
+
+MASKS = {
+    MaskReason.TRAINED: "trained",
+    MaskReason.NOT_SAMPLED: "the model did not choose it",
+    MaskReason.TRUNCATED: "its response was cut by a limit, and such ones are left out",
+    MaskReason.STALE: "sampled by weights that are too old",
+    MaskReason.FILTERED: "its row was filtered out",
+    MaskReason.INVALID: "its row has no valid reward",
+    MaskReason.OFF_SUPPORT: "outside what sampling could choose from",
+    MaskReason.OVERLONG: "beyond the longest row that is trained",
+}
+"""Why a token is or is not trained, in words."""
+
+# Texts that are shown by themselves and are no labels, and those too long for one.
+_SHOWN = {"query", "answer"}
+_LONGEST_LABEL = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """What one row says of itself; ``None``, NaN or an empty text where it says nothing.
+
+    Attributes:
+        step: of training.
+        group_id: of the answers to one prompt.
+        traj_id: of the episode.
+        turn: of the episode.
+        reward: summed over the response; NaN without a valid one.
+        parts: name to value of each component of the reward; NaN where it failed.
+        finish: how the response ended.
+        truncation: why the environment cut the episode.
+        errors: what failed, with tracebacks.
+        labels: short texts by which rows are told apart: agent, origin, fate.
+        messages: role and text of each message.
+        prompt: what was asked.
+        response: what was answered last.
+        expected: the answer that the data has.
+        token_ids: int64 ``[T]``.
+        source: int8 ``[T]``, codes of ``Source``.
+        turns: int16 ``[T]``, -1 where not sampled.
+        policy_version: int32 ``[T]``, -1 where not sampled.
+        mask_reason: int8 ``[T]``, codes of ``MaskReason``.
+        log_probs: float32 ``[T]`` in nats; NaN where not sampled.
+        advantage: float32 ``[T]``; NaN where not trained.
+        ratio: float32 ``[T]``, p(trainer) / p(sampler); NaN where not sampled.
+    """
+
+    step: int | None
+    group_id: int | None
+    traj_id: int | None
+    turn: int | None
+    reward: float
+    parts: dict[str, float]
+    finish: str
+    truncation: str
+    errors: list[str]
+    labels: dict[str, str]
+    messages: list[tuple[str, str]]
+    prompt: str
+    response: str
+    expected: str
+    token_ids: np.ndarray
+    source: np.ndarray
+    turns: np.ndarray
+    policy_version: np.ndarray
+    mask_reason: np.ndarray
+    log_probs: np.ndarray
+    advantage: np.ndarray
+    ratio: np.ndarray
+
+    @classmethod
+    def of(cls, row: TensorDictBase) -> RowFacts:
+        """Read a row.
+
+        Args:
+            row: without batch dimension; of a policy, a collector, a buffer (padded too) or a
+                store.
+
+        Raises:
+            DataError: it is no single row, has no token ids, or columns of another length.
+        """
+        if not isinstance(row, TensorDictBase) or row.batch_dims:
+            raise DataError(
+                "a row is a tensordict without batch dimension, got "
+                f"{getattr(row, 'batch_size', type(row).__name__)}; index the rows, as in rows[0]"
+            )
+        history = row.get(("history", "full"), None)
+        chat = () if history is None else history.chats[0]
+        messages = [(str(each.get("role", "")), message_text(dict(each))) for each in chat]
+        answers = [text for role, text in messages[-1:] if role not in ("system", "user", "tool")]
+        asked = [text for role, text in messages if role == "user"]
+        finish, cut = (_number(row, k) for k in (("tokens", "finish_reason"), _CUT))
+        texts = {name: value for name in row.keys() if isinstance(value := _get(row, name), str)}
+        return cls(
+            **{name: _number(row, name) for name in ("step", "group_id", "traj_id", "turn")},
+            reward=_sum(_get(row, ("next", "reward")), _get(row, ("next", "reward_valid"))),
+            parts={
+                name: _sum(_get(part, "value"), _get(part, "valid"))
+                for name, part in (row.get(("next", "rewards"), None) or {}).items()
+            },
+            finish="" if finish is None else name_of(FinishReason, finish),
+            truncation="" if cut in (None, -1) else name_of(TruncationReason, cut),
+            errors=[str(failure) for failure in failures_of(row)],
+            labels={
+                name: text
+                for name, text in texts.items()
+                if name not in _SHOWN and 0 < len(text) <= _LONGEST_LABEL
+            },
+            messages=messages,
+            prompt=_text(row, "query") or (asked[0] if asked else _text(row, ("text", "prompt"))),
+            response=answers[0] if answers else _text(row, ("text", "response")),
+            expected=_text(row, "answer"),
+            **_token_columns(row),
+        )
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Which tokens the model chose, bool ``[T]``."""
+        return self.source == Source.SAMPLED
+
+    @property
+    def mask_counts(self) -> dict[int, int]:
+        """Code of each reason to how many sampled tokens are not trained for it."""
+        codes, counts = np.unique(self.mask_reason[self.sampled], return_counts=True)
+        return {int(c): int(n) for c, n in zip(codes, counts, strict=True) if c}
+
+
+_CUT = ("next", "truncation_reason")
+
+
+def name_of(codes: type[IntEnum], code: int) -> str:
+    """The word for a code.
+
+    Args:
+        codes: what the code is of.
+        code: one that is not known is named by its number.
+
+    Example:
+        >>> name_of(MaskReason, 6), name_of(MaskReason, 77)
+        ('off support', 'code 77')
+    """
+    known = {int(each): each.name.lower().replace("_", " ") for each in codes}
+    return known.get(int(code), f"code {code}")
+
+
+def _get(row: TensorDictBase, key: NestedKey) -> Any:
+    value = row.get(key, None)
+    return value if isinstance(value, Tensor) else getattr(value, "data", value)
+
+
+def _number(row: TensorDictBase, key: NestedKey) -> int | None:
+    value = _get(row, key)
+    return int(value.flatten()[-1]) if isinstance(value, Tensor) and value.numel() else None
+
+
+def _text(row: TensorDictBase, key: NestedKey) -> str:
+    value = _get(row, key)
+    if isinstance(value, (Chat, list, tuple)):
+        value = message_text(dict(value[-1])) if len(value) else ""
+    return "" if value is None else str(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def _sum(values: Tensor | None, valid: Tensor | None) -> float:
+    known = values is not None and (valid is None or bool(valid.all()))
+    return float(values.double().sum()) if known else math.nan
+
+
+def _token_columns(row: TensorDictBase) -> dict[str, np.ndarray]:
+    ids = _get(row, ("tokens", "full"))
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        keys = sorted(".".join(key) if isinstance(key, tuple) else key for key in row.keys(True))
+        raise DataError(f"a row needs its token ids [T] at ('tokens', 'full'); it has {keys}")
+    count = ids.shape[0]
+
+    def column(*key: str) -> Tensor | None:
+        value = _get(row, key)
+        if value is None or value.numel() not in (1, count):
+            if value is None:
+                return None
+            raise DataError(f"{key} has {value.numel()} values, and the row has {count} tokens")
+        return value.flatten().expand(count)
+
+    source, reason = column("trace", "source"), column("trace", "mask_reason")
+    if source is None:  # of TorchRL, or made by hand
+        chosen, prompt = column("masks", "all_assistant_mask"), _get(row, ("tokens", "prompt"))
+        if chosen is None:
+            chosen = torch.arange(count) >= (count if prompt is None else prompt.shape[0])
+        source = torch.where(chosen, int(Source.SAMPLED), int(Source.PROMPT))
+    sampled = source == Source.SAMPLED
+    if reason is None:
+        reason = torch.where(sampled, int(MaskReason.TRAINED), int(MaskReason.NOT_SAMPLED))
+    there = column("masks", "all_attention_mask")
+    there = source >= 0 if there is None else there.bool()
+    log_probs, scored = column("log_probs", "full"), column("train_log_probs", "full")
+    ratio = None if scored is None or log_probs is None else (scored - log_probs).exp()
+    nothing = torch.full((count,), -1)
+
+    def known(values: Tensor | None, where: Tensor) -> Tensor:
+        return nothing.float() * math.nan if values is None else values.where(where, math.nan)
+
+    columns = {
+        "token_ids": ids,
+        "source": source.to(torch.int8),
+        "turns": column("trace", "turn"),
+        "policy_version": column("trace", "policy_version"),
+        "mask_reason": reason.to(torch.int8),
+        "log_probs": known(log_probs, sampled),
+        "advantage": known(column("advantage"), sampled & (reason == MaskReason.TRAINED)),
+        "ratio": known(ratio, sampled),
+    }
+    return {k: (nothing if v is None else v)[there].numpy() for k, v in columns.items()}

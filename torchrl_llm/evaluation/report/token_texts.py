@@ -1,0 +1,139 @@
+r"""What each token of a row reads as: decoded id by id, never encoded or parsed again.
+
+A byte-level tokenizer cuts characters such as ``é`` or an emoji into several tokens, none of which
+is a text by itself. The first of them then shows the whole character and the others a mark; bytes
+that form no character are shown as ``\xe2``. What no reader could see (control characters, marks
+that change the direction of text, halves of a character) is shown as its escape.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_llm.data.text.codec import Codec
+
+CONTINUED = "‥"
+"""Shown for a token that holds the rest of the bytes of the character before it."""
+
+_BROKEN = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# A character has at most four bytes.
+_LONGEST = 4
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+# How byte-level vocabularies spell each byte (GPT-2's table).
+_SPELLED = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PLAIN)))
+}
+
+
+def visible(text: str) -> str:
+    r"""A text in which everything can be seen: what is invisible or moves text becomes an escape.
+
+    Args:
+        text: may hold anything, as what a model wrote. Line breaks and tabulators stay.
+
+    Example:
+        >>> print(visible("a\x1b[2J" + chr(0x202E) + "b" + chr(0xD83D)))
+        a\x1b[2J\u202eb\ud83d
+    """
+    return text if text.isprintable() else "".join(map(_seen, text))
+
+
+def _seen(char: str) -> str:
+    if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs":
+        return char
+    return char.encode("unicode_escape").decode()
+
+
+class TokenTexts:
+    """Texts of token ids, for people.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer; ``None`` shows ids in their place.
+
+    Raises:
+        TokenizerError: the tokenizer is not a fast one.
+
+    Example:
+        >>> from torchrl_llm.modules import load_tokenizer
+        >>> tokenizer = load_tokenizer()
+        >>> TokenTexts(tokenizer).of(tokenizer.encode("1+2?<|im_end|>"))
+        ['1', '+', '2', '?', '<|im_end|>']
+        >>> TokenTexts(None).of([7, 8])
+        ['⟨7⟩', '⟨8⟩']
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._codec = None if tokenizer is None else Codec(tokenizer)
+        self._known: dict[int, tuple[str, bytes | None]] = {}
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token reads as in its place.
+
+        Args:
+            token_ids: of a row, all of them.
+
+        Returns:
+            As many texts.
+        """
+        if self._codec is None:
+            return [f"⟨{token}⟩" for token in token_ids]
+        texts = []
+        while len(texts) < len(token_ids):
+            text, part = self._one(int(token_ids[len(texts)]))
+            texts += [text] if part is None else self._joined(token_ids[len(texts) :][:_LONGEST])
+        return texts
+
+    def _one(self, token: int) -> tuple[str, bytes | None]:
+        """Text of a token, and its bytes where they are no whole characters."""
+        if token not in self._known:
+            self._known[token] = self._read(token)
+        return self._known[token]
+
+    def _read(self, token: int) -> tuple[str, bytes | None]:
+        codec = self._codec
+        piece = codec.tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return f"⟨{token}⟩", None
+        text = self._decoded([token])
+        if _BROKEN in text and (data := _bytes_of(piece)) is not None:
+            try:
+                text = data.decode()  # the character that stands for broken ones, spelled out
+            except UnicodeDecodeError:
+                return _escaped(data), data
+        return visible(text or piece), None
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        # Behind a special token, for a decoder may strip the space at the beginning of a text.
+        first = min(self._codec.special_ids, default=None)
+        if first is None or first in token_ids:
+            return self._codec.decode(token_ids)
+        return self._codec.decode_behind(first, list(token_ids))
+
+    def _joined(self, token_ids: Sequence[int]) -> list[str]:
+        """Texts of the tokens that hold the character that begins with the first of them."""
+        held = b""
+        for count, token in enumerate(token_ids, start=1):
+            text, part = self._one(int(token))
+            held += text.encode() if part is None else part
+            try:
+                return [visible(held.decode()), *[CONTINUED] * (count - 1)]
+            except UnicodeDecodeError:
+                if part is None:
+                    break
+        return [self._one(int(token_ids[0]))[0]]
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes that an entry of a vocabulary stands for; ``None`` where that is not known."""
+    if found := _BYTE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    known = [_SPELLED.get(char) for char in piece]
+    return None if None in known else bytes(known)
+
+
+def _escaped(data: bytes) -> str:
+    return visible(data.decode(errors="backslashreplace"))
