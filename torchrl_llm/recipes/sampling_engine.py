@@ -43,7 +43,7 @@ def sync_type(config: SamplerConfig) -> str:
         return "adapter"
     engine = config.inference_model
     one_memory = builders.device_kind(config) == "cpu" and engine.num_devices == 1
-    one_memory = one_memory and engine.backend == "vllm"
+    one_memory = one_memory and engine.backend == "vllm" and config.train.parallel != "fsdp2"
     return "shared" if one_memory else "load"
 
 

@@ -358,18 +358,20 @@ def optimize(
     meter = LossMeter()
     for batch, normalizer, most in _in_step(loss, batches, budget, layout, ranks):
         pieces = [] if batch is None else micro_batches(batch, budget=budget, layout=layout)
+        fillers = []
+        if sharded and ranks.world > 1:
+            fillers = _fillers(batch, most - len(pieces), ranks)
         own: LLMLossOutput | None = None
         for piece in pieces:
             with context():
                 output = loss(piece, normalizer=normalizer)
             (output.total_loss() * scale).backward()
             own = output.detach() if own is None else own + output.detach()
-        if sharded and ranks.world > 1:
-            for filler in _fillers(batch, most - len(pieces), ranks):
-                with context():
-                    output = loss(filler, normalizer=normalizer)
-                (output.total_loss() * 0.0).backward()
-        elif ranks.world > 1:
+        for filler in fillers:
+            with context():
+                output = loss(filler, normalizer=normalizer)
+            (output.total_loss() * 0.0).backward()
+        if not sharded and ranks.world > 1:
             add_gradients(parameters, ranks)
         for part in ranks.gather(own if ranks.world == 1 or own is None else own.cpu()):
             if part is not None:
