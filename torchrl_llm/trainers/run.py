@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import shlex
 import signal
 import sys
@@ -216,8 +217,8 @@ class TrainingRun:
         shown: which metrics are shown; the reward of those who learn from one by default.
         ranks: the processes that train together: rank 0 writes and speaks for all, and all stop,
             and save, after the same step.
-        ended: says why the run is over before ``max_steps``; ``None`` while it is not. It says the
-            same in all ranks.
+        ended: says why the run is over before ``max_steps``; ``None`` while it is not; rank 0 is
+            asked.
 
     Attributes:
         step: the last step that was begun.
@@ -331,6 +332,7 @@ class TrainingRun:
             if saved:
                 self._accuracy = next(reversed(self._table.read("eval/accuracy")[1]), None)
                 self.say(f"resumed from {self._store.path(self.step)}")
+        self._reason = ranks.from_main(self._ended())
         self._bar = ProgressBar("step", max_steps, done=self.step)
 
     def say(self, text: str) -> None:
@@ -373,13 +375,12 @@ class TrainingRun:
         with self._logged():
             with self.stop, self._bar, _objects_at_rest():
                 yield from self._steps()
-            reason = self._ended()
-            if self.step < self.max_steps and reason is None:
+            if self.step < self.max_steps and self._reason is None:
                 self._stopped_by = next(filter(None, self.ranks.gather(self.stop.signal)))
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
-            elif reason is not None:
-                self.say(f"ended with step {self.step}: {reason}")
+            elif self._reason is not None:
+                self.say(f"ended with step {self.step}: {self._reason}")
             elif self.step < self.max_steps:
                 self.say(
                     f"saved {self._store.path(self.step)}; to go on:\n"
@@ -406,7 +407,7 @@ class TrainingRun:
     @property
     def is_over(self) -> bool:
         """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
-        return self.step >= self.max_steps or self._ended() is not None
+        return self.step >= self.max_steps or self._reason is not None
 
     def _command(self) -> str:
         """What it takes to go on."""
@@ -443,9 +444,9 @@ class TrainingRun:
         self._watch.is_all_invalid = self.ranks.from_main(self._watch.is_all_invalid)
         if rows is not None and (self.step == 1 or self._falls_on(self._logging.samples)):
             self.say(f"step {self.step}, two answers of the batch\n{sample_text(rows)}")
-        if rows is not None:
-            known = RowOutcomes(row_list(rows), is_known=False) if outcomes is None else outcomes
-            self._rollouts.record(self.step, known)
+        if outcomes is None:
+            outcomes = RowOutcomes([] if rows is None else row_list(rows), is_known=False)
+        self._rollouts.record(self.step, outcomes)
         self._complete(dict(metrics), parts, seconds)
         if notice is not None:
             self.say(notice)
@@ -551,6 +552,7 @@ class TrainingRun:
     def _complete(
         self, metrics: dict[str, Any], clocks: Mapping[str, float], seconds: float
     ) -> None:
+        self._reason = self.ranks.from_main(self._ended())
         metrics |= self.ranks.maxima({**clocks, "perf/step_s": seconds, **memory_metrics()})
         metrics["perf/tokens_per_s"] = metrics.get(self._shown.tokens, 0) / metrics["perf/step_s"]
         metrics = self.ranks.from_main(metrics)
@@ -671,5 +673,9 @@ def _typed() -> str:
     begun, *arguments = map(masked, sys.argv)
     kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
     # A console command is called by its name, and a page by Python.
-    begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        many = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        begun = f"{many} {shlex.quote(begun) if begun.endswith('.py') else '-m torchrl_llm'}"
+    else:
+        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
     return f"{begun} {shlex.join(kept)}".strip()
