@@ -8,10 +8,12 @@ which is inside a save more often than not.
 from __future__ import annotations
 
 import csv
+import json
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -20,7 +22,9 @@ import torch
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.recipes import GRPOConfig, launch, load_config
+from torchrl_llm.trainers import BatchSource
 from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.ranks import end_ranks
 
 PAGE = launch.load_page("grpo/grpo-sync.py")
 SMALL = [
@@ -37,9 +41,17 @@ SMALL = [
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
 
-def attempt(overrides, folder, operation):
-    """Train to the end, or until the given operation on files, of which half is done."""
+def attempt(overrides, folder, operation=None, rank=None, only_saves=False):
+    """Train to the end, or until the given operation on files, of which half is done.
+
+    With a rank (its number, how many there are, and a free port) as one of several. Who only saves
+    trains no step.
+    """
     os.setsid()
+    if rank is not None:
+        names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+        os.environ |= dict(zip(names, map(str, (*rank, rank[0])), strict=True))
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -48,8 +60,35 @@ def attempt(overrides, folder, operation):
     if operation is not None:
         kill_at(operation)
     composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
-    for _ in PAGE.train(load_config(composed, GRPOConfig), folder):
-        pass
+    remember_rows(f"{folder}.rows")
+    for run in PAGE.train(load_config(composed, GRPOConfig), folder):
+        if only_saves:
+            run.save()
+            break
+    end_ranks()
+
+
+def remember_rows(file):
+    """Note of each row that a step trains on what it asks and its ids, in the main process."""
+    fill = BatchSource.fill
+
+    def noted(self):
+        rows = fill(self)
+        if self._ranks.is_main:
+            noted = [
+                [str(row["query"]), int(row["group_id"]), int(row["traj_id"])] for row in rows
+            ]
+            with open(file, "a") as out:
+                out.write(json.dumps(noted) + "\n")
+        return rows
+
+    BatchSource.fill = noted
+
+
+def read_rows(folder):
+    """What :func:`remember_rows` noted, a list of rows each step."""
+    with open(f"{folder}.rows") as file:
+        return [json.loads(line) for line in file]
 
 
 def kill_at(number):
@@ -72,10 +111,22 @@ def kill_at(number):
         setattr(os, name, counted(getattr(os, name)))
 
 
+def run_ranks(folder, overrides, world, *, only_saves=False):
+    """A run of so many processes that train together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [(rank, world, port) for rank in range(world)]
+    processes = [_start(folder, overrides, None, rank, only_saves) for rank in ranks]
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes), Path(f"{folder}.log").read_text()
+
+
 def run_to_the_end(folder, overrides):
     """A run that is left alone; the seconds that it took."""
     begun = time.monotonic()
-    process = _start(folder, overrides, None)
+    process = _start(folder, overrides)
     process.join()
     assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
     return time.monotonic() - begun
@@ -102,11 +153,11 @@ def run_killed(folder, overrides, *, kills, seed, seconds, operations=200):
     return places
 
 
-def _start(folder, overrides, operation):
+def _start(folder, overrides, *how):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     overrides = [*overrides, "checkpoint.resume=auto"]
-    process = context.Process(target=attempt, args=(overrides, str(folder), operation))
+    process = context.Process(target=attempt, args=(overrides, str(folder), *how))
     process.start()
     return process
 
