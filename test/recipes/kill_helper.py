@@ -1,8 +1,9 @@
 """Runs that are killed at random, again and again, and go on at once: a process for each attempt.
 
-A fork server imports everything once, so that an attempt costs no start. A kill is ``kill -9``:
-either at a random moment, by the parent, or at a random operation on files, by the process itself,
-which is inside a save more often than not.
+A fork server imports everything once, so that an attempt costs no start. A kill is ``kill -9``,
+by the process itself just before or after an operation on files that is drawn at random, which is
+inside a save more often than not; or by its parent, which is told of that operation and kills at
+whatever moment comes next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import random
 import signal
 import socket
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,8 +42,8 @@ SMALL = [
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
 
-def attempt(overrides, folder, operation=None, rank=None, only_saves=False):
-    """Train to the end, or until the given operation on files, of which half is done.
+def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=False):
+    """Train to the end, or until the given operation on files; who is told of it kills instead.
 
     With a rank (its number, how many there are, and a free port) as one of several. Who only saves
     trains no step.
@@ -58,7 +59,7 @@ def attempt(overrides, folder, operation=None, rank=None, only_saves=False):
     torch.set_num_threads(1)
     multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
     if operation is not None:
-        kill_at(operation)
+        kill_at(operation, told)
     composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
     remember_rows(f"{folder}.rows")
     for run in PAGE.train(load_config(composed, GRPOConfig), folder):
@@ -91,17 +92,19 @@ def read_rows(folder):
         return [json.loads(line) for line in file]
 
 
-def kill_at(number):
-    """Kill this process before or after its so-maniest operation on files."""
+def kill_at(number, told):
+    """Kill this process before or after its so-maniest operation on files, or tell of it."""
     left = [number]
 
     def counted(function):
         def call(*args, **kwargs):
             left[0] -= 1
-            if left[0] == 0 and number % 2:
+            if left[0] == 0 and told is not None:
+                told.send_bytes(b"now")
+            if left[0] == 0 and told is None and number % 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = function(*args, **kwargs)
-            if left[0] == 0:
+            if left[0] == 0 and told is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
@@ -117,36 +120,35 @@ def run_ranks(folder, overrides, world, *, only_saves=False):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [(rank, world, port) for rank in range(world)]
-    processes = [_start(folder, overrides, None, rank, only_saves) for rank in ranks]
+    processes = [_start(folder, overrides, None, None, rank, only_saves) for rank in ranks]
     for process in processes:
         process.join()
     assert not any(process.exitcode for process in processes), Path(f"{folder}.log").read_text()
 
 
 def run_to_the_end(folder, overrides):
-    """A run that is left alone; the seconds that it took."""
-    begun = time.monotonic()
+    """A run that is left alone."""
     process = _start(folder, overrides)
     process.join()
     assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
-    return time.monotonic() - begun
 
 
-def run_killed(folder, overrides, *, kills, seed, seconds, operations=200):
+def run_killed(folder, overrides, *, kills, seed, operations=80):
     """A run that is killed so many times, and goes on each time; where it was killed."""
     draw, places = random.Random(seed), []
-    for number in range(100 * kills):
-        if len(places) == kills:
-            break
-        by_parent = number % 2 == 0
-        after = draw.uniform(0.0, seconds), draw.randrange(1, operations)
-        process = _start(folder, overrides, None if by_parent else after[1])
-        process.join(after[0] if by_parent else None)
+    for number in range(kills):
+        listens, tells = multiprocessing.Pipe(False)
+        by_parent = number % 2 == 1
+        operation = draw.randrange(1, operations)
+        process = _start(folder, overrides, operation, tells if by_parent else None)
+        tells.close()
         if by_parent:
+            with suppress(EOFError):
+                listens.recv_bytes()
             process.kill()
-            process.join()
-        if process.exitcode == 0:  # it had come to its end: a shorter run must not pass
-            raise AssertionError(f"the run ended after {len(places)} kills: {places}")
+        process.join()
+        listens.close()
+        assert process.exitcode != 0, f"the run ended after {number} kills: {places}"
         assert process.exitcode == -signal.SIGKILL, Path(f"{folder}.log").read_text()[-3000:]
         places.append(_where(Path(folder)))
     run_to_the_end(folder, overrides)
