@@ -105,7 +105,9 @@ def test_adapters_are_merged_as_they_are_written(tmp_path, make_tiny_model, toke
 
 def test_an_adapter_that_cannot_be_merged_is_told(make_tiny_model):
     peft = pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
-    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    config = peft.IA3Config(
+        target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(make_tiny_model(), config)
     with pytest.raises(CheckpointError, match="only LoRA"):
         published_weights(model)

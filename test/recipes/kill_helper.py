@@ -58,6 +58,7 @@ def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=
     os.dup2(log, 2)
     torch.set_num_threads(1)
     multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
+    os.fsync = lambda handle: None  # a kill loses nothing of what was handed to the kernel
     if operation is not None:
         kill_at(operation, told)
     composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
@@ -76,9 +77,7 @@ def remember_rows(file):
     def noted(self):
         rows = fill(self)
         if self._ranks.is_main:
-            noted = [
-                [str(row["query"]), int(row["group_id"]), int(row["traj_id"])] for row in rows
-            ]
+            noted = [[str(row["query"]), int(row["group_id"]), int(row["traj_id"])] for row in rows]
             with open(file, "a") as out:
                 out.write(json.dumps(noted) + "\n")
         return rows

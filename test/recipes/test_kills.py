@@ -44,6 +44,13 @@ def test_two_kills(tmp_path):
     check(tmp_path, SHORT, kills=2, seed=1)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("settings", ["train_model.lora.enabled=true", "advantage=spo"])
+def test_kills_of_runs_with_more_to_remember(tmp_path, settings):
+    more = [settings, "train.optim_batch_size=2", "train.epochs=2"]
+    check(tmp_path, [*SHORT, "train.max_steps=8", *more], kills=4, seed=2)
+
+
 RANKS = ["train.prompts_per_batch=4", "checkpoint.interval=1", "checkpoint.keep_last=9"]
 
 
@@ -52,7 +59,9 @@ def optimizer_of(folder, step):
     store = CheckpointStore(folder / "checkpoints")
     state = store.load(step)["parts"]["optimizer"]["state"]
     wanted = {
-        (name, key): torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Spread) else value
+        (name, key): torch.empty(value.shape, dtype=value.dtype)
+        if isinstance(value, Spread)
+        else value
         for name, values in state.items()
         for key, value in values.items()
     }

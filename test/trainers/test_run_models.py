@@ -30,14 +30,20 @@ def take_steps(folder, models, parts=None, *, steps=2, resume="never", **checkpo
     run = TrainingRun(
         folder,
         max_steps=steps,
-        **({"models": models} if "" not in models else dict(zip(("model", "tokenizer"), models[""], strict=True))),
+        **(
+            {"models": models}
+            if "" not in models
+            else dict(zip(("model", "tokenizer"), models[""], strict=True))
+        ),
         parts={"optimizer": optimizer, **(parts or {})},
         logging=QUIET,
         checkpoint=CheckpointConfig(interval=1, resume=resume, **checkpoint),
     )
     for _ in run.steps():
         loss = sum(model(IDS, labels=IDS).loss for model, _ in models.values())
-        loss = loss + sum(p.square().sum() for part in (parts or {}).values() for p in part.parameters())
+        loss = loss + sum(
+            p.square().sum() for part in (parts or {}).values() for p in part.parameters()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -147,7 +153,11 @@ def test_a_checkpoint_of_another_set_of_models_is_told_by_their_names(
     take_steps(tmp_path / "two", models("actor", "critic"), steps=1)
     take_steps(tmp_path / "one", models(""), steps=1)
     for folder, others, said in (
-        ("two", ("actor", "judge"), "holds the models actor, critic, .* trains the models actor, judge"),
+        (
+            "two",
+            ("actor", "judge"),
+            "holds the models actor, critic, .* trains the models actor, judge",
+        ),
         ("two", ("",), "holds the models actor, critic, .* trains one model without a name"),
         ("one", ("actor",), "holds one model without a name, .* trains the models actor"),
     ):
@@ -158,7 +168,9 @@ def test_a_checkpoint_of_another_set_of_models_is_told_by_their_names(
             tmp_path / "one", models(""), {"value_head": nn.Linear(1, 1)}, steps=2, resume="auto"
         )
     larger = {"": (make_tiny_model(hidden_size=32), tokenizer)}
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has the shape .* another model"):
+    with pytest.raises(
+        CheckpointError, match=r"embed_tokens.weight has the shape .* another model"
+    ):
         take_steps(tmp_path / "one", larger, steps=2, resume="auto")
     deeper = {"": (make_tiny_model(num_hidden_layers=3), tokenizer)}
     with pytest.raises(CheckpointError, match=r"written by another model.*layers\.2"):
