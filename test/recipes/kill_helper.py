@@ -1,18 +1,21 @@
 """Runs that are killed at random, again and again, and go on at once: a process for each attempt.
 
-A fork server imports everything once, so that an attempt costs no start. A kill is ``kill -9``:
-either at a random moment, by the parent, or at a random operation on files, by the process itself,
-which is inside a save more often than not.
+A fork server imports everything once, so that an attempt costs no start. A kill is ``kill -9``,
+by the process itself just before or after an operation on files that is drawn at random, which is
+inside a save more often than not; or by its parent, which is told of that operation and kills at
+whatever moment comes next.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import multiprocessing
 import os
 import random
 import signal
-import time
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +23,9 @@ import torch
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.recipes import GRPOConfig, launch, load_config
+from torchrl_llm.trainers import BatchSource
 from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.ranks import end_ranks
 
 PAGE = launch.load_page("grpo/grpo-sync.py")
 SMALL = [
@@ -37,32 +42,68 @@ SMALL = [
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
 
-def attempt(overrides, folder, operation):
-    """Train to the end, or until the given operation on files, of which half is done."""
+def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=False):
+    """Train to the end, or until the given operation on files; who is told of it kills instead.
+
+    With a rank (its number, how many there are, and a free port) as one of several. Who only saves
+    trains no step.
+    """
     os.setsid()
+    if rank is not None:
+        names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+        os.environ |= dict(zip(names, map(str, (*rank, rank[0])), strict=True))
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
     multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
+    os.fsync = lambda handle: None  # a kill loses nothing of what was handed to the kernel
     if operation is not None:
-        kill_at(operation)
+        kill_at(operation, told)
     composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
-    for _ in PAGE.train(load_config(composed, GRPOConfig), folder):
-        pass
+    remember_rows(f"{folder}.rows")
+    for run in PAGE.train(load_config(composed, GRPOConfig), folder):
+        if only_saves:
+            run.save()
+            break
+    end_ranks()
 
 
-def kill_at(number):
-    """Kill this process before or after its so-maniest operation on files."""
+def remember_rows(file):
+    """Note of each row that a step trains on what it asks and its ids, in the main process."""
+    fill = BatchSource.fill
+
+    def noted(self):
+        rows = fill(self)
+        if self._ranks.is_main:
+            noted = [[str(row["query"]), int(row["group_id"]), int(row["traj_id"])] for row in rows]
+            with open(file, "a") as out:
+                out.write(json.dumps(noted) + "\n")
+        return rows
+
+    BatchSource.fill = noted
+
+
+def read_rows(folder):
+    """What :func:`remember_rows` noted, a list of rows each step."""
+    with open(f"{folder}.rows") as file:
+        return [json.loads(line) for line in file]
+
+
+def kill_at(number, told):
+    """Kill this process before or after its so-maniest operation on files, or tell of it."""
     left = [number]
 
     def counted(function):
         def call(*args, **kwargs):
             left[0] -= 1
-            if left[0] == 0 and number % 2:
+            if left[0] == 0 and told is not None:
+                told.send_bytes(b"now")
+            if left[0] == 0 and told is None and number % 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = function(*args, **kwargs)
-            if left[0] == 0:
+            if left[0] == 0 and told is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
@@ -72,41 +113,52 @@ def kill_at(number):
         setattr(os, name, counted(getattr(os, name)))
 
 
+def run_ranks(folder, overrides, world, *, only_saves=False):
+    """A run of so many processes that train together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [(rank, world, port) for rank in range(world)]
+    processes = [_start(folder, overrides, None, None, rank, only_saves) for rank in ranks]
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes), Path(f"{folder}.log").read_text()
+
+
 def run_to_the_end(folder, overrides):
-    """A run that is left alone; the seconds that it took."""
-    begun = time.monotonic()
-    process = _start(folder, overrides, None)
+    """A run that is left alone."""
+    process = _start(folder, overrides)
     process.join()
     assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
-    return time.monotonic() - begun
 
 
-def run_killed(folder, overrides, *, kills, seed, seconds, operations=200):
+def run_killed(folder, overrides, *, kills, seed, operations=80):
     """A run that is killed so many times, and goes on each time; where it was killed."""
     draw, places = random.Random(seed), []
-    for number in range(100 * kills):
-        if len(places) == kills:
-            break
-        by_parent = number % 2 == 0
-        after = draw.uniform(0.0, seconds), draw.randrange(1, operations)
-        process = _start(folder, overrides, None if by_parent else after[1])
-        process.join(after[0] if by_parent else None)
+    for number in range(kills):
+        listens, tells = multiprocessing.Pipe(False)
+        by_parent = number % 2 == 1
+        operation = draw.randrange(1, operations)
+        process = _start(folder, overrides, operation, tells if by_parent else None)
+        tells.close()
         if by_parent:
+            with suppress(EOFError):
+                listens.recv_bytes()
             process.kill()
-            process.join()
-        if process.exitcode == 0:  # it had come to its end: a shorter run must not pass
-            raise AssertionError(f"the run ended after {len(places)} kills: {places}")
+        process.join()
+        listens.close()
+        assert process.exitcode != 0, f"the run ended after {number} kills: {places}"
         assert process.exitcode == -signal.SIGKILL, Path(f"{folder}.log").read_text()[-3000:]
         places.append(_where(Path(folder)))
     run_to_the_end(folder, overrides)
     return places
 
 
-def _start(folder, overrides, operation):
+def _start(folder, overrides, *how):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     overrides = [*overrides, "checkpoint.resume=auto"]
-    process = context.Process(target=attempt, args=(overrides, str(folder), operation))
+    process = context.Process(target=attempt, args=(overrides, str(folder), *how))
     process.start()
     return process
 

@@ -23,7 +23,8 @@ PUSHED = {
     "adapter/adapter_model.safetensors": b"adapter",
 }
 KEPT = {
-    "trainer_state.pt": b"optimizer",
+    "trainer_state/state.safetensors": b"optimizer",
+    "trainer_state/state.json": b"{}",
     "metrics.csv": b"train/step\n1\n",
     "notes.md": b"mine",
     ".env": b"KEY=1",

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -343,6 +344,102 @@ def train_on_a_terminal(folder, terminal, begun, gone):
         toy.train(interrupt_at=2, number=signal.SIGHUP).run.finish()
     except SystemExit as end:
         os._exit(end.code)
+
+
+def begin_at_once(folder, gate, begun, refused):
+    gate.wait()
+    try:
+        run = Toy(folder)
+    except CheckpointError as error:
+        refused.put(str(error))
+        return
+    begun.put(os.getpid())
+    while run:
+        signal.pause()
+
+
+def test_of_runs_that_begin_at_once_in_one_empty_folder_one_does(tmp_path):
+    gate, begun, refused = FORK.Barrier(6), FORK.Queue(), FORK.Queue()
+    runs = [
+        FORK.Process(target=begin_at_once, args=(tmp_path / "new", gate, begun, refused))
+        for _ in range(6)
+    ]
+    for run in runs:
+        run.start()
+    try:
+        told = [refused.get(timeout=60) for _ in range(5)]
+        assert all("another run is at work in" in text for text in told)
+        assert begun.get(timeout=60) in {run.pid for run in runs}
+        assert begun.empty()
+    finally:
+        for run in runs:
+            run.kill()
+            run.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_middle_of_a_save_lets_it_be_done(tmp_path, monkeypatch, number):
+    seeded()
+    whole = Toy(tmp_path / "whole").train()
+    seeded()
+    toy, real = Toy(tmp_path / "cut", interval=1), checkpoint.write_tensors
+
+    def interrupted(*args):
+        if toy.run.step == 3 and not toy.run.stop.requested:
+            signal.raise_signal(number)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", interrupted)
+    toy.train()
+    assert (toy.run.step, toy.run._store.load()["step"]) == (3, 3)
+    monkeypatch.undo()
+    rest = Toy(tmp_path / "cut", interval=1, resume="auto").train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+
+
+def test_a_second_ctrl_c_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypatch):
+    seeded()
+    whole = Toy(tmp_path / "whole").train()
+    seeded()
+    toy, real = Toy(tmp_path / "cut", interval=1), checkpoint.write_tensors
+
+    def interrupted(*args):
+        if toy.run.step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        toy.train()
+    monkeypatch.undo()
+    assert toy.run._store.steps() == [1, 2]
+    rest = Toy(tmp_path / "cut", interval=1, resume="auto").train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file/run cannot be the folder.*another hydra"):
+        Toy(tmp_path / "file" / "run")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        toy = Toy(mount / "run", interval=1, max_steps=1).train()
+        toy.run._lock.close()
+        for stream in (toy.run._log, toy.run._table):
+            getattr(stream, "close", lambda: None)()
+        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        with pytest.raises(CheckpointError, match=r"Read-only file system; choose another"):
+            Toy(mount / "run", resume="auto")
+        with pytest.raises(CheckpointError, match=r"Read-only file system.*step 1 is intact"):
+            toy.run.save()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_run_whose_terminal_is_gone_saves(tmp_path):

@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import socket
+import warnings
 import zlib
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -233,7 +234,9 @@ class CheckpointStore:
         folder = self.path(step) / _STATE / _SPREAD
         try:
             reader = HuggingFaceStorageReader(str(folder))
-            dcp.load(wanted, storage_reader=reader, no_dist=self.ranks.world == 1)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(wanted, storage_reader=reader, no_dist=self.ranks.world == 1)
         except Exception as error:
             raise DamagedCheckpointError(f"cannot read {folder}: {error}") from error
 

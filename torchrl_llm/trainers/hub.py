@@ -1,6 +1,6 @@
 """Push of a trained model to a hub: model, tokenizer, adapter and a card, and nothing else.
 
-What a run needs to go on (``trainer_state.pt`` with the optimizer, ``metrics.csv``) stays here.
+What a run needs to go on (``trainer_state`` with the optimizer, ``metrics.csv``) stays here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """State of one rank out of a checkpoint, also where another number of ranks goes on.
 
 What is a rank's own are its collector, buffer, counters and random generators. With as many ranks
-as before each takes up its own. With more, the new ones begin afresh, at the place in the data that
-the others have reached together. With fewer, what the others had begun must be done; their counters
-are kept, so that a rank that comes again later gives out no id twice.
+as before each takes up its own. With another number all that was begun must be done, as it is
+between two steps that train whole groups. Then each begins afresh, at the place in the data that
+all have reached together, with what its estimator knows and with its own counters; those of ranks
+that are no more are kept, so that one that comes again later gives out no id twice.
 """
 
 from __future__ import annotations
@@ -35,40 +36,36 @@ def rank_state(
         The state; those that are retired from now on; and what is to be told, if anything.
 
     Raises:
-        CheckpointError: a rank that is there no more had begun what is not done.
+        CheckpointError: there are more or fewer, and one had begun what is not done.
     """
     known = [*saved, *retired]
     if world == len(saved):
         return saved[rank], list(retired), None
-    for number, state in enumerate(saved[world:], start=world):
+    for number, state in enumerate(saved):
         if begun := next(_begun(state), None):
             raise CheckpointError(
                 f"rank {number} of {len(saved)} had begun what is not trained yet ({begun}), and "
                 f"now there are {world} ranks: go on with {len(saved)}"
             )
+    nearest = saved[rank % len(saved)]
     places = [_nodes(state, _is_place) for state in saved]
     farthest = {path: max((each[path] for each in places), key=_drawn) for path in places[0]}
     uneven = any(_drawn(each[path]) != _drawn(farthest[path]) for each in places for path in each)
-    if rank < len(saved):
-        state = saved[rank]
-    else:
-        state = fresh
-        if rank < len(known):
-            counters = _nodes(known[rank], _is_counter)
-            state = _replaced({**state, "rng": known[rank]["rng"]}, counters)
-        state = _replaced(state, _nodes(saved[0], _is_version))
-    notice = f"{len(saved)} ranks have saved, and {world} go on"
+    taken = _nodes(nearest, _is_of_run) | _trackers(saved) | farthest
+    if rank < len(known):
+        taken |= _nodes(known[rank], _is_counter) | {("rng",): known[rank]["rng"]}
+    notice = f"the checkpoint is of {len(saved)} ranks, and {world} go on"
     if uneven:
         notice += "; they had drawn unequally many prompts, and those that some had not are skipped"
-    return _replaced(state, farthest), known[world:], notice
+    return _replaced(fresh, taken), known[world:], notice
 
 
 def _begun(state: State) -> Iterator[str]:
     """What a rank has begun and not done."""
     for path, value in _walk(state["parts"]):
         name = path[-1]
-        waits = isinstance(value, PackedRows) and value.num_rows and path[-2:] != ("buffer", "rows")
-        if waits or isinstance(value, TensorDictBase):
+        waits = isinstance(value, PackedRows) and value.num_rows and "tracker" not in path
+        if (waits and path[-2:] != ("buffer", "rows")) or isinstance(value, TensorDictBase):
             yield f"rows in {'.'.join(path)}"
         if name in ("repeats_left", "carried") and value:
             yield f"{name} is {value}"
@@ -91,8 +88,7 @@ def _nodes(state: State, wanted: Callable[[tuple[str, ...], Any], bool]) -> dict
 
 def _replaced(value: Any, by: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = ()) -> Any:
     """A state with other values at some of its places."""
-    if path in by:
-        return by[path]
+    value = by.get(path, value)
     if isinstance(value, Mapping):
         return {name: _replaced(inner, by, (*path, str(name))) for name, inner in value.items()}
     if type(value) in (list, tuple):
@@ -108,8 +104,20 @@ def _is_place(path: tuple[str, ...], value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"loader", "element", "offset"}
 
 
-def _is_version(path: tuple[str, ...], value: Any) -> bool:
-    return path[:2] == ("parts", "collector") and path[2:] in (("versions",), ("iterations",))
+def _is_of_run(path: tuple[str, ...], value: Any) -> bool:
+    """What is the same in all ranks, or does not depend on their number."""
+    in_collector = path[:2] == ("parts", "collector") and len(path) == 3 and path[2] != "rollout"
+    is_version = isinstance(value, Mapping) and value.keys() == {"version"}
+    return in_collector or is_version or path == ("parts", "buffer", "transforms")
+
+
+def _trackers(saved: Sequence[State]) -> dict[tuple[str, ...], Any]:
+    """What the ranks know of prompts, together."""
+    found: dict[tuple[str, ...], Any] = {}
+    for state in saved:
+        for path, value in _nodes(state, lambda path, _: path[-2:] == ("tracker", "known")).items():
+            found[path] = {**value, **found.get(path, {})}
+    return found
 
 
 def _drawn(place: State) -> tuple[int, int]:
