@@ -84,9 +84,10 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     assert told == ["load", "prove", *evaluation, *step, *step, *evaluation]
 
     told.clear()
-    assert (
-        run_script(monkeypatch, tmp_path / "asleep", *asleep, "checkpoint.resume=auto") == expected
-    )
+    table = run_script(monkeypatch, tmp_path / "asleep", *asleep, "checkpoint.resume=auto")
+    # The canary of a new process has no earlier version to compare with.
+    new = "train/canary_rounding"
+    assert [{**row, new: ""} for row in table] == [{**row, new: ""} for row in expected]
     assert told == ["load", "prove", *step, *evaluation]
     first, second = weights(tmp_path / "awake", 3), weights(tmp_path / "asleep", 3)
     assert all(torch.equal(first[name], second[name]) for name in first)
