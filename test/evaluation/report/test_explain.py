@@ -34,7 +34,7 @@ def test_a_row_is_told_with_each_sampled_token_and_why_some_are_masked(told, tok
         [-0.5, -2.0, -4.0, 0.0][: len(row["log_probs", "full"]) - start]
     )
     row["trace", "mask_reason"][-1] = int(MaskReason.OFF_SUPPORT)
-    row["train_log_probs"] = {"full": row["log_probs", "full"] + torch.log(torch.tensor(1.25))}
+    row["prox_log_probs"] = {"full": row["log_probs", "full"] + torch.log(torch.tensor(1.25))}
     lines = told([row], 0, tokenizer=tokenizer)
     count = len(row["tokens", "full"]) - start
     total = len(row["tokens", "full"])

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shutil
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from evaluation.report.pages import HOSTILE, make_row, make_rows
@@ -20,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
 ]
 COUNT = 1000
+PICTURE = Path(__file__).parents[3] / "docs/source/_static/view.png"
 
 
 @pytest.fixture(scope="module")
@@ -288,3 +296,62 @@ def test_the_longest_rollout_is_shown_in_parts(opened):
     while button.count():
         button.click()
     assert page.locator(".t").count() == total
+
+
+# -- the picture in the documentation -----------------------------------------------------------
+
+
+def drawn_by():
+    """Digest of what draws the page."""
+    folder = files("torchrl_llm.evaluation.report")
+    parts = [(folder / f"view.{kind}").read_bytes() for kind in ("html", "css", "js")]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def test_the_picture_in_the_documentation_is_of_this_page():
+    from PIL import Image
+
+    with Image.open(PICTURE) as picture:
+        assert picture.text["drawn-by"] == drawn_by(), (
+            f"{PICTURE.name} is older than the page; TORCHRL_LLM_DRAW=1 pytest -m full "
+            "test/evaluation/report/test_view_in_browser.py draws it"
+        )
+
+
+@pytest.mark.full
+def test_the_first_run_of_the_readme_is_viewed_in_two_seconds(browser, tmp_path):
+    """Also draws the picture of the documentation, where TORCHRL_LLM_DRAW is set."""
+    from PIL import Image, PngImagePlugin
+
+    def command(*words):
+        program = [sys.executable, "-m", "torchrl_llm", *words]
+        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    command("train", "grpo", "logging.rollouts=all", "hydra.run.dir=outputs/first-run")
+    said = command("view", "outputs/first-run")
+    assert int(re.search(r"([\d,]+) rollouts", said)[1].replace(",", "")) >= COUNT
+    context = browser.new_context(
+        offline=True, viewport={"width": 1280, "height": 900}, device_scale_factor=1.5
+    )
+    page = context.new_page()
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.goto((tmp_path / "outputs/first-run/view.html").as_uri())
+    page.wait_for_selector("html[data-ready-ms]", state="attached")
+    assert page.evaluate("Number(document.documentElement.dataset.readyMs)") <= 2000
+    page.select_option("#order", "spread")
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("3")
+    assert page.locator(".member").count() == 8
+    shot = tmp_path / "view.png"
+    page.screenshot(path=shot)
+    assert said == []
+    context.close()
+    if os.environ.get("TORCHRL_LLM_DRAW"):
+        told = PngImagePlugin.PngInfo()
+        told.add_text("drawn-by", drawn_by())
+        # A page of few colours: a palette is a third of the size.
+        Image.open(shot).convert("RGB").quantize(256).save(PICTURE, pnginfo=told, optimize=True)

@@ -68,7 +68,7 @@ class RowFacts:
         mask_reason: int8 ``[T]``, codes of ``MaskReason``.
         log_probs: float32 ``[T]`` in nats; NaN where not sampled.
         advantage: float32 ``[T]``; NaN where not trained.
-        ratio: float32 ``[T]``, p(trainer) / p(sampler); NaN where not sampled.
+        ratio: float32 ``[T]``, p(trainer before its updates) / p(sampler); NaN where not known.
     """
 
     step: int | None
@@ -217,7 +217,7 @@ def _token_columns(row: TensorDictBase) -> dict[str, np.ndarray]:
         reason = torch.where(sampled, int(MaskReason.TRAINED), int(MaskReason.NOT_SAMPLED))
     there = column("masks", "all_attention_mask")
     there = source >= 0 if there is None else there.bool()
-    log_probs, scored = column("log_probs", "full"), column("train_log_probs", "full")
+    log_probs, scored = column("log_probs", "full"), column("prox_log_probs", "full")
     ratio = None if scored is None or log_probs is None else (scored - log_probs).exp()
     nothing = torch.full((count,), -1)
 

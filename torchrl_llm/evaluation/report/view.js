@@ -260,7 +260,7 @@ function prepareFilters() {
   if (lowest <= highest) [$("reward-low").placeholder, $("reward-high").placeholder] = [show(lowest), show(highest)];
   for (const field of $("filters").elements) field.addEventListener("input", filter);
   $("filters").onsubmit = (event) => event.preventDefault();
-  $("filters").onreset = () => { setTimeout(filter); };
+  $("filters").onreset = () => { setTimeout(() => filter()); };
 }
 
 const orElse = (value, other) => Number.isNaN(value) ? other : value;
@@ -272,7 +272,8 @@ const ORDERS = {
   spread: (i) => least(rewardsOf(i)) - most(rewardsOf(i)),
 };
 
-function filter() {
+function filter(event) {
+  if (event && event.target.id === "order") current = -1;
   const value = (id) => $(id).value;
   const bound = (id, missing) => value(id) === "" ? missing : Number(value(id));
   const words = value("text").toLowerCase();
