@@ -490,6 +490,28 @@ def test_a_wrong_key_or_option_of_a_file_is_told(tmp_path, text, word):
         compose(recipe_of(part, PAGES), PAGES["grpo"], [], part)
 
 
+def test_what_a_task_of_the_users_raises_is_found_once(tmp_path):
+    task = yaml_of(tmp_path / "mine.py", BAD_TASK)
+    found = told(look(f"env.dataset={task}:Bad"))
+    assert [(each.level, each.key) for each in found] == [("error", "env.dataset")]
+    assert "in make_row" in found[0].text
+    assert found[0].text.endswith("KeyError: 'nope'")
+
+
+BAD_TASK = """
+from torchrl_llm.envs import TaskEnv
+
+class Bad(TaskEnv):
+    @classmethod
+    def generate(cls, split):
+        return [{"query": "a", "answer": "b"}] * 3
+
+    @staticmethod
+    def make_row(row):
+        return {"query": row["nope"]}
+"""
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -531,6 +553,15 @@ def test_a_key_that_is_refused_is_a_finding(asked):
         (found,) = json.loads(out)["findings"]
         assert (found["level"], found["check"]) == ("error", "configuration")
         assert word in found["text"]
+
+
+def test_what_code_of_the_users_prints_is_no_result(asked, house):
+    (house / "loud.py").write_text("print('loud')\ndef score(response, answer): return 1.0\n")
+    status, out, err = asked(
+        "grpo", f"data={house}/sums.jsonl", f"reward={house}/loud.py:score", "--json"
+    )
+    assert (status, err) == (0, "loud\n")
+    assert json.loads(out)["recipe"] == "grpo"
 
 
 def test_wrong_use_ends_with_two(asked, tmp_path):

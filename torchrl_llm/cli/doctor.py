@@ -48,16 +48,15 @@ def main(arguments: Sequence[str]) -> int:
     from torchrl_llm.recipes.doctor import examine, finding
     from torchrl_llm.recipes.doctor.subject import Subject
 
-    try:
-        config, page = compose.compose(name, PAGES[name], given.overrides, file)
-    except ConfigError as error:
-        found = [finding.error("", str(error), "configuration")]
-    else:
-        folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
-        folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
-        wanted = {"samples": given.sample, "calibrates": given.calibrate}
-        with contextlib.redirect_stdout(sys.stderr):  # what code of the user's prints
-            found = examine.examine(Subject(config, page, folder=folder, **wanted))
+    folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
+    folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
+    wanted = {"folder": folder, "samples": given.sample, "calibrates": given.calibrate}
+    with contextlib.redirect_stdout(sys.stderr):  # what code of the user's prints
+        try:
+            config, page = compose.compose(name, PAGES[name], given.overrides, file)
+            found = examine.examine(Subject(config, page, **wanted))
+        except ConfigError as error:
+            found = [finding.error("", str(error), "configuration")]
     if given.json:
         shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
     else:

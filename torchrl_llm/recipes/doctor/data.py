@@ -87,7 +87,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
     """Rows of a recipe that learns from written answers: they can be read, and are apart."""
     train, held_out = subject.demonstrations
     seen = _some(train)
-    lengths = sorted(len(each.token_ids) for each in seen)
+    lengths = sorted(len(each.token_ids) for each in seen if len(each.token_ids))
     long = sum(each.overlong for each in seen)
     what = f"the first {len(seen)} of {len(train)} rows have {lengths[0]} to {lengths[-1]} tokens"
     if long:
@@ -110,7 +110,7 @@ def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Findin
         yield warning(
             key,
             f"{len(both)} of {len(held_out)} held-out prompts are trained on too, {both[0]!r:.80} "
-            "for example, which accuracy would be flattered by. Leave them out of one of the two",
+            "for example, and would flatter the accuracy. Leave them out of one of the two",
         )
     elif held_out:
         yield ok(key, f"none of {len(held_out)} held-out prompts is among {len(train)} of training")

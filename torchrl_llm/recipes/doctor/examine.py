@@ -19,7 +19,7 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 
 class Check(NamedTuple):
-    """What yields findings; the key that is named if it cannot; the key that it is for."""
+    """What yields findings; the key to name if it cannot ("" for the data's); what needs it."""
 
     run: Callable[[Subject], Iterable[Finding]]
     key: str
@@ -32,10 +32,10 @@ CHECKS = (
     Check(machine.versions, "train.device"),
     Check(machine.devices, "train.device"),
     Check(template.vocabulary, template.MODEL, template.TEMPLATE),
-    Check(data.prompt_lengths, "env.dataset", _SAMPLED),
-    Check(data.answers, "env.dataset", _SAMPLED),
-    Check(data.overlap, "env.dataset", "env.repeats"),
-    Check(data.demonstrations, "data.source", "data.completion"),
+    Check(data.prompt_lengths, "", _SAMPLED),
+    Check(data.answers, "", _SAMPLED),
+    Check(data.overlap, "", "env.repeats"),
+    Check(data.demonstrations, "", "data.completion"),
     Check(template.markers, template.TEMPLATE, template.TEMPLATE),
     Check(template.turns, template.TEMPLATE, template.TEMPLATE),
     Check(template.end_of_turn, template.TEMPLATE, template.TEMPLATE),
@@ -77,8 +77,8 @@ def _made(check: Check, subject: Subject) -> Iterator[Finding]:
     """What a check finds; an error that it meets is one as well."""
     try:
         yield from check.run(subject)
-    except TorchRLLLMError as why:
-        named = (key for key in _KEY.findall(str(why)) if key in subject.keys)
-        yield error(next(named, check.key), str(why))
     except Exception as why:  # of a user's task, tool or model: the other checks go on
-        yield error(check.key, f"{check.run.__name__} ended by\n{Failure.of(why)}")
+        known = isinstance(why, TorchRLLLMError)
+        named = (key for key in _KEY.findall(str(why)) if known and key in subject.keys)
+        key = check.key or subject.data_key
+        yield error(next(named, key), str(why) if known else str(Failure.of(why)))

@@ -58,11 +58,11 @@ def shown(findings: Sequence[Finding]) -> str:
         1 error
     """
     lines: list[str] = []
-    for level, key, text, _ in findings:
+    for level, key, text, check in findings:
         if level == "ok":
             lines += textwrap.wrap(f"ok       {key}: {text}", _WIDTH, subsequent_indent=" " * 9)
             continue
-        lines.append(f"{level:8} {key}")
+        lines.append(f"{level:8} {key or check}")
         for line in text.splitlines():  # what a traceback quotes keeps its indentation
             indent = " " * (4 + len(line) - len(line.lstrip()))
             lines += textwrap.wrap(

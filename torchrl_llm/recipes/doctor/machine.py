@@ -133,12 +133,14 @@ def _peak(subject: Subject, budget: int | None = None) -> int:
 def needed_memory(subject: Subject) -> Iterator[Finding]:
     """What the run needs at once is there."""
     config, free = subject.config, free_memory(builders.device_of(subject.config))
+    whole = isinstance(config, GRPOGroups)
+    if whole and not subject.prompt_tokens:
+        return
     try:
         peak = _peak(subject)
     except ConfigError as why:
         yield note("model.name", f"memory was not counted: {why}")
         return
-    whole = isinstance(config, GRPOGroups)
     what = f"by formula a run needs {'' if whole else 'at least '}{show_bytes(peak)}"
     what += "" if free is None else f", and {show_bytes(free)} are free"
     if free is None or peak <= free:
@@ -179,7 +181,11 @@ def calibration(subject: Subject) -> Iterator[Finding]:
         return
     config, device = subject.config, builders.device_of(subject.config)
     if "data.completion" in subject.keys:
-        row = max(len(each.token_ids) for each in subject.demonstrations.train[:NUM_DRAWN])
+        rows = subject.demonstrations.train
+        row = max(len(rows[at].token_ids) for at in range(min(len(rows), NUM_DRAWN)))
+    elif "inference_model.max_tokens" not in subject.keys:
+        yield note(BUDGET, "not calibrated: the rows of this recipe are made when it runs")
+        return
     else:
         row = subject.prompt_tokens + subject.max_turns * config.inference_model.max_tokens
         row = min(row, subject.context or row)

@@ -16,7 +16,6 @@ from torch import nn
 from torchrl_llm import modules
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import TorchRLLLMError
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.trainers.run_folder import dotted
@@ -28,7 +27,7 @@ NUM_DRAWN = 256
 
 
 def once(make: Callable[[Any], T]) -> T:
-    """Property that is made once; what it raises on purpose is kept as well, and raised again.
+    """Property that is made once; what it raises is kept as well, and raised again.
 
     Args:
         make: the method.
@@ -40,9 +39,9 @@ def once(make: Callable[[Any], T]) -> T:
         if make not in kept:
             try:
                 kept[make] = make(self)
-            except TorchRLLLMError as error:
+            except Exception as error:  # also of a user's task or reward
                 kept[make] = error
-        if isinstance(kept[make], TorchRLLLMError):
+        if isinstance(kept[make], Exception):
             raise kept[make]
         return kept[make]
 
@@ -136,7 +135,8 @@ class Subject:
     def context(self) -> int | None:
         """Tokens that a prompt and its answer may have together."""
         engine = self.flat.get("inference_model.max_model_len")
-        limits = (modules.context_length(self.config.model.name), engine)
+        with builders.naming("model.name"):
+            limits = (modules.context_length(self.config.model.name), engine)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -162,6 +162,12 @@ class Subject:
         """What is learned, and what is held out, of a recipe that learns from written answers."""
         return self.page.load_data(self.config, self.tokenizer)
 
+    @property
+    def data_key(self) -> str:
+        """The key that says where rows come from."""
+        names = ("data.source", "env.data_files", "env.dataset", "tasks")
+        return next((name for name in names if self.flat.get(name) is not None), "data.source")
+
     @once
     def tasks(self) -> list[Task]:
         """The tasks, each with an environment that holds one conversation."""
@@ -175,11 +181,9 @@ class Subject:
             return [self._task(name, env, keys[name], "tasks") for name, env in envs.items()]
         if "env.repeats" in self.keys:
             config.train.prompts_per_batch = config.env.repeats = 1
-            name, files = config.env.dataset, config.env.data_files
-            key = "data.source" if name == ROWS else "env.data_files" if files else "env.dataset"
             env = builders.make_train_env(config, tokenizer, seed=config.seed)
             held_out = builders.make_eval_env(config, tokenizer)
-            return [self._task(name, env, key, "env.dataset", held_out)]
+            return [self._task(config.env.dataset, env, self.data_key, "env.dataset", held_out)]
         if not config.answers or self.demonstrations.held_out is None:
             return []
         make_env = importlib.import_module("sft_utils").make_answer_env

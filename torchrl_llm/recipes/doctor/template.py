@@ -135,6 +135,8 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
             "rewards read decoded text. Take a tokenizer without normalization",
         )
     else:
-        again = [tokenizer.encode(text, add_special_tokens=False) for _, text in pairs]
+        again = [
+            tokenizer.encode(text, add_special_tokens=False, verbose=False) for _, text in pairs
+        ]
         same = sum(a == b for a, b in zip(again, encoded, strict=True))
         yield ok(MODEL, f"{len(chats)} texts survive the tokenizer, {same} with the same ids")
