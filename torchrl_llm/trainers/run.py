@@ -41,7 +41,7 @@ from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.loggers import make_loggers
 from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
-from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run_folder import nested
 from torchrl_llm.trainers.samples import sample_text
@@ -449,7 +449,10 @@ class TrainingRun:
             _, values = self._table.read(name)
             if values:
                 first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
-                yield label, f"{first}{values[-1]:.3f}"
+                counts = self._table.read("eval/num_prompts")[1]
+                known = name == "eval/accuracy" and bool(counts)
+                last = share_text(values[-1], counts[-1]) if known else f"{values[-1]:.3f}"
+                yield label, first + last
         steps, seconds = self._table.read("perf/step_s")
         yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
         tokens = sum(self._table.read(counted)[1])
