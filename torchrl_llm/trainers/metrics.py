@@ -60,7 +60,7 @@ class MetricsTable:
         self._in_a_row: dict[int, int] = {}
         self._columns = [STEP, *columns]
         self._rows: list[dict[str, str]] = []
-        self._written = False
+        self._written = self._began = self._waiting = False
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step, with ``eval/step`` where there was an evaluation.
@@ -71,7 +71,8 @@ class MetricsTable:
 
         Raises:
             ValueError: a name without one of the prefixes, or a step that does not go on.
-            OSError: the file cannot be written.
+            OSError: the file cannot be begun. Once it is, a full disk is warned of, and the rows
+                wait for room.
         """
         if self._rows and step <= int(self._rows[-1][STEP]):
             raise ValueError(f"step {step} follows step {self._rows[-1][STEP]} in {self.path}")
@@ -85,13 +86,7 @@ class MetricsTable:
         fresh = [name for name in row if name not in self._columns]
         self._columns.extend(fresh)
         self._rows.append(row)
-        if fresh or not self._written:
-            self._rewrite()
-        else:
-            with self.path.open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerow(
-                    [row.get(name, "") for name in self._columns]
-                )
+        self._keep(row, anew=bool(fresh))
         for logger in list(self.loggers):
             with self._forgiving(logger, f"the metrics of step {step}"):
                 if isinstance(logger, Logger):
@@ -99,6 +94,31 @@ class MetricsTable:
                 else:
                     for metric, value in numbers.items():
                         logger.log_scalar(metric, value, step=step)
+
+    def _keep(self, row: Mapping[str, str], *, anew: bool) -> None:
+        """Write a row; where the disk is full, with the next one for which there is room."""
+        try:
+            if anew or not self._written:
+                self._rewrite()
+            else:
+                with self.path.open("a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerow(
+                        [row.get(name, "") for name in self._columns]
+                    )
+        except OSError as error:
+            self._written = False  # half a line may stand there now
+            if not self._began:
+                raise
+            if not self._waiting:
+                log.warning(
+                    f"{self.path} could not be written: {error}; the run goes on, and its rows are "
+                    "written when there is room again"
+                )
+            self._waiting = True
+        else:
+            if self._waiting:
+                log.warning(f"{self.path} is written again, with the rows that were kept back")
+            self._waiting, self._began = False, True
 
     @contextmanager
     def _forgiving(self, logger: Logger, what: str) -> Iterator[None]:
@@ -162,7 +182,12 @@ class MetricsTable:
 
         Args:
             path: of the copy.
+
+        Raises:
+            OSError: one of them cannot be written.
         """
+        if self._rows and not self._written:
+            self._rewrite()
         if self._written:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -205,9 +230,13 @@ class MetricsTable:
 
     def _rewrite(self) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
-        self._write(temporary)
-        os.replace(temporary, self.path)
-        self._written = True
+        try:
+            self._write(temporary)
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._written = self._began = True
 
     def _write(self, path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:

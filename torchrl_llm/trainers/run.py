@@ -410,7 +410,11 @@ class TrainingRun:
         steps, values = self._table.read(metric)
         with self._log:
             show(terminal_curve(steps, values, title=f"{metric} over steps"))
-            picture = save_curves(self.folder / f"{name}.png", self.curves())
+            picture = self.folder / f"{name}.png"
+            try:
+                save_curves(picture, self.curves())
+            except OSError as error:  # a full disk; the numbers are more than their picture
+                say(f"{picture} could not be drawn: {error}")
             if self._before and self._after:
                 show(compare_conversations(self._before, self._after))
             self._table.close()
