@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -526,6 +527,15 @@ def test_one_evaluation_is_compared_with_nothing(tmp_path, capsys):
     toy.run.finish()
     (line,) = (t for t in capsys.readouterr().out.splitlines() if "held-out greedy" in t)
     assert line.split("  ") == ["held-out greedy accuracy", "0.000"]
+
+
+def test_an_accuracy_of_counted_prompts_is_told_with_its_confidence_interval(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=0)
+    toy.run._evaluate = lambda: SimpleNamespace(
+        metrics=lambda: {"eval/accuracy": 0.9, "eval/num_prompts": 10}, conversations=()
+    )
+    toy.train().run.finish()
+    assert "held-out greedy accuracy  0.900 (0.596 to 0.982)" in capsys.readouterr().out
 
 
 def test_the_log_of_a_run_without_hydra_holds_what_it_said_and_grows_when_it_goes_on(

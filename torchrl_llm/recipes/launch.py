@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
 import functools
 import importlib.util
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +35,9 @@ TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
 """Environment variable that shows where an error of ours was raised, if it is ``1``."""
 
 _FAILED = 1
+# What Hydra and the first step write, and the errors of a disk that takes no more.
+_FIRST_BYTES = 64 << 10
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 # Where loggers write that print to standard output by themselves, unless they are told otherwise.
 _LOG_LINE = "%(asctime)s [%(name)s][%(levelname)s] %(message)s"
@@ -162,6 +167,8 @@ def _check_syntax(arguments: Iterable[str]) -> None:
 
     arguments = list(arguments)
     sweeps = bool({"-m", "--multirun"} & set(arguments))
+    if not any(each.startswith(("-", "hydra.run.dir=")) for each in arguments):
+        check_folder(Path("outputs"), "hydra.run.dir")
     parser = OverridesParser.create()
     for argument in arguments:
         key, separator, value = argument.partition("=")
@@ -194,8 +201,14 @@ def check_folder(folder: Path, key: str) -> None:
         ConfigError: it is a file, or nothing can be written there.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "nothing can be written there" if there.is_dir() else f"{there} is no folder"
+    why = None if there.is_dir() else f"{there} is no folder"
+    if why is None:
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(bytes(_FIRST_BYTES))
+        except OSError as error:
+            why = f"nothing can be written there ({error.strerror})"
+    if why is not None:
         raise ConfigError(f"{key}={folder} cannot be the folder of a run: {why}")
 
 
@@ -285,6 +298,15 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 if words is not None:
                     sys.stdout.flush()
                     sys.stderr.write(f"{words}\n")
+                raise SystemExit(_FAILED) from None
+            except OSError as error:
+                if error.errno not in _NO_ROOM or os.environ.get(TRACEBACK_VARIABLE) == "1":
+                    raise
+                sys.stdout.flush()
+                sys.stderr.write(
+                    f"OSError: {error}. What is written so far stays; make room there, or choose "
+                    "another folder (hydra.run.dir)\n"
+                )
                 raise SystemExit(_FAILED) from None
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torchrl._utils import logger as log
@@ -60,9 +60,10 @@ class MetricsTable:
         self.failures: dict[str, int] = {}
         self._in_a_row: dict[int, int] = {}
         self._columns = [STEP, *columns]
-        # The rows are in the file only: in memory a long run's would be tens of megabytes.
         self._last: int | None = None
-        self._written = False
+        # The other rows are in the file only: in memory a long run's would be tens of megabytes.
+        self._waiting: list[dict[str, str]] = []
+        self._in_file: list[str] = []
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step, with ``eval/step`` where there was an evaluation.
@@ -73,7 +74,8 @@ class MetricsTable:
 
         Raises:
             ValueError: a name without one of the prefixes, or a step that does not go on.
-            OSError: the file cannot be written.
+            OSError: the file cannot be begun. Once it is, a full disk is warned of, and the rows
+                wait for room.
         """
         if self._last is not None and step <= self._last:
             raise ValueError(f"step {step} follows step {self._last} in {self.path}")
@@ -84,17 +86,10 @@ class MetricsTable:
         if any(name.startswith("eval/") for name in numbers):
             numbers.setdefault("eval/step", step)
         row = {STEP: str(step), **{name: repr(value) for name, value in numbers.items()}}
-        fresh = [name for name in row if name not in self._columns]
-        if fresh or not self._written:
-            rows = [*self._rows(), row]
-            self._columns.extend(fresh)
-            self._rewrite(rows)
-        else:
-            with self.path.open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerow(
-                    [row.get(name, "") for name in self._columns]
-                )
+        self._columns.extend(name for name in row if name not in self._columns)
+        self._waiting.append(row)
         self._last = step
+        self._keep()
         for logger in list(self.loggers):
             with self._forgiving(logger, f"the metrics of step {step}"):
                 if isinstance(logger, Logger):
@@ -102,6 +97,36 @@ class MetricsTable:
                 else:
                     for metric, value in numbers.items():
                         logger.log_scalar(metric, value, step=step)
+
+    def _keep(self) -> None:
+        """Write the last row; where the disk is full, with the next one for which there is room."""
+        waited = len(self._waiting) > 1
+        try:
+            if self._in_file == self._columns:
+                self._append()
+            else:
+                self._rewrite(self._rows())
+        except OSError as error:
+            if not self._in_file:
+                raise
+            if not waited:
+                log.warning(
+                    f"{self.path} could not be written: {error}; the run goes on, and its rows are "
+                    "written when there is room again"
+                )
+        else:
+            if waited:
+                log.warning(f"{self.path} is written again, with the rows that were kept back")
+
+    def _append(self) -> None:
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                self._lines(file, self._waiting)
+        except OSError:
+            os.truncate(self.path, size)  # half a line may stand there now
+            raise
+        self._waiting.clear()
 
     @contextmanager
     def _forgiving(self, logger: Logger, what: str) -> Iterator[None]:
@@ -161,17 +186,21 @@ class MetricsTable:
         return [int(row[STEP]) for row in rows], [float(row[name]) for row in rows]
 
     def _rows(self) -> list[dict[str, str]]:
-        """What was written so far."""
-        found = self._read_rows(self.path, sys.maxsize) if self._written else None
-        return [] if found is None else found[1]
+        found = self._read_rows(self.path, sys.maxsize) if self._in_file else None
+        return [*([] if found is None else found[1]), *self._waiting]
 
     def save(self, path: Path) -> None:
         """Write the rows so far to the disk, and a copy next to a checkpoint.
 
         Args:
             path: of the copy.
+
+        Raises:
+            OSError: one of them cannot be written.
         """
-        if self._written:
+        if self._waiting:
+            self._rewrite(self._rows())
+        if self._in_file:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
         self._write(path, self._rows())
@@ -214,15 +243,22 @@ class MetricsTable:
 
     def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
         temporary = self.path.with_suffix(".csv.tmp")
-        self._write(temporary, rows)
-        os.replace(temporary, self.path)
-        self._written = True
+        try:
+            self._write(temporary, rows)
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._waiting.clear()
+        self._in_file = list(self._columns)
 
     def _write(self, path: Path, rows: Sequence[Mapping[str, str]]) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(self._columns)
-            writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
+            self._lines(file, [dict(zip(self._columns, self._columns, strict=True)), *rows])
+
+    def _lines(self, file: IO[str], rows: Sequence[Mapping[str, str]]) -> None:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
 
 
 class LossMeter:

@@ -6,6 +6,10 @@ import io
 import sys
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from torchrl_llm.functional import wilson_interval
+
 
 def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> str:
     """A table without lines at its sides, which no width of a window can break.
@@ -43,3 +47,18 @@ def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> 
     with console.capture() as drawn:
         console.print(table)
     return "\n".join(line.rstrip() for line in drawn.get().splitlines())
+
+
+def share_text(share: float, count: float) -> str:
+    """A share with its 95 % confidence interval (Wilson's).
+
+    Args:
+        share: of independent trials.
+        count: how many trials.
+
+    Example:
+        >>> share_text(0.9, 10)
+        '0.900 (0.596 to 0.982)'
+    """
+    low, high = wilson_interval(torch.tensor(round(share * count)), torch.tensor(count))
+    return f"{share:.3f} ({low.item():.3f} to {high.item():.3f})"

@@ -45,7 +45,7 @@ from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
-from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run_folder import nested
 from torchrl_llm.trainers.run_models import (
@@ -504,7 +504,11 @@ class TrainingRun:
         metric, name, *_ = self._shown
         with self._log:
             show(terminal_curve(steps, values, title=f"{metric} over steps"))
-            picture = save_curves(self.folder / f"{name}.png", self.curves())
+            picture = self.folder / f"{name}.png"
+            try:
+                save_curves(picture, self.curves())
+            except OSError as error:  # a full disk; the numbers are more than their picture
+                say(f"{picture} could not be drawn: {error}")
             if self._before and self._after:
                 show(compare_conversations(self._before, self._after))
             self._table.close()
@@ -537,7 +541,10 @@ class TrainingRun:
             _, values = self._table.read(name)
             if values:
                 first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
-                yield label, f"{first}{values[-1]:.3f}"
+                counts = self._table.read("eval/num_prompts")[1]
+                known = name == "eval/accuracy" and bool(counts)
+                last = share_text(values[-1], counts[-1]) if known else f"{values[-1]:.3f}"
+                yield label, first + last
         steps, seconds = self._table.read("perf/step_s")
         yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
         tokens = sum(self._table.read(counted)[1])

@@ -1,5 +1,6 @@
-# The same run in three loggers: a table, TensorBoard, and Weights & Biases without a network.
-WANDB_MODE=offline torchrl-llm train grpo logging.backend=[csv,tensorboard,wandb] \
+# The same run in five loggers: a table, TensorBoard, Weights & Biases without a network, MLflow, Trackio.
+WANDB_MODE=offline TRACKIO_DIR=$PWD/trackio \
+    torchrl-llm train grpo logging.backend=[csv,tensorboard,wandb,mlflow,trackio] \
     logging.project=journeys train.max_steps=6 eval.num_prompts=32 hydra.run.dir=run
 
 python - <<'PY'
@@ -7,6 +8,7 @@ import csv
 import glob
 import json
 import re
+import sqlite3
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -35,4 +37,13 @@ def values(name):
 assert set(values("train/reward")) == set(expected.values()), values("train/reward")
 for name, value in {"loss.type": "grpo", "train.max_steps": 6, "optimizer.lr": 0.0004}.items():
     assert values(name)[:1] == [value], (name, values(name))
+
+query = "select step, value from metrics where key = 'train/reward'"
+found = dict(sqlite3.connect("run/mlflow.db").execute(query).fetchall())
+assert found == expected, found
+
+query = "select step, metrics from metrics"
+found = [(n, json.loads(row)) for n, row in sqlite3.connect("trackio/journeys.db").execute(query)]
+found = {step: row["train/reward"] for step, row in found if "train/reward" in row}
+assert found == expected, found
 PY
