@@ -6,6 +6,7 @@ third it has no batch at all.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 
@@ -66,11 +67,16 @@ def rows():
     return out
 
 
-def make_scorer(layout):
+@functools.cache
+def make_scorer(sharded):
+    """One for all cases of a process: its weights are never changed."""
     model = _make_tiny_model(initializer_range=0.05)
     head = ValueHead.for_model(model)
     torch.nn.init.ones_(head.linear.weight)
-    return CausalScorer(model, value_head=head, layout=layout)
+    scorer = CausalScorer(model, value_head=head)
+    if sharded:
+        shard(scorer, model, device=torch.device("cpu"))
+    return scorer
 
 
 def make_loss(name, scorer):
@@ -89,10 +95,9 @@ def make_loss(name, scorer):
 def updates(case, ranks, shares):
     """Metrics and gradients of the updates; those of one process without ranks."""
     parallel, name, layout, budget = case
-    scorer = make_scorer(layout)
-    if ranks is not None and parallel == "fsdp2":
-        shard(scorer, scorer.model, device=torch.device("cpu"))
-    optimizer = make_optimizer(scorer.parameters(), name="SGD", lr=0.0)  # rounding does not add up
+    scorer = make_scorer(ranks is not None and parallel == "fsdp2")
+    scorer.layout = layout
+    optimizer = make_optimizer(scorer.parameters(), name="SGD", lr=0.0)
     seen = []
 
     def look(*_):

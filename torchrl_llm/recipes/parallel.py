@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torchrl._utils import logger
 
 from torchrl_llm.data.row_files import RowLoader
@@ -42,9 +43,10 @@ def begin(config: TrainedConfig) -> Ranks:
             were told different things.
     """
     set_threads(config)
-    ranks = begin_ranks(
-        config.train.parallel, device=device_of(config), timeout_s=config.train.timeout_s
-    )
+    name = config.train.device
+    # Looking for the device by name would take memory of the first GPU in every process.
+    device = device_of(config) if name == "auto" else torch.device(name)
+    ranks = begin_ranks(config.train.parallel, device=device, timeout_s=config.train.timeout_s)
     check_equal(config.flat(), ranks)
     if ranks.rank:
         set_process_number(ranks.rank)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, leaf, pack_rows
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.composite_loss import CompositeNormalizer
 from torchrl_llm.objectives.token_loss import LLMLossOutput
@@ -271,6 +271,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
 
     Raises:
         ConfigError: ``parallel`` says something else than how the process was started.
+        ResourceError: there are fewer GPUs than processes.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
@@ -295,7 +296,13 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
     if not dist.is_initialized():
         backend = "gloo"
         if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            place, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if place >= found:
+                raise ResourceError(
+                    f"process {place} of this machine needs a GPU of its own, and {found} are "
+                    "here: start fewer by --nproc-per-node, or choose train.device=cpu"
+                )
+            torch.cuda.set_device(place)
             backend = "cpu:gloo,cuda:nccl"
         store, rank, world = _open_store(timeout_s)
         _stores[:] = [store]
