@@ -20,9 +20,9 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
 from torchrl_llm.recipes.builders import make_envs, make_policy, minibatches, seed_everything
 from torchrl_llm.trainers import (
-    checkpoint,
     BatchSource,
     GRPOConfig,
+    checkpoint,
     load_config,
     make_optimizer,
     micro_batches,

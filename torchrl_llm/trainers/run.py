@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
 import yaml
 from tensordict import LazyStackedTensorDict
 from torch import nn
