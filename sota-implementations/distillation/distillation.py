@@ -44,8 +44,14 @@ from torchrl_llm.recipes.builders import (
     max_turns,
     minibatches,
     overlong_metrics,
-    seed_everything,
-    set_threads,
+)
+from torchrl_llm.recipes.parallel import (
+    begin,
+    folder_of,
+    make_learner,
+    of_rank,
+    share_prompts,
+    weights_of,
 )
 from torchrl_llm.trainers import (
     BatchSource,
@@ -61,26 +67,37 @@ from torchrl_llm.trainers import (
 
 def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
-    set_threads(config)
-    seed_everything(config.seed)
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    folder = folder_of(folder, ranks)
 
     policy = make_policy(config)
-    teachers = make_teachers(config, Path(folder) / "teachers", say)
-    say(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
-    env, eval_env = make_problems(config, policy)
+    if ranks.is_main:
+        make_teachers(config, folder / "teachers", say)
+    ranks.barrier()
+    teachers = make_teachers(config, folder / "teachers", say)
+    if ranks.is_main:
+        say(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
+    env, eval_env = make_problems(own, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     collector = LLMCollector(
-        env, policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
+        share_prompts(env, ranks),
+        policy=policy,
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+        weight_updater=weights_of(learner, policy),
     )
-    algorithm = make_algorithm(config, policy, teachers)
-    buffer = make_buffer(config, algorithm)
+    algorithm = make_algorithm(config, learner, teachers)
+    buffer = make_buffer(own, algorithm)
     source = BatchSource(
         collector,
         buffer,
         credit=algorithm.credit,
-        num_rows=config.rows_per_batch,
+        num_rows=own.rows_per_batch,
         rows_per_trajectory=max_turns(config),
+        ranks=ranks,
     )
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )
@@ -88,7 +105,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
     run = TrainingRun(
         folder,
         max_steps=config.train.max_steps,
-        model=policy.model,
+        model=learner.model,
         tokenizer=policy.tokenizer,
         parts={
             "optimizer": optimizer,
@@ -103,8 +120,11 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         watch=make_watch(config, reads_reward=config.loss.outcome_coeff > 0),
+        ranks=ranks,
     )
     yield run
+    if policy is not learner:
+        collector.update_policy_weights_()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()
@@ -118,14 +138,16 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
                 budget=config.train.micro_token_budget,
                 layout=config.train.packing,
                 context=partial(autocast, config),
+                ranks=ranks,
             )
         with run.timed("sync"):
             collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | overlong_metrics(policy), rows)
+        run.record(metrics | ranks.sums(overlong_metrics(policy)), rows)
         yield run
     run.finish()
-    show(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))
+    if ranks.is_main:
+        show(accuracies("held-out greedy accuracy", measure(config, {"student": policy})))
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="distillation")

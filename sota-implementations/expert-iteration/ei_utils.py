@@ -30,6 +30,7 @@ from torchrl_llm.recipes import (
 from torchrl_llm.recipes.builders import make_reference, make_step_buffer
 from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 
@@ -124,6 +125,8 @@ def make_buffer(
     return buffer, selector
 
 
-def selection_metrics(buffer: ReplayBuffer, rows: LazyStackedTensorDict) -> dict[str, float]:
-    """The share of a step's trajectories that were selected."""
-    return {"train/selected": len(buffer) / len(rows)}
+def selection_metrics(
+    buffer: ReplayBuffer, rows: LazyStackedTensorDict, ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """The share of a step's trajectories that were selected; rank 0 has the rows of all ranks."""
+    return {"train/selected": sum(ranks.gather(len(buffer))) / len(rows)}

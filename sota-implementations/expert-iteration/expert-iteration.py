@@ -35,8 +35,14 @@ from torchrl_llm.recipes.builders import (
     max_turns,
     minibatches,
     overlong_metrics,
-    seed_everything,
-    set_threads,
+)
+from torchrl_llm.recipes.parallel import (
+    begin,
+    folder_of,
+    make_learner,
+    of_rank,
+    share_prompts,
+    weights_of,
 )
 from torchrl_llm.trainers import (
     BatchSource,
@@ -50,25 +56,32 @@ from torchrl_llm.trainers import (
 
 def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
-    set_threads(config)
-    seed_everything(config.seed)
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    folder = folder_of(folder, ranks)
 
     policy = make_policy(config)
-    env, eval_env = make_envs(config, policy)
+    env, eval_env = make_envs(own, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     collector = LLMCollector(
-        env, policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
+        share_prompts(env, ranks),
+        policy=policy,
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+        weight_updater=weights_of(learner, policy),
     )
-    buffer, selector = make_buffer(config, policy)
+    buffer, selector = make_buffer(own, policy)
     source = BatchSource(
         collector,
         buffer,
         credit=selector,
-        num_rows=config.rows_per_batch,
+        num_rows=own.rows_per_batch,
         truncated=config.select.truncated,
         rows_per_trajectory=max_turns(config),
+        ranks=ranks,
     )
-    loss = config.loss.build(policy, config.train.kl_to_ref_coeff)
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    loss = config.loss.build(learner, config.train.kl_to_ref_coeff)
+    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )
@@ -76,7 +89,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
     run = TrainingRun(
         folder,
         max_steps=config.train.max_steps,
-        model=policy.model,
+        model=learner.model,
         tokenizer=policy.tokenizer,
         parts={
             "optimizer": optimizer,
@@ -91,8 +104,11 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         watch=make_watch(config),
+        ranks=ranks,
     )
     yield run
+    if policy is not learner:
+        collector.update_policy_weights_()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()
@@ -106,11 +122,13 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
                 budget=config.train.micro_token_budget,
                 layout=config.train.packing,
                 context=partial(autocast, config),
+                ranks=ranks,
             )
         with run.timed("sync"):
             collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-        run.record(metrics | selection_metrics(buffer, rows) | overlong_metrics(policy), rows)
+        metrics |= selection_metrics(buffer, rows, ranks) | ranks.sums(overlong_metrics(policy))
+        run.record(metrics, rows)
         yield run
     run.finish()
 

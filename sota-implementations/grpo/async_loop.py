@@ -1,9 +1,13 @@
-"""Training loop over rows that other processes collect, for grpo-async and pipeline-rl."""
+"""Training loop over rows that other processes collect, for grpo-async and pipeline-rl.
+
+Where several ranks learn, the first one has the collectors and the rows: it groups them, writes
+advantages and keeps the ledger as one process does, and each optimizer step is spread over all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +23,7 @@ from torchrl_llm.recipes.builders import (
     max_turns,
     minibatches,
 )
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
 from torchrl_llm.recipes.sampling_engine import make_canary
 from torchrl_llm.trainers import (
     BatchSource,
@@ -28,80 +33,89 @@ from torchrl_llm.trainers import (
     optimize,
     rollout_metrics,
 )
+from torchrl_llm.trainers.ranks import scattered
 
 
 def train_async(
     config: Any,
     collection: Callable[[Any], AbstractContextManager[Any]],
-    begin: Callable[[Any, Any], None],
+    start: Callable[[Any, Any], None],
 ) -> None:
     """Train on what the workers deliver, until the run ends.
 
     Args:
         config: of the recipe.
         collection: makes, from the configuration, the learner's end of the workers' channel.
-        begin: ``begin(collector, model)`` gives the workers their first weights; after a resume
+        start: ``start(collector, model)`` gives the workers their first weights; after a resume
             those of the checkpoint.
     """
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
     policy = make_policy(config, with_values=config.loss.type == "ppo")
-    algorithm = make_algorithm(config, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    sync = weights_of(learner, policy)
+    algorithm = make_algorithm(config, policy, learner)
     buffer = make_buffer(config, algorithm)
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )
-    with collection(config) as collector:
-        source = BatchSource(
-            collector,
-            buffer,
-            credit=algorithm.credit,
-            num_rows=config.rows_per_batch,
-            truncated=config.filter.truncated,
-            max_resamples=config.filter.resamples,
-            staleness=config.train.staleness,
-            lost=collector.take_lost,
-            rows_per_trajectory=max_turns(config),
-        )
+    parts = {"optimizer": optimizer, "scheduler": scheduler, **parts_of(learner)}
+    with collection(config) if ranks.is_main else nullcontext() as collector:
+        if ranks.is_main:
+            source = BatchSource(
+                collector,
+                buffer,
+                credit=algorithm.credit,
+                num_rows=config.rows_per_batch,
+                truncated=config.filter.truncated,
+                max_resamples=config.filter.resamples,
+                staleness=config.train.staleness,
+                lost=collector.take_lost,
+                rows_per_trajectory=max_turns(config),
+            )
+            parts |= {"collector": collector, "buffer": buffer, "source": source}
         run = TrainingRun(
-            HydraConfig.get().runtime.output_dir,
+            folder_of(HydraConfig.get().runtime.output_dir, ranks),
             max_steps=config.train.max_steps,
-            model=policy.model,
+            model=learner.model,
             tokenizer=policy.tokenizer,
-            parts={
-                "optimizer": optimizer,
-                "scheduler": scheduler,
-                "collector": collector,
-                "buffer": buffer,
-                "source": source,
-                **parts_of(policy),
-            },
+            parts=parts,
             evaluate=make_evaluation(config, make_eval_env(config, policy.tokenizer), policy),
             config=config.flat(),
             logging=config.logging,
             checkpoint=config.checkpoint,
             evaluation=config.eval,
             watch=make_watch(config, reads_reward=config.advantage.type != "constant"),
+            ranks=ranks,
         )
-        if config.weight_sync.verify and config.inference_model.backend == "vllm":
-            collector.canary = make_canary(config, policy, "load")
-        begin(collector, policy.model)
+        sync.push_weights()  # those of the checkpoint
+        if ranks.is_main:
+            if config.weight_sync.verify and config.inference_model.backend == "vllm":
+                collector.canary = make_canary(config, policy, "load")
+            start(collector, policy.model)
         for step in run.steps():
+            metrics, rows = {}, None
             with run.timed("sample"), autocast(config):
-                rows = source.fill()
+                if ranks.is_main:
+                    rows = source.fill()
             with run.timed("train"):
                 updates = optimize(
                     algorithm.loss,
-                    minibatches(buffer, config.train.epochs),
+                    scattered(minibatches(buffer, config.train.epochs), ranks),
                     optimizer,
                     scheduler,
                     max_norm=config.optimizer.clip_grad_norm,
                     budget=config.train.micro_token_budget,
                     layout=config.train.packing,
                     context=partial(autocast, config),
+                    ranks=ranks,
                 )
-            if step % config.train.weight_update_frequency == 0:
-                with run.timed("sync"):
+            with run.timed("sync"):
+                sync.push_weights()
+                if ranks.is_main and step % config.train.weight_update_frequency == 0:
                     collector.update_policy_weights_(policy.model)
-            metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
-            run.record(metrics | source.policy_age | algorithm_metrics(algorithm), rows)
+            if ranks.is_main:
+                metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
+                metrics |= source.policy_age | algorithm_metrics(algorithm)
+            run.record(metrics, rows)
         run.finish()

@@ -22,7 +22,6 @@ from async_loop import train_async
 from omegaconf import DictConfig
 
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config
-from torchrl_llm.recipes.builders import seed_everything, set_threads
 from torchrl_llm.recipes.ray_collection import ray_collection
 
 
@@ -30,8 +29,6 @@ from torchrl_llm.recipes.ray_collection import ray_collection
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg, AsyncGRPOConfig)
-    set_threads(config)
-    seed_everything(config.seed)
     train_async(config, ray_collection, lambda collector, model: collector.start(model))
 
 

@@ -64,7 +64,8 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     env, eval_env = make_envs(own, policy)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    # What is trained: with fsdp2 a copy in shards, else the policy itself.
+    learner = make_learner(config, policy, ranks, keeps_whole=config.scores_whole)
     sampler, weight_updater = make_sampler(config, policy, learner)
     collector = LLMCollector(
         share_prompts(env, ranks),

@@ -28,8 +28,6 @@ import hydra
 from omegaconf import DictConfig
 from pipeline_utils import load_config, redis_collection
 
-from torchrl_llm.recipes.builders import seed_everything, set_threads
-
 # The loop is that of asynchronous GRPO.
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
 from async_loop import train_async
@@ -39,8 +37,6 @@ from async_loop import train_async
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
-    set_threads(config)
-    seed_everything(config.seed)
     train_async(config, redis_collection, lambda collector, model: collector.publish(model))
 
 

@@ -27,20 +27,14 @@ from sft_utils import make_demonstrations, make_policy
 
 from torchrl_llm.data.demonstrations import DemonstrationColumns
 from torchrl_llm.envs.transforms import ContextLimit
-from torchrl_llm.recipes.builders import (
-    greedy_evaluation,
-    make_tokenizer,
-    seed_everything,
-    set_threads,
-)
+from torchrl_llm.recipes.builders import greedy_evaluation, make_tokenizer
+from torchrl_llm.recipes.parallel import begin, folder_of
 from torchrl_llm.trainers import TrainingRun
 
 
 def train(config: ImitateConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
-    set_threads(config)
-    seed_everything(config.seed)
-
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
     tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
     columns = DemonstrationColumns(messages="messages")
     played = make_demonstrations(config, tokenizer, games(config), columns=columns, name="games")
@@ -50,7 +44,7 @@ def train(config: ImitateConfig, folder: str | Path) -> Iterator[TrainingRun]:
     evaluate = greedy_evaluation(
         config, env, policy, max_tokens=config.eval.max_tokens, max_turns=env.max_turns()
     )
-    yield from fine_tune(config, folder, policy, played, evaluate)
+    yield from fine_tune(config, folder_of(folder, ranks), policy, played, evaluate, ranks)
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")

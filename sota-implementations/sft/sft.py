@@ -42,21 +42,20 @@ from sft_utils import (
 from torchrl_llm.data.demonstrations import Demonstrations
 from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.modules import TransformersWrapper
-from torchrl_llm.recipes.builders import autocast, make_tokenizer, seed_everything, set_threads
-from torchrl_llm.trainers import TrainingRun, make_optimizer, make_scheduler, optimize
+from torchrl_llm.recipes.builders import autocast, make_tokenizer
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
+from torchrl_llm.trainers import Ranks, TrainingRun, make_optimizer, make_scheduler, optimize
 from torchrl_llm.trainers.run import EvalResult
 
 
 def train(config: SFTConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
-    set_threads(config)
-    seed_everything(config.seed)
-
+    ranks = begin(config)  # the processes that torchrun has started, or this one alone
     tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
     data = load_data(config, tokenizer)
     policy = make_policy(config, tokenizer)
     evaluate = make_evaluation(config, data.held_out, policy)
-    yield from fine_tune(config, folder, policy, data.train, evaluate)
+    yield from fine_tune(config, folder_of(folder, ranks), policy, data.train, evaluate, ranks)
 
 
 def fine_tune(
@@ -65,22 +64,29 @@ def fine_tune(
     policy: TransformersWrapper,
     demonstrations: Demonstrations,
     evaluate: Callable[[], EvalResult] | None,
+    ranks: Ranks,
 ) -> Iterator[TrainingRun]:
     """Learn demonstrations, in another order in each epoch; ``imitate.py`` does so too."""
+    ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
     num_steps = config.train.num_steps(len(demonstrations))
     config.optimizer.check_warmup(num_steps)
-    loss = config.loss.build(policy, config.train.kl_to_ref_coeff)
+    reads_policy = evaluate is not None or config.loss.needs_reference(config.train.kl_to_ref_coeff)
+    # Its shards with fsdp2, else the policy itself.
+    learner = make_learner(config, policy, ranks, keeps_whole=reads_policy)
+    weights = weights_of(learner, policy)
+    loss = config.loss.build(learner, config.train.kl_to_ref_coeff)
     prepare = Preparation(config, policy)
     loader = RowLoader(
         demonstrations, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    loader.part = (ranks.rank, ranks.world)
+    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
     scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
 
     run = TrainingRun(
         folder,
         max_steps=num_steps,
-        model=policy.model,
+        model=learner.model,
         tokenizer=policy.tokenizer,
         parts={"optimizer": optimizer, "scheduler": scheduler, "rows": loader},
         evaluate=evaluate,
@@ -89,6 +95,7 @@ def fine_tune(
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         shown=SHOWN,
+        ranks=ranks,
     )
     run.say(demonstrations.show(0))
     yield run
@@ -105,8 +112,10 @@ def fine_tune(
                 budget=config.train.micro_token_budget,
                 layout=config.train.packing,
                 context=partial(autocast, config),
+                ranks=ranks,
             )
-        run.record(updates | batch_metrics(batch, loader))
+            weights.push_weights()  # to the policy that is evaluated, where it is not the learner
+        run.record(updates | batch_metrics(batch, loader, ranks))
         yield run
     run.finish()
 

@@ -47,7 +47,7 @@ from torchrl_llm.recipes.data_config import DataSource, hold_out
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_least, dotted, ensure, from_mapping
-from torchrl_llm.trainers import CheckpointConfig, EvalConfig, LoggingConfig, Shown
+from torchrl_llm.trainers import CheckpointConfig, EvalConfig, LoggingConfig, Ranks, Shown
 
 SHOWN = Shown(
     metric="train/loss_sft",
@@ -311,14 +311,16 @@ def batches(loader: RowLoader) -> Iterator[list[Demonstration]]:
     return chain.from_iterable(repeat(loader))
 
 
-def batch_metrics(batch: Sequence[Demonstration], loader: RowLoader) -> dict[str, float]:
+def batch_metrics(
+    batch: Sequence[Demonstration], loader: RowLoader, ranks: Ranks
+) -> dict[str, float]:
     """Tokens of a batch, rows that were too long, and how many epochs are done."""
-    return {
+    counts = {
         "train/tokens": sum(len(each.token_ids) for each in batch),
         "train/tokens_trained": sum(int(each.learned.sum()) for each in batch),
         "train/overlong": sum(each.overlong for each in batch),
-        "train/epoch": loader.epoch + loader.index / len(loader.rows),
     }
+    return ranks.sums(counts) | {"train/epoch": loader.epoch + loader.index / len(loader.rows)}
 
 
 class Preparation:

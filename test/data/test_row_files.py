@@ -33,6 +33,42 @@ def letters(loader):
     return [row["query"] for row in loader]
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_parts_of_an_order_are_the_order(world):
+    rows = [{"query": number} for number in range(7)]
+
+    def endless(loader):
+        while True:
+            yield from loader
+
+    first = RowLoader(rows, seed=3)
+    order = [row["query"] for row, _ in zip(endless(first), range(30), strict=False)]
+    loaders = [RowLoader(rows, seed=3) for _ in range(world)]
+    for rank, loader in enumerate(loaders):
+        loader.part = (rank, world)
+    streams = [endless(loader) for loader in loaders]
+    drawn = [next(stream)["query"] for _ in range(30 // world) for stream in streams]
+    assert drawn == order[: len(drawn)]
+    # The position is that of all parts: another number of them goes on there.
+    positions = {loader.epoch * len(rows) + loader.index for loader in loaders}
+    assert positions == {len(drawn)}
+    alone = RowLoader(rows)
+    alone.load_state_dict(loaders[0].state_dict())
+    following = [row["query"] for row, _ in zip(endless(alone), range(2), strict=False)]
+    assert following == order[len(drawn) : len(drawn) + 2] or len(drawn) + 2 > len(order)
+
+
+def test_parts_of_a_batch_are_the_batch():
+    rows = [{"query": number} for number in range(5)]
+    loaders = [RowLoader(rows, seed=1, batch_size=3, collate_fn=list) for _ in range(2)]
+    for rank, loader in enumerate(loaders):
+        loader.part = (rank, 2)
+    whole = list(RowLoader(rows, seed=1, batch_size=3, collate_fn=list))
+    for batch, first, second in zip(whole, *loaders, strict=True):
+        assert first == batch[::2]
+        assert second == batch[1::2]
+
+
 def test_a_file_is_read_line_by_line_and_empty_lines_are_skipped(file):
     assert read_jsonl(file, columns=["a"]) == [{"a": 1}, {"a": 2}]
     assert load_rows(file) == load_rows(str(file)) == [{"a": 1}, {"a": 2}]

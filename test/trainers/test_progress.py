@@ -26,6 +26,15 @@ def test_the_second_ctrl_c_interrupts_and_the_old_handler_comes_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_ctrl_c_that_comes_twice_at_once_does_not_interrupt():
+    with StopRequest(presses=3) as stop:  # from the terminal, and from torchrun
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_conversations_are_shown_in_pairs():
     text = compare_conversations(["a\nb", "c"], ["d", "e"])
     assert text.splitlines() == [

@@ -70,6 +70,10 @@ class CompositeLossOutput(LLMLossOutput):
         """A copy of its tensors."""
         return self._each(lambda _, output: output.clone())
 
+    def cpu(self) -> CompositeLossOutput:
+        """The same with its tensors on the CPU."""
+        return self._each(lambda _, output: output.cpu())
+
     def _each(self, change: Callable[[str, LLMLossOutput], LLMLossOutput]) -> CompositeLossOutput:
         terms = {name: change(name, output) for name, output in self.terms.items()}
         return replace(self, terms=terms)

@@ -171,6 +171,11 @@ class GRPOGroups:
             "loss.aggregation=none leaves nothing to call backward on",
         )
         ensure(
+            self.train.parallel == "none" or self.ref_model.num_devices == 0,
+            "ref_model.num_devices=1 needs a GPU next to that of each rank, and with "
+            f"train.parallel={self.train.parallel} that is another rank's",
+        )
+        ensure(
             not (self.train_model.dtype == "bfloat16" and self.train.mixed_precision == "float32"),
             "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
         )
@@ -225,6 +230,8 @@ class GRPOConfig(GRPOGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train.parallel != "none":
+            self._check_parallel()
         sync, lora = self.weight_sync, self.train_model.lora.enabled
         ensure(
             self.inference_model.backend != "transformers" or sync == groups.WeightSyncConfig(),
@@ -245,6 +252,47 @@ class GRPOConfig(GRPOGroups):
             f"inference_model.num_devices={self.inference_model.num_devices} spreads the engine "
             "over processes, which cannot have the trainer's memory (weight_sync.type=shared); "
             "choose load or delta",
+        )
+
+    def _check_parallel(self) -> None:
+        """Each rank has rows, a tracker and an engine of its own."""
+        parallel, kind = f"train.parallel={self.train.parallel}", self.advantage.type
+        ensure(
+            kind != "spo",
+            f"advantage=spo with {parallel} would know on one rank only how a prompt went; choose "
+            "another advantage, or train.parallel=none",
+        )
+        ensure(
+            kind not in ("batch", "hybrid", "gae") or self.advantage.options["normalize"] == "none",
+            f"advantage={kind} with {parallel} would divide by the deviation of one rank's rows, "
+            "not of the step's: choose advantage.normalize=none, an advantage in the group, or "
+            "grpo-async.py, where one rank has the rows of all",
+        )
+        ensure(
+            self.reward.kl_target is None,
+            f"reward.kl_target with {parallel} would steer another reward.kl_coeff on each rank; "
+            "leave it out for a constant one",
+        )
+        ensure(
+            self.inference_model.num_devices == 1,
+            f"inference_model.num_devices={self.inference_model.num_devices} with {parallel}: each "
+            "rank has an engine of its own on its GPU; choose 1, or grpo-async.py",
+        )
+        ensure(
+            self.train.parallel != "fsdp2" or self.weight_sync.type != "shared",
+            "weight_sync.type=shared with train.parallel=fsdp2: an engine cannot sample with a "
+            "part of the weights; choose load or delta",
+        )
+
+    @property
+    def scores_whole(self) -> bool:
+        """Whether a rank samples or scores with weights of its own besides the loss."""
+        return (
+            self.inference_model.backend == "transformers"
+            or self.weight_sync.verify
+            or self.stores_proximal
+            or self.advantage.type == "gae"
+            or (self.needs_reference and self.train_model.lora.enabled)
         )
 
 

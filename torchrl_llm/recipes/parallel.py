@@ -107,14 +107,19 @@ def make_learner(
     return learner
 
 
-def weights_of(learner: TransformersWrapper, policy: TransformersWrapper) -> WeightUpdater:
-    """What brings the weights of ``learner`` to the policy that samples.
+def weights_of(
+    learner: TransformersWrapper, policy: TransformersWrapper, then: WeightUpdater | None = None
+) -> WeightUpdater:
+    """What brings the weights of ``learner`` to the policy that samples and scores.
 
     Args:
         learner: what is trained.
-        policy: what samples, in this process.
+        policy: has the same weights in this process, or a copy of them.
+        then: brings those of ``policy`` to the engine that samples in its place.
     """
-    return InProcessWeights() if learner is policy else GatheredWeights(learner, policy)
+    if learner is policy:
+        return InProcessWeights() if then is None else then
+    return GatheredWeights(learner, policy, then)
 
 
 def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:

@@ -76,7 +76,12 @@ class CollectionConfig:
         held = replace(config.train_model, lora=groups.LoraConfig(), gradient_checkpointing=False)
         return cls(
             **own,
-            train=replace(config.train, device=device),
+            train=replace(
+                config.train,
+                device=device,
+                parallel="none",
+                timeout_s=groups.ForwardConfig.timeout_s,
+            ),
             train_model=held,
             rows_per_batch=config.rows_per_claim,
             in_flight=config.weight_sync.in_flight,
@@ -342,6 +347,8 @@ def _trainers_gpus(config: AsyncGRPOConfig) -> set[int]:
     if policy.type != "cuda":
         return set()
     kept = {policy.index or 0} if config.train_model.num_devices else set()
+    if kept and config.train.parallel != "none":  # each rank has one, from the first on
+        kept = set(range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if config.ref_model.num_devices:
         kept.add(builders.reference_device(config).index)
     return kept

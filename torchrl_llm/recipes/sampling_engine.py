@@ -43,7 +43,7 @@ def sync_type(config: SamplerConfig) -> str:
         return "adapter"
     engine = config.inference_model
     one_memory = builders.device_kind(config) == "cpu" and engine.num_devices == 1
-    one_memory = one_memory and engine.backend == "vllm"
+    one_memory = one_memory and engine.backend == "vllm" and config.train.parallel != "fsdp2"
     return "shared" if one_memory else "load"
 
 
@@ -64,6 +64,9 @@ def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
     # Shared memory has one type; else the engine samples in the precision of the autocast.
     low = builders.samples_in_bfloat16(config) and sync != "shared"
     options["dtype"] = "bfloat16" if low else config.train_model.dtype
+    if config.train.parallel != "none":
+        # An engine for each rank, on the rank's own device, within the group that there is.
+        options["distributed_executor_backend"] = "external_launcher"
     if sync == "shared":
         options["load_format"] = "dummy"  # it gets the trainer's weights at once
     if sync == "adapter":
@@ -145,9 +148,10 @@ def make_sampler(
     canary = None
     if config.weight_sync.verify:
         canary = make_canary(config, policy, sync)
-    model = learner.model
+    model = policy.model
     if sync == "shared":
         # The version is proven by the canary; hashing all weights as well would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
     given = {"fingerprint": config.weight_sync.fingerprint} if sync == "load" else {}
-    return sampler, find("weights", sync)(backend, model=model, canary=canary, **given)
+    updater = find("weights", sync)(backend, model=model, canary=canary, **given)
+    return sampler, weights_of(learner, policy, updater)

@@ -25,11 +25,12 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -86,7 +87,9 @@ def make_optimizer(
         if key not in accepted:
             raise ConfigError(f"optimizer.{key} has no effect: {name} does not take it")
     fits = (p.is_floating_point() and p.numel() and not p.is_meta for p in trained)
-    if "fused" in accepted and all(fits):
+    # Of the fused kernels only Adam's know shards.
+    knows_shards = name in ("Adam", "AdamW") or not any(isinstance(p, DTensor) for p in trained)
+    if "fused" in accepted and knows_shards and all(fits):
         # One kernel for all parameters: on small models a plain loop outweighs the backward.
         given.setdefault("fused", True)
     return optimizer(trained, lr=lr, **given)
@@ -306,7 +309,7 @@ def micro_batches(
 
 def optimize(
     loss: TokenLoss,
-    batches: Iterable[LazyStackedTensorDict],
+    batches: Iterable[LazyStackedTensorDict | None],
     optimizer: torch.optim.Optimizer,
     scheduler: LambdaLR | None = None,
     *,
@@ -355,21 +358,25 @@ def optimize(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     scale = ranks.world if sharded else 1
+    cut = partial(micro_batches, budget=budget, layout=layout)
+    if sharded and layout == "bucketed":
+        cut = partial(_bucketed, budget=budget)
     meter = LossMeter()
-    for batch, normalizer, most in _in_step(loss, batches, budget, layout, ranks):
-        pieces = [] if batch is None else micro_batches(batch, budget=budget, layout=layout)
+    for pieces, normalizer, most in _in_step(loss, batches, cut, ranks):
+        fillers = []
+        if sharded and ranks.world > 1:
+            fillers = _fillers(pieces, most - len(pieces), ranks)
         own: LLMLossOutput | None = None
         for piece in pieces:
             with context():
                 output = loss(piece, normalizer=normalizer)
             (output.total_loss() * scale).backward()
             own = output.detach() if own is None else own + output.detach()
-        if sharded and ranks.world > 1:
-            for filler in _fillers(batch, most - len(pieces), ranks):
-                with context():
-                    output = loss(filler, normalizer=normalizer)
-                (output.total_loss() * 0.0).backward()
-        elif ranks.world > 1:
+        for filler in fillers:
+            with context():
+                output = loss(filler, normalizer=normalizer)
+            (output.total_loss() * 0.0).backward()
+        if not sharded and ranks.world > 1:
             add_gradients(parameters, ranks)
         for part in ranks.gather(own if ranks.world == 1 or own is None else own.cpu()):
             if part is not None:
@@ -380,39 +387,50 @@ def optimize(
     return meter.metrics()
 
 
+def _bucketed(rows: LazyStackedTensorDict, budget: int | None) -> list[LazyStackedTensorDict]:
+    """Micro-batches of rows of like length: those longer than half of the longest go together."""
+    pieces: list[list[TensorDict]] = []
+    for piece in micro_batches(rows, budget=budget, layout="bucketed"):
+        lengths = [ids.shape[0] for ids in read_rows(piece, ("tokens", "full"))]
+        longest, first = 0, len(pieces)
+        for length, row in sorted(zip(lengths, piece.unbind(0), strict=True), key=lambda p: -p[0]):
+            if len(pieces) == first or 2 * length <= longest:
+                pieces.append([])
+                longest = length
+            pieces[-1].append(row)
+    return [lazy_rows(piece) for piece in pieces]
+
+
 def _in_step(
     loss: TokenLoss,
-    batches: Iterable[LazyStackedTensorDict],
-    budget: int | None,
-    layout: str | None,
+    batches: Iterable[LazyStackedTensorDict | None],
+    cut: Callable[[LazyStackedTensorDict], list[LazyStackedTensorDict]],
     ranks: Ranks,
-) -> Iterator[tuple[LazyStackedTensorDict | None, Counts | None, int]]:
-    """Batches, the counts of all ranks' rows, and the most micro-batches that a rank has.
+) -> Iterator[tuple[list[LazyStackedTensorDict], Counts | None, int]]:
+    """Micro-batches of each batch, the counts of all ranks' rows, and the most that a rank has.
 
-    A rank that has no further batch gets ``None`` for one until no rank has any.
+    A rank that has no further batch gets none for one until no rank has any.
     """
     if ranks.world == 1:
         for batch in batches:
-            num_pieces = len(micro_batches(batch, budget=budget, layout=layout))
+            pieces = cut(batch)
             # A batch in one piece is counted by the loss itself.
-            yield batch, loss.normalizer(batch) if num_pieces > 1 else None, num_pieces
+            yield pieces, loss.normalizer(batch) if len(pieces) > 1 else None, len(pieces)
         return
     own = iter(batches)
     while True:
         batch = next(own, None)
-        told = (None, 0)
-        if batch is not None:
-            pieces = micro_batches(batch, budget=budget, layout=layout)
-            told = (loss.normalizer(batch), len(pieces))
-        counts, numbers = zip(*ranks.gather(told), strict=True)
-        normalizer = sum_counts(counts)
+        pieces = [] if batch is None else cut(batch)
+        counts = None if batch is None else loss.normalizer(batch)
+        everyone, numbers = zip(*ranks.gather((counts, len(pieces))), strict=True)
+        normalizer = sum_counts(everyone)
         if normalizer is None:
             return
-        yield batch, normalizer, max(numbers)
+        yield pieces, normalizer, max(numbers)
 
 
 def _fillers(
-    batch: LazyStackedTensorDict | None, number: int, ranks: Ranks
+    pieces: list[LazyStackedTensorDict], number: int, ranks: Ranks
 ) -> list[LazyStackedTensorDict]:
     """What a rank runs while another has further micro-batches: a short row, so many times.
 
@@ -420,9 +438,10 @@ def _fillers(
     that of another.
     """
     row = None
-    if batch is not None:
-        lengths = [ids.shape[0] for ids in read_rows(batch, ("tokens", "full"))]
-        row = batch.unbind(0)[lengths.index(min(lengths))]
+    if pieces:
+        # The last piece has the shortest rows.
+        members = pieces[-1].unbind(0)
+        row = min(members, key=lambda row: row["tokens", "full"].shape[0])
     if ranks.any(row is None):
         sent = ranks.gather(None if row is None else pack_rows([row]))
         row = next(packed for packed in sent if packed is not None).unpack()[0]

@@ -21,7 +21,7 @@ class StopRequest:
 
     Args:
         notice: called once, when the first signal arrives (:meth:`TrainingRun.say` with a text).
-        presses: how often Ctrl-C has to arrive to interrupt at once.
+        presses: how many signals have to arrive before a Ctrl-C, the last of them, interrupts.
 
     Attributes:
         signal: the first one that arrived, ``None`` before.
@@ -70,7 +70,7 @@ class StopRequest:
         self.__enter__()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._presses -= number == signal.SIGINT
+        self._presses -= 1
         if self.requested and number == signal.SIGINT and self._presses <= 0:
             raise KeyboardInterrupt
         first, self.signal = self.signal is None, self.signal or signal.Signals(number)

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.data.wire import PackedRows, leaf, pack_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.composite_loss import CompositeNormalizer
@@ -46,6 +46,7 @@ Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
 
 # Bytes of gradients that are added up at a time.
 _BUCKET_BYTES = 64 << 20
+_NO_MORE = "no more batches"
 # Of the group that was begun.
 _stores: list[dist.Store] = []
 # For a store that there may not be any more.
@@ -159,14 +160,31 @@ class Ranks:
         Raises:
             ConfigError: the ranks cannot have equally many.
         """
+        self.share_at_least_one(total, key, what=what)
         if total % self.world:
-            few = "fewer than there are ranks" if total < self.world else "not a multiple of them"
             raise ConfigError(
-                f"{key}={total} counts the {what} of all {self.world} ranks together, and is "
-                f"{few}: choose {-(-total // self.world) * self.world}, or start another number "
-                "of processes"
+                f"{key}={total} counts the {what} of all {self.world} ranks together, and is not a "
+                f"multiple of them: choose {-(-total // self.world) * self.world}, or start "
+                "another number of processes"
             )
         return total // self.world
+
+    def share_at_least_one(self, total: int, key: str, *, what: str) -> None:
+        """Refuse a number that does not reach for every rank.
+
+        Args:
+            total: as for :meth:`share`.
+            key: as there.
+            what: as there.
+
+        Raises:
+            ConfigError: there are more ranks.
+        """
+        if total < self.world:
+            raise ConfigError(
+                f"{key}={total} counts the {what} of all {self.world} ranks together, and is fewer "
+                f"than them: choose {self.world} or more, or start fewer processes"
+            )
 
 
 ALONE = Ranks()
@@ -176,6 +194,57 @@ ALONE = Ranks()
 def _merged(parts: Sequence[dict[str, float]], merge: Any) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: merge([part[name] for part in parts if name in part]) for name in names}
+
+
+def scattered(
+    batches: Iterable[LazyStackedTensorDict], ranks: Ranks
+) -> Iterator[LazyStackedTensorDict | None]:
+    """Batches that only rank 0 has, spread over the ranks: whole groups, about as many tokens each.
+
+    Args:
+        batches: of rank 0; those of other ranks are not looked at.
+        ranks: the processes, which all have to iterate.
+
+    Yields:
+        This rank's rows of a batch, ``None`` where it gets none.
+
+    Example:
+        >>> list(scattered(["whole batches"], ALONE))
+        ['whole batches']
+    """
+    if ranks.world == 1:
+        yield from batches
+        return
+    own = iter(batches)
+    while True:
+        parts: list[Any] | None = None
+        if ranks.is_main:
+            batch = next(own, None)
+            ended = [_NO_MORE] * ranks.world
+            parts = ended if batch is None else _spread(row_list(batch), ranks.world)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, parts, src=0)
+        if received[0] == _NO_MORE:
+            return
+        yield None if received[0] is None else received[0].unpack()
+
+
+def _spread(rows: list[TensorDict], number: int) -> list[PackedRows | None]:
+    groups: dict[Any, list[TensorDict]] = {}
+    for place, row in enumerate(rows):
+        group = leaf(row, ("group_id",))
+        groups.setdefault(("row", place) if group is None else int(group), []).append(row)
+    tokens = {
+        key: sum(leaf(row, ("tokens", "full")).shape[0] for row in members)
+        for key, members in groups.items()
+    }
+    parts: list[list[TensorDict]] = [[] for _ in range(number)]
+    load = [0] * number
+    for key in sorted(groups, key=lambda key: -tokens[key]):
+        lightest = load.index(min(load))
+        parts[lightest] += groups[key]
+        load[lightest] += tokens[key]
+    return [pack_rows(part) if part else None for part in parts]
 
 
 # -- beginning ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import shlex
 import signal
 import sys
@@ -635,5 +636,9 @@ def _typed() -> str:
     begun, *arguments = map(masked, sys.argv)
     kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
     # A console command is called by its name, and a page by Python.
-    begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        many = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        begun = f"{many} {shlex.quote(begun) if begun.endswith('.py') else '-m torchrl_llm'}"
+    else:
+        begun = f"python {shlex.quote(begun)}" if begun.endswith(".py") else begun
     return f"{begun} {shlex.join(kept)}".strip()

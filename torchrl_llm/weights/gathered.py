@@ -19,25 +19,41 @@ class GatheredWeights(WeightUpdater):
     Args:
         trained: the module that learns, sharded by FSDP2 or not.
         twin: a copy of it, made before it was sharded.
+        then: pushes the weights of the twin on, to an engine.
 
     Example:
-        >>> trained = nn.Linear(1, 1)
-        >>> twin = nn.Linear(1, 1)
+        >>> trained, twin = nn.Linear(1, 1), nn.Linear(1, 1)
         >>> GatheredWeights(trained, twin).push_weights()
         >>> torch.equal(trained.weight, twin.weight)
         True
     """
 
-    def __init__(self, trained: nn.Module, twin: nn.Module) -> None:
+    def __init__(
+        self, trained: nn.Module, twin: nn.Module, then: WeightUpdater | None = None
+    ) -> None:
         self._pairs = list(zip(trained.parameters(), twin.parameters(), strict=True))
+        self._then = then
 
-    @torch.no_grad()
+    def register_collector(self, collector: Any) -> None:
+        """Bind to a collector, as what pushes the weights on."""
+        super().register_collector(collector)
+        if self._then is not None:
+            self._then.register_collector(collector)
+
+    @property
+    def canary(self) -> Any:
+        """Of what pushes the weights on; ``None`` without one."""
+        return getattr(self._then, "canary", None)
+
     def push_weights(self, policy_or_weights: Any = None) -> None:
         """Copy what has been trained.
 
         Args:
             policy_or_weights: not looked at: the weights are those of the trained module.
         """
-        for trained, twin in self._pairs:
-            if trained.requires_grad:
-                twin.copy_(whole_tensor(trained))
+        with torch.no_grad():
+            for trained, twin in self._pairs:
+                if trained.requires_grad:
+                    twin.copy_(whole_tensor(trained))
+        if self._then is not None:
+            self._then.push_weights()

@@ -241,14 +241,21 @@ class CausalScorer(nn.Module, TokenScorer):
                 f"layout={self._layout!r} packs rows of at most {self._longest_plain_row} tokens, "
                 f"the window of its attention, and a row has {max(rows.lengths)}; use 'auto'"
             )
-        return (self._layout,)
+        return ("padded",) if self._layout == "bucketed" and self._is_sharded else (self._layout,)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether the ranks that share the weights have to call the model equally often.
+
+        Then one call of the scorer is one of the model: who wants buckets cuts the rows himself, as
+        ``torchrl_llm.trainers.optimize`` does.
+        """
+        return isinstance(next(self.model.parameters()), DTensor)
 
     def _automatic(self, plain: bool) -> tuple[str, ...]:
         # Eager attention would write a mask over the whole stream and compare all its pairs.
         one_call = self._one_call if plain and self._kernel != "eager" else ()
-        # Ranks that share weights have to call the model equally often.
-        sharded = isinstance(next(self.model.parameters()), DTensor)
-        return ("padded", *one_call) if sharded else ("padded", "bucketed", *one_call)
+        return ("padded", *one_call) if self._is_sharded else ("padded", "bucketed", *one_call)
 
 
 def score_hidden(

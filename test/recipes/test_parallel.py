@@ -1,0 +1,276 @@
+"""Recipes under torchrun: what is refused, how ranks end together, what they reach."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config
+from torchrl_llm.recipes.parallel import of_rank
+from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, last_words
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "sota-implementations" / "grpo" / "grpo-sync.py"
+CPU = torch.device("cpu")
+SMALL = [
+    "train.prompts_per_batch=4",
+    "env.repeats=4",
+    "eval.num_prompts=0",
+    "train.max_steps=4",
+    "logging.samples=null",
+]
+
+REFUSED = [
+    ({"train": {"timeout_s": 5.0}}, "timeout_s has no effect with train.parallel=none"),
+    ({"train": {"parallel": "ddp"}, "advantage": {"type": "spo"}}, "know on one rank only"),
+    ({"train": {"parallel": "ddp"}, "advantage": {"type": "batch"}}, "deviation of one rank's"),
+    (
+        {"train": {"parallel": "ddp"}, "reward": {"kl_coeff": 0.1, "kl_target": 6.0}},
+        "steer another reward.kl_coeff on each rank",
+    ),
+    (
+        {
+            "train": {"parallel": "ddp"},
+            "inference_model": {"backend": "vllm", "num_devices": 2},
+            "weight_sync": {"type": "load"},
+        },
+        "an engine of its own",
+    ),
+    (
+        {
+            "train": {"parallel": "fsdp2"},
+            "inference_model": {"backend": "vllm"},
+            "weight_sync": {"type": "shared"},
+        },
+        "cannot sample with a part of the weights",
+    ),
+    (
+        {
+            "train": {"parallel": "ddp", "kl_to_ref_coeff": 0.1},
+            "ref_model": {"num_devices": 1},
+        },
+        "another rank's",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_several_ranks_cannot_do_is_refused_at_construction(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(values)
+
+
+def test_one_rank_has_the_rows_of_all_in_the_asynchronous_recipe():
+    load_config({"train": {"parallel": "ddp"}, "advantage": {"type": "batch"}}, AsyncGRPOConfig)
+
+
+def test_numbers_of_rows_are_those_of_all_ranks():
+    config = load_config({"train": {"parallel": "ddp", "optim_batch_size": 64}})
+    own = of_rank(config, Ranks(rank=1, world=4))
+    assert (own.train.prompts_per_batch, own.train.optim_batch_size) == (4, 16)
+    assert own.rows_per_batch == 32
+    assert of_rank(config, Ranks()) is config
+    with pytest.raises(ConfigError, match="not a multiple of them: choose 18"):
+        of_rank(config, Ranks(world=3))
+    with pytest.raises(ConfigError, match="fewer than them: choose 32"):
+        of_rank(config, Ranks(world=32))
+
+
+@pytest.fixture
+def torchrun_env(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_processes_of_torchrun_that_would_train_alone_are_refused(torchrun_env):
+    with pytest.raises(ConfigError, match=r"choose train\.parallel=ddp"):
+        begin_ranks("none", device=CPU)
+    with pytest.raises(ConfigError, match="would be the GPU of all 2 processes"):
+        begin_ranks("ddp", device=torch.device("cuda", 0))
+
+
+def test_ranks_need_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert begin_ranks("none", device=CPU) == Ranks()
+    with pytest.raises(ConfigError, match="needs processes that train together: torchrun"):
+        begin_ranks("fsdp2", device=CPU)
+
+
+def test_keys_that_differ_between_ranks_are_named():
+    class Two(Ranks):
+        def gather(self, value):
+            return [value, {**value, "seed": 1}]
+
+    with pytest.raises(ConfigError, match="seed \\(0 at rank 0, 1 at rank 1\\)"):
+        check_equal({"seed": 0, "train.max_steps": 3}, Two(world=2))
+
+
+def test_what_a_rank_sees_of_another_s_end_is_not_its_own_error(monkeypatch):
+    said = {}
+
+    class Store:
+        def check(self, names):
+            return all(name in said for name in names)
+
+        def get(self, name):
+            return said[name].encode()
+
+        def compare_set(self, name, expected, value):
+            return said.setdefault(name, value).encode()
+
+    monkeypatch.setattr("torchrl_llm.trainers.ranks._stores", [Store()])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    gone = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    def words(rank, error):
+        monkeypatch.setenv("RANK", str(rank))
+        return last_words(error)
+
+    assert words(2, ConfigError("no such key")) == "rank 2: ConfigError: no such key"
+    assert words(1, ConfigError("no such key")) is None  # it has been said
+    assert words(0, gone) == "ended with rank 2: ConfigError: no such key"
+    assert words(1, gone) is None
+    said.clear()
+    assert "ended without a word" in words(1, gone)
+    assert words(3, gone) is None
+
+
+def torchrun(tmp_path, *arguments, page=PAGE, env=()):
+    """Run a page in two processes; the exit code and what was said."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    quiet = ["logging.progress=false", f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(
+        [*command, str(page), *arguments, *quiet],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **dict(env)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def table(tmp_path):
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Runs the page with a fault in the third batch of rank 1.
+FAULTY = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.path.dirname({page!r}))
+if os.environ["RANK"] == "1":
+    if os.environ["FAULT"] == "seed":
+        sys.argv.append("seed=1")
+    from torchrl_llm.errors import DataError
+    from torchrl_llm.trainers.batch_source import BatchSource
+    fill, batches = BatchSource.fill, []
+    def faulty(self):
+        batches.append(1)
+        if len(batches) == 3:
+            if os.environ["FAULT"] == "error":
+                raise DataError("this rank has no more")
+            if os.environ["FAULT"] != "seed":
+                os.kill(os.getpid(), getattr(signal, os.environ["FAULT"]))
+        return fill(self)
+    BatchSource.fill = faulty
+sys.argv[0] = {page!r}
+runpy.run_path({page!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("seed", "these keys differ: seed (0 at rank 0, 1 at rank 1)"),
+        ("error", "rank 1: DataError: this rank has no more"),
+        ("SIGKILL", "another process has ended without a word"),
+        ("SIGTERM", "saved"),
+    ],
+)
+def test_ranks_end_together_and_one_of_them_says_why(fault, message, tmp_path):
+    page = tmp_path / "faulty.py"
+    page.write_text(FAULTY.format(page=str(PAGE)))
+    code, said = torchrun(tmp_path, *SMALL, "train.parallel=ddp", page=page, env={"FAULT": fault})
+    assert code != 0
+    assert message in said
+    assert said.count("Error:") - said.count("ChildFailedError:") <= 2, said  # told, and repeated
+    if fault == "SIGTERM":
+        assert table(tmp_path)[-1]["train/step"] == "3"
+        assert (tmp_path / "run" / "checkpoints" / "step_000003" / "config.json").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_run_that_goes_on_is_the_run_uninterrupted(parallel, tmp_path):
+    options = [*SMALL, f"train.parallel={parallel}"]
+    torchrun(tmp_path / "whole", *options)
+    torchrun(tmp_path / "parts", *options, "train.max_steps=2")
+    code, said = torchrun(tmp_path / "parts", *options, "checkpoint.resume=auto")
+    assert code == 0, said
+    without_clock = [
+        [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in table(folder)]
+        for folder in (tmp_path / "whole", tmp_path / "parts")
+    ]
+    assert without_clock[0] == without_clock[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_learn_what_one_process_learns(parallel, tmp_path):
+    code, said = torchrun(tmp_path, f"train.parallel={parallel}")
+    assert code == 0, said
+    rows = table(tmp_path)
+    reward = [float(row["train/reward"]) for row in rows if row["train/reward"]]
+    accuracy = [float(row["eval/accuracy"]) for row in rows if row["eval/accuracy"]]
+    assert sum(reward[-5:]) / 5 >= 0.85
+    assert accuracy[-1] >= 0.95
+
+
+@pytest.mark.full
+def test_two_ranks_fine_tune_as_one(tmp_path, gsm8k_dir):
+    options = [
+        f"data={gsm8k_dir / 'train.jsonl'}",
+        "data.prompt=question",
+        "data.completion=answer",
+        "train.max_steps=3",
+        "train.batch_size=7",
+        "eval.num_prompts=8",
+    ]
+    page = ROOT / "sota-implementations" / "sft" / "sft.py"
+    losses = {}
+    for parallel in ("ddp", "fsdp2"):
+        folder = tmp_path / parallel
+        code, said = torchrun(folder, *options, f"train.parallel={parallel}", page=page)
+        assert code == 0, said
+        losses[parallel] = [float(r["train/loss_sft"]) for r in table(folder)[1:]]
+    run = f"hydra.run.dir={tmp_path}/one/run"
+    subprocess.run([sys.executable, str(page), *options, run], check=True, capture_output=True)
+    one = [float(row["train/loss_sft"]) for row in table(tmp_path / "one")[1:]]
+    assert losses["ddp"] == pytest.approx(one, rel=1e-5)
+    assert losses["fsdp2"] == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_ranks_on_gpus_learn_with_nccl(backend, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, one a rank")
+    engine = [f"inference_model.backend={backend}"]
+    if backend == "vllm":
+        engine += [
+            "inference_model.gpu_memory_utilization=0.3",
+            "inference_model.max_model_len=256",
+        ]
+    code, said = torchrun(tmp_path, "train.parallel=fsdp2", *engine)
+    assert code == 0, said
+    rows = table(tmp_path)
+    assert float([row["eval/accuracy"] for row in rows if row["eval/accuracy"]][-1]) >= 0.95
