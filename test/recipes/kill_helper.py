@@ -132,7 +132,7 @@ def run_to_the_end(folder, overrides):
     assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
 
 
-def run_killed(folder, overrides, *, kills, seed, operations=80):
+def run_killed(folder, overrides, *, kills, seed, operations=100):
     """A run that is killed so many times, and goes on each time; where it was killed."""
     draw, places = random.Random(seed), []
     for number in range(kills):

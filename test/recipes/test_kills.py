@@ -35,7 +35,7 @@ def check(folder, settings, **how):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_twenty_kills_at_random(tmp_path):
-    places = check(tmp_path, LONG, kills=20, seed=15)
+    places = check(tmp_path, LONG, kills=20, seed=15, operations=170)
     assert any(saving for _, saving in places), places
     assert len({step for step, _ in places}) > 4, places
 
