@@ -38,6 +38,8 @@ SMALL = [
     "logging.samples=null",
     "optimizer.warmup_steps=0",
 ]
+# What a run imports in its course.
+IMPORTED_LATE = ("matplotlib.pyplot", "transformers.models.qwen2.modeling_qwen2")
 # What a save, the table of metrics, and whoever else keeps files consist of.
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
@@ -132,7 +134,7 @@ def run_to_the_end(folder, overrides):
     assert process.exitcode == 0, Path(f"{folder}.log").read_text()[-3000:]
 
 
-def run_killed(folder, overrides, *, kills, seed, operations=80):
+def run_killed(folder, overrides, *, kills, seed, operations=100):
     """A run that is killed so many times, and goes on each time; where it was killed."""
     draw, places = random.Random(seed), []
     for number in range(kills):
@@ -156,7 +158,9 @@ def run_killed(folder, overrides, *, kills, seed, operations=80):
 
 def _start(folder, overrides, *how):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, *IMPORTED_LATE])
+    here = map(str, Path(__file__).parents[1:3])  # where the server finds what it is to import
+    os.environ["PYTHONPATH"] = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     overrides = [*overrides, "checkpoint.resume=auto"]
     process = context.Process(target=attempt, args=(overrides, str(folder), *how))
     process.start()

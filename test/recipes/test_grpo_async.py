@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,6 +109,37 @@ def test_it_trains_beside_collectors_that_may_die_stops_and_goes_on(tmp_path, ru
     assert max(column(table, "train/kl_to_inference")) < 0.1
     last = weights(tmp_path, 8)
     assert any((first[name] != last[name]).any() for name in first)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_learner_that_is_killed_goes_on_and_trains_nothing_twice(tmp_path):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    folder, notes = tmp_path / "run", tmp_path / "notes"
+    settings = ["train.max_steps=6", "checkpoint.interval=2", "checkpoint.resume=auto"]
+    for killed_at in (5, 0):  # in the middle of step 5: step 4 was saved
+        wait_for_cpus()
+        learner = Path(__file__).with_name("killed_learner.py")
+        command = [sys.executable, learner, notes, killed_at, SCRIPT, *SMALL, *settings]
+        done = subprocess.run(
+            [str(word) for word in (*command, f"hydra.run.dir={folder}")],
+            env={**os.environ, "RAY_ADDRESS": address},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr[-3000:]
+    steps = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert len(steps) == 5 + 2
+    kept = [traj for step in (*steps[:4], *steps[5:]) for _, traj in step]
+    assert len(set(kept)) == len(kept) == 6 * 16
+    groups = {group for step in steps[5:] for group, _ in step}
+    assert not groups & {group for step in steps[:5] for group, _ in step}
+    table = rows(folder)
+    assert [step["train/step"] for step in table] == list("0123456")
+    check_accounts(table)
 
 
 @pytest.mark.timeout(900)

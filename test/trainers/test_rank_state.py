@@ -112,6 +112,30 @@ def test_what_was_begun_cannot_be_handed_over():
         assert rank_state([state(0, 1), begun], [], state(0, 0), rank=1, world=2)[0] is begun
 
 
+def test_where_the_first_rank_collects_for_all_it_goes_on_with_what_it_has_begun():
+    first, other = state(0, 1, waiting=ROWS), {"parts": {}, "rng": 1}
+    for saved, world in (([first], 2), ([first, other], 1), ([first, other], 3)):
+        for rank in range(world):
+            fresh = state(9, 9) if rank == 0 else {"parts": {}, "rng": 10 + rank}
+            mine, *_ = rank_state(saved, [], fresh, rank=rank, world=world, is_shared=False)
+            if rank == 0:
+                assert mine == first
+            else:
+                assert mine == {"parts": {}, "rng": 1 if rank < len(saved) else 10 + rank}
+
+
+def test_a_loader_may_be_a_part_itself():
+    def with_loader(epoch, index):
+        return {"parts": {"rows": {"seed": 1, "epoch": epoch, "index": index}}, "rng": 0}
+
+    saved = [with_loader(0, 6), with_loader(0, 6)]
+    for world in (1, 3):
+        for rank in range(world):
+            mine, _, notice = rank_state(saved, [], with_loader(0, 0), rank=rank, world=world)
+            assert mine["parts"]["rows"] == {"seed": 1, "epoch": 0, "index": 6}
+            assert "unequally" not in notice
+
+
 @pytest.mark.parametrize("num_rows", [5, 6, 7])
 @pytest.mark.parametrize("drawn", range(1, 12))
 def test_a_place_in_the_data_means_the_same_for_any_number_of_ranks(num_rows, drawn):

@@ -8,8 +8,9 @@ with the bytes of a message, whatever it claims: each row of each node and colum
 them, and no tensor is in two places.
 
 Written are tensors, ``None``, bools, numbers, strings, bytes, lists, tuples, sets and dicts of
-them, NumPy's arrays and numbers, chats with their token records, the enums of :mod:`torchrl_llm.data.enums`, and nodes that are
-tensordicts, lazy stacks, columns or known tensorclasses.
+them, NumPy's arrays and numbers, chats with their token records, the enums of
+:mod:`torchrl_llm.data.enums`, and nodes that are tensordicts, lazy stacks, columns or known
+tensorclasses.
 """
 
 from __future__ import annotations

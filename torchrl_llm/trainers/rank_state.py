@@ -21,7 +21,13 @@ State = Mapping[str, Any]
 
 
 def rank_state(
-    saved: Sequence[State], retired: Sequence[State], fresh: State, *, rank: int, world: int
+    saved: Sequence[State],
+    retired: Sequence[State],
+    fresh: State,
+    *,
+    rank: int,
+    world: int,
+    is_shared: bool = True,
 ) -> tuple[State, list[State], str | None]:
     """What a rank continues after.
 
@@ -31,6 +37,7 @@ def rank_state(
         fresh: state of this rank as it is now, at its beginning.
         rank: number of this rank.
         world: how many there are now.
+        is_shared: whether other ranks than the first collect rows as well.
 
     Returns:
         The state; those that are retired from now on; and what is to be told, if anything.
@@ -41,6 +48,10 @@ def rank_state(
     known = [*saved, *retired]
     if world == len(saved):
         return saved[rank], list(retired), None
+    notice = f"the checkpoint is of {len(saved)} ranks, and {world} go on"
+    if not is_shared and not any(state["parts"] for state in saved[1:]):
+        mine = known[rank] if rank < len(known) else fresh
+        return {**mine, "parts": mine["parts"] if rank == 0 else {}}, known[world:], notice
     for number, state in enumerate(saved):
         if begun := next(_begun(state), None):
             raise CheckpointError(
@@ -54,7 +65,6 @@ def rank_state(
     taken = _nodes(nearest, _is_of_run) | _trackers(saved) | farthest
     if rank < len(known):
         taken |= _nodes(known[rank], _is_counter) | {("rng",): known[rank]["rng"]}
-    notice = f"the checkpoint is of {len(saved)} ranks, and {world} go on"
     if uneven:
         notice += "; they had drawn unequally many prompts, and those that some had not are skipped"
     return _replaced(fresh, taken), known[world:], notice
@@ -101,7 +111,8 @@ def _is_counter(path: tuple[str, ...], value: Any) -> bool:
 
 
 def _is_place(path: tuple[str, ...], value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"loader", "element", "offset"}
+    is_feed = isinstance(value, Mapping) and value.keys() == {"loader", "element", "offset"}
+    return is_feed or (isinstance(value, Mapping) and {"epoch", "index"} <= value.keys())
 
 
 def _is_of_run(path: tuple[str, ...], value: Any) -> bool:
@@ -122,6 +133,6 @@ def _trackers(saved: Sequence[State]) -> dict[tuple[str, ...], Any]:
 
 def _drawn(place: State) -> tuple[int, int]:
     """How far a loader has come: the same number for all ranks that have drawn equally many."""
-    loader = place["loader"]
+    loader = place.get("loader", place)
     known = isinstance(loader, Mapping) and {"epoch", "index"} <= loader.keys()
     return (loader["epoch"], loader["index"]) if known else (place["element"], place["offset"])

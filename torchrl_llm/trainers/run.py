@@ -638,7 +638,12 @@ class TrainingRun:
         load_part_states(shared, state["parts"], self._names, read=read)
         fresh = {"parts": part_states(own, self._names), "rng": rng_state()}
         mine, self._retired, notice = rank_state(
-            state["ranks"], state["retired"], fresh, rank=self.ranks.rank, world=self.ranks.world
+            state["ranks"],
+            state["retired"],
+            fresh,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            is_shared=sum(self.ranks.gather(bool(own))) > 1,
         )
         repairs += [notice] if notice else []
         load_part_states(own, mine["parts"], self._names, read=read)

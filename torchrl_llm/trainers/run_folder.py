@@ -68,12 +68,12 @@ def model_folder(path: Path) -> Path:
             path = checkpoint_path(folder, steps[-1])
     if (path / "config.json").is_file():
         return path
-    if several := sorted(file.parent.name for file in path.glob("*/config.json")):
-        if _CHECKPOINT.fullmatch(path.name):
-            raise ConfigError(
-                f"{path} holds several models, {', '.join(several)}: name the folder of one, as "
-                f"{path / several[0]}"
-            )
+    several = sorted(file.parent.name for file in path.glob("*/config.json"))
+    if several and _CHECKPOINT.fullmatch(path.name):
+        raise ConfigError(
+            f"{path} holds several models, {', '.join(several)}: name the folder of one, as "
+            f"{path / several[0]}"
+        )
     if (path / "model" / "config.json").is_file():
         return path / "model"
     if not path.is_dir():
