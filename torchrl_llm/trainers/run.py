@@ -49,7 +49,8 @@ from torchrl_llm.trainers.samples import sample_text
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
 _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
-_FREE_ON_RESUME += ("reward.on_all_invalid",)
+_FREE_ON_RESUME += ("reward.on_all_invalid", "env.on_overlong")
+_FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
 
 
 @dataclass(kw_only=True)
