@@ -5,7 +5,7 @@ conversation up to that turn, so a trajectory is judged turn by turn, before its
 and what filters, advantage estimators and forwards get is cut already.
 
 Not here: prompts that leave no room for an answer, which are the policy's to judge
-(:mod:`torchrl_llm.modules.policies.context_limit`). Next:
+(``on_overlong`` of :class:`~torchrl_llm.modules.policies.LLMWrapperBase`). Next:
 :class:`~torchrl_llm.trainers.batch_source.BatchSource` counts what is cut.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it may have.
@@ -136,7 +136,7 @@ class LengthRule:
 def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     """The first tokens of a row, with all that is known of them and nothing of the others.
 
-    Every per-token fact of :data:`~torchrl_llm.data.token_facts.FACTS` is cut, the kept ids, and
+    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, the kept ids, and
     what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``). Rewards
     per token that stood on what is cut off fall on the last token of the response that is left: the
     return of each token that is trained stays what it was. A reward of the whole row stays.
