@@ -136,10 +136,10 @@ class LengthRule:
 def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     """The first tokens of a row, with all that is known of them and nothing of the others.
 
-    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, the kept ids, and
-    what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``). Rewards
-    per token that stood on what is cut off fall on the last token of the response that is left: the
-    return of each token that is trained stays what it was. A reward of the whole row stays.
+    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, the kept ids,
+    and what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``).
+    Rewards per token that stood on what is cut off fall on the last token of the response that is
+    left: the return of each token that is trained stays what it was. A reward of the row stays.
 
     The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it has one; ``terminated``
     stays, the task was over. ``"cut_tokens"``, int64, says how many sampled tokens were cut off.
