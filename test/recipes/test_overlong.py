@@ -73,9 +73,15 @@ def test_long_rows_are_taken_out_and_counted(run, script, limit, settings):
         assert max(lengths) < limit
 
 
-def test_an_error_names_the_row_and_the_keys(run):
+@pytest.mark.full
+def test_an_error_names_the_row_and_the_run_goes_on_as_it_says(run):
+    settings = [*CALCULATOR, "checkpoint.resume=auto"]
+    run(GRPO, *settings, "train.max_steps=1")
+    settings += ["train.max_seq_len=60", "train.max_steps=2"]
     with pytest.raises(OverlongError, match=r"row \d+ of the batch, group_id=.*max_seq_len is 60"):
-        run(GRPO, *CALCULATOR, "train.max_seq_len=60", "train.max_steps=1")
+        run(GRPO, *settings)
+    table, _ = run(GRPO, *settings, CUT)
+    assert [row["train/step"] for row in table] == ["1", "2"]
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ conversation up to that turn, so a trajectory is judged turn by turn, before its
 and what filters, advantage estimators and forwards get is cut already.
 
 Not here: prompts that leave no room for an answer, which are the policy's to judge
-(:mod:`torchrl_llm.modules.policies.context_limit`). Next:
+(``on_overlong`` of :class:`~torchrl_llm.modules.policies.LLMWrapperBase`). Next:
 :class:`~torchrl_llm.trainers.batch_source.BatchSource` counts what is cut.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it may have.
@@ -26,7 +26,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import CUT_TOKENS, group_
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
-from torchrl_llm.data.wire import leaf, plain_node, set_copied
+from torchrl_llm.data.wire import leaf, new_node, plain_node, set_copied
 from torchrl_llm.errors import ConfigError, OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
@@ -136,10 +136,10 @@ class LengthRule:
 def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     """The first tokens of a row, with all that is known of them and nothing of the others.
 
-    Every per-token fact of :data:`~torchrl_llm.data.token_facts.FACTS` is cut, the kept ids, and
-    what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``). Rewards
-    per token that stood on what is cut off fall on the last token of the response that is left: the
-    return of each token that is trained stays what it was. A reward of the whole row stays.
+    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, the kept ids,
+    and what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``).
+    Rewards per token that stood on what is cut off fall on the last token of the response that is
+    left: the return of each token that is trained stays what it was. A reward of the row stays.
 
     The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it has one; ``terminated``
     stays, the task was over. ``"cut_tokens"``, int64, says how many sampled tokens were cut off.
@@ -183,12 +183,18 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
         changed["advantage",] = advantage[:max_length]
     for path, values in _token_rewards(row, size):
         changed[path] = torch.cat([values[: max(left, 1) - 1], _sum(values[max(left, 1) - 1 :])])
-    cut = row.clone(False)
+    cut = _copy(row)
     for path, value in (changed | _flags(row)).items():
         set_copied(cut, path, value)
     before = leaf(row, (CUT_TOKENS,))
     number = sampled_tokens(row) - sampled_tokens(cut) + (0 if before is None else int(before))
-    return cut.set(CUT_TOKENS, torch.tensor(number))
+    set_copied(cut, (CUT_TOKENS,), torch.tensor(number))
+    return cut
+
+
+def _copy(row: TensorDict) -> TensorDict:
+    """The row anew, with the same nodes, of which ``set_copied`` makes others."""
+    return new_node(dict(row._tensordict))
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -209,24 +215,24 @@ def _conversation(row: TensorDict) -> Hashable:
 
 
 def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The nodes of a row and of its ``next``, where columns may be along the tokens."""
-    above: list[tuple[Path, Any]] = [((), row), (("next",), leaf(row, ("next",)))]
-    for path, node in above:
-        for name, child in {} if node is None else plain_node(node)._tensordict.items():
-            inner = plain_node(child)
-            if type(inner) is TensorDict:
-                yield (*path, name), inner._tensordict
+    """The nodes of a row, its ``next`` and what hangs below that, and what is in each."""
+    waiting: list[tuple[Path, Any]] = [((), row)]
+    for path, node in waiting:
+        inner = plain_node(node)
+        if type(inner) is TensorDict:
+            yield path, inner._tensordict
+            if path[:1] in ((), ("next",)):
+                waiting += [((*path, name), child) for name, child in inner._tensordict.items()]
 
 
 def _token_rewards(row: TensorDict, size: int) -> Iterator[tuple[Path, Tensor]]:
     """Rewards of each of several tokens of a response."""
-    node = leaf(row, ("next",))
-    leaves = {} if node is None or size < 2 else dict(plain_node(node).items(True, True))
-    for key, values in leaves.items():
-        path = (key,) if isinstance(key, str) else key
-        rewards = any("reward" in name for name in path) and isinstance(values, Tensor)
-        if rewards and values.is_floating_point() and values.shape[:1] == (size,):
-            yield ("next", *path), values
+    for path, node in _nodes(row):
+        for name, values in node.items() if path[:1] == ("next",) and size > 1 else ():
+            named = any("reward" in part for part in (*path, name))
+            numbers = isinstance(values, Tensor) and values.is_floating_point()
+            if named and numbers and values.shape[:1] == (size,):
+                yield (*path, name), values
 
 
 def _flags(row: TensorDict) -> dict[Path, Tensor]:
@@ -243,7 +249,7 @@ def _flags(row: TensorDict) -> dict[Path, Tensor]:
 
 def _marked(row: TensorDict, start: int) -> TensorDict:
     """A row whose sampled tokens from ``start`` on are overlong; those masked before stay so."""
-    row = row.clone(False)
+    row = _copy(row)
     source, reason = leaf(row, ("trace", "source")), leaf(row, ("trace", "mask_reason"))
     if reason is not None:
         over = (source == Source.SAMPLED) & (reason == MaskReason.TRAINED)
@@ -253,7 +259,7 @@ def _marked(row: TensorDict, start: int) -> TensorDict:
 
 
 def _without_reward(row: TensorDict) -> TensorDict:
-    row, valid = row.clone(False), leaf(row, ("next", "reward_valid"))
+    row, valid = _copy(row), leaf(row, ("next", "reward_valid"))
     flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
     set_copied(row, ("next", "reward_valid"), flag)
     return row

@@ -62,7 +62,8 @@ _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
 _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
 _FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
-# Parts that are the same in all ranks; the others are those of each.
+_FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
+_FREE_ON_RESUME += ("env.on_overlong",)
 
 
 @dataclass(kw_only=True)

@@ -54,7 +54,7 @@ class SleepingEngineWeights(EngineWeights):
         """Wake the engines where they sleep, and send the weights; see the base.
 
         Args:
-            policy_or_weights: see :meth:`EngineWeights.push_weights`.
+            policy_or_weights: as in the base.
         """
         if not self.asleep:
             super().push_weights(policy_or_weights)

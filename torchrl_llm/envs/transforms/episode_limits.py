@@ -299,8 +299,9 @@ class OverlongPenalty(RowTransform):
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
         """Reward and punishment."""
         rewards = rows.read(self.reward_key, "append this after the transform that writes it")
+        lengths = torch.stack([mask.sum() for mask in rows.sampled()])
         # Of a row that was cut to fit into training, the answer was longer than what is left.
-        lengths = torch.stack([mask.sum() for mask in rows.sampled()]) + rows.cut_tokens()
+        lengths += rows.cut_tokens().to(lengths.device)
         penalties = self.coeff * overlong_penalty(lengths, self.max_length, self.cache)
         penalties = list(penalties.to(rewards[0].device).view(-1, 1, 1).unbind(0))
         changed = []
