@@ -329,10 +329,10 @@ def trajectory_of(row: TensorDict) -> tuple[Any, ...] | None:
     Args:
         row: with ``traj_id``, and ``agent`` where there are several.
     """
-    values = [leaf(row, (name,)) for name in ("traj_id", "agent")]
-    if values[0] is None:
+    trajectory, agent = leaf(row, ("traj_id",)), leaf(row, ("agent",))
+    if trajectory is None:
         return None
-    return tuple(None if value is None else group_value(value) for value in values)
+    return int(trajectory), None if agent is None else group_value(agent)
 
 
 def _rollouts_of(folder: Path) -> Path:

@@ -83,16 +83,11 @@ class RowOutcomes:
 
     def _groups(self) -> list[list[list[int]]]:
         """Indices by trajectory, by group."""
-        stack = lazy_rows(self.rows)
-        groups, trajectories = (
-            row_values(stack, name, torch.sum, None) for name in ("group_id", "traj_id")
-        )
-        every = range(len(self.rows))
-        of_group = every if groups is None else groups.tolist()
-        of_trajectory = every if trajectories is None else trajectories.tolist()
         found: dict[Any, dict[Any, list[int]]] = {}
-        for index, group, trajectory in zip(every, of_group, of_trajectory, strict=True):
-            found.setdefault(group, {}).setdefault(trajectory, []).append(index)
+        for index, row in enumerate(self.rows):
+            group, trajectory = (leaf(row, (name,)) for name in ("group_id", "traj_id"))
+            members = found.setdefault(index if group is None else int(group), {})
+            members.setdefault(index if trajectory is None else int(trajectory), []).append(index)
         return [list(members.values()) for members in found.values()]
 
     def row(self, index: int) -> TensorDict:
@@ -185,14 +180,15 @@ class RowOutcomes:
 
 def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """Leaves of a trained row that its turn does not have."""
-    for name, value in plain_node(trained)._tensordict.items():
-        own, here = plain_node(row)._tensordict.get(name), (*path, name)
-        if here == ("num_turns",):
-            continue
-        inner = plain_node(value) if not isinstance(value, (Tensor, NonTensorData)) else None
+    known = row._tensordict
+    for name, value in trained._tensordict.items():
+        own = known.get(name)
+        if own is value or (own is not None and isinstance(value, (Tensor, NonTensorData))):
+            continue  # rows of the buffer share what nobody has changed
+        inner, here = plain_node(value), (*path, name)
         if type(inner) is TensorDict:
-            yield from _added(inner, new_node({}) if own is None else own, here)
-        elif own is None:
+            yield from _added(inner, new_node({}) if own is None else plain_node(own), here)
+        elif own is None and here != ("num_turns",):
             yield here, value
 
 
