@@ -1,17 +1,23 @@
 """Peak memory of a training step against what ``torchrl-llm memory`` says by formula.
 
     python test/benchmarks/bench_memory.py
+    python test/benchmarks/bench_memory.py 2000
 
 A Qwen2 of 45 million parameters in float32 on the CPU, 4 rows of 512 tokens: forward, backward and
 a step of AdamW. Measured are the bytes that torch's allocator has given out at once, above those
 of the model; and what the process holds, which is more: the C library keeps freed memory for later.
+
+With a number: what the process of grpo-sync.py holds over so many steps of the model of the
+package, with rollouts written; the slope of a line through the steps after the first 200.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from harness import peak_memory
@@ -87,9 +93,29 @@ def by_formula(folder: str, checkpointing: bool, lora: bool) -> float:
     return (memory.tensor_bytes(trained) + max(backward, states)) / 2**20
 
 
-def main() -> None:
-    import tempfile
+def held_over_steps(steps: int) -> None:
+    """Print how what the process holds grows with the steps; aim: below 1 kB a step."""
+    import numpy
+    from bench_store import train
 
+    from torchrl_llm.trainers.run_folder import read_metrics
+
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in train(folder, "sample", steps):
+            pass
+        numbers, megabytes = map(numpy.asarray, read_metrics(Path(folder))["perf/rss_mb"])
+    late = numbers > 200
+    slope = numpy.polyfit(numbers[late], megabytes[late] * 1024, 1)[0]
+    sys.stdout.write(
+        f"{steps} steps: {megabytes[late][0]:.1f} MiB after 200, {megabytes[-1]:.1f} MiB at the "
+        f"end, {slope:+.3f} KiB a step   aim < 1\n"
+    )
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        held_over_steps(int(sys.argv[1]))
+        return
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
         for lora in (False, True):
