@@ -97,6 +97,31 @@ def test_a_run_whose_tokenizer_is_gone_shows_ids(view, run):
     assert header["strings"][columns["token text"][0]].startswith("⟨")
 
 
+def test_a_run_that_still_writes_is_shown_as_far_as_it_is_whole(view, run):
+    (segment,) = (run / "rollouts").glob("*.rows")
+    data = segment.read_bytes()
+    segment.write_bytes(data[:-100])
+    with (run / "metrics.csv").open("a") as file:
+        file.write("3,0.7")
+    status, out, _ = view("run")
+    assert status == 0
+    assert "32 rollouts" in out  # those of the first step
+
+
+def test_a_page_that_cannot_be_replaced_is_left_as_it_was(view, run, monkeypatch):
+    assert view("run")[0] == 0
+    before = (run / "view.html").read_bytes()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    status, _, err = view("run", "--steps", "1")
+    assert status == 1
+    assert "No space left on device; name another place with --output FILE" in err
+    assert (run / "view.html").read_bytes() == before
+
+
 WRONG = {
     "nothing": "DataError: there is no folder nothing",
     "rum": "did you mean run?",
@@ -107,6 +132,8 @@ WRONG = {
     "run --rows -1": "--rows must be at least 0, got -1",
     "run -o no/such.html": "the page no/such.html cannot be written: ",
     "run -o empty": "the page empty cannot be written: ",
+    "run -o .": "the page . cannot be written: ",
+    "run -o run/metrics.csv/a.html": "the page run/metrics.csv/a.html cannot be written: ",
     "damaged": "damaged",
 }
 

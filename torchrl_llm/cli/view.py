@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import webbrowser
@@ -54,12 +55,9 @@ def main(arguments: Sequence[str]) -> int:
         notices=notices,
     )
     path = given.output or run.folder / "view.html"
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
+        _write(path, page)
+    except (OSError, ValueError) as error:  # ValueError: of a path without a name
         raise ConfigError(
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error
@@ -68,6 +66,17 @@ def main(arguments: Sequence[str]) -> int:
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0
+
+
+def _write(path: Path, page: str) -> None:
+    """Write a file, or leave what was there."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:

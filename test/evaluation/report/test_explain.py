@@ -6,9 +6,11 @@ import pytest
 import torch
 from evaluation.report.pages import HOSTILE, make_row, make_rows
 from tensordict import LazyStackedTensorDict, TensorDict
+from torchrl.data import LazyStackStorage
 
 from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.data.ragged import lazy_rows, pad_rows
+from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.rollout_store import RolloutStore, RolloutWriter
 from torchrl_llm.errors import DataError
 from torchrl_llm.evaluation.report import explain
@@ -68,7 +70,9 @@ def test_rows_of_a_stack_a_store_a_slice_and_a_buffer_are_told_alike(told, token
     expected = told(rows, 2, tokenizer=tokenizer)
     stack = lazy_rows(rows)
     assert isinstance(stack, LazyStackedTensorDict)
-    for kind in (stack, stack[1:], RolloutStore(tmp_path)):
+    buffer = ReplayBuffer(storage=LazyStackStorage(3))
+    buffer.extend(lazy_rows([row.clone() for row in rows]))
+    for kind in (stack, stack[1:], RolloutStore(tmp_path), buffer):
         i = 1 if len(kind) == 2 else 2
         assert told(kind, i, tokenizer=tokenizer)[1:] == expected[1:]
 

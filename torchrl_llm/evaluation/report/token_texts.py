@@ -81,19 +81,17 @@ class TokenTexts:
         """
         if self._codec is None:
             return [f"⟨{token}⟩" for token in token_ids]
-        texts = []
-        while len(texts) < len(token_ids):
-            text, part = self._one(int(token_ids[len(texts)]))
-            texts += [text] if part is None else self._joined(token_ids[len(texts) :][:_LONGEST])
+        for token in {*token_ids} - self._known.keys():
+            self._known[token] = self._read(token)
+        read = [self._known[token] for token in token_ids]
+        texts: list[str] = []
+        while len(texts) < len(read):
+            text, part = read[len(texts)]
+            texts += [text] if part is None else _joined(read[len(texts) :][:_LONGEST])
         return texts
 
-    def _one(self, token: int) -> tuple[str, bytes | None]:
-        """Text of a token, and its bytes where they are no whole characters."""
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
-
     def _read(self, token: int) -> tuple[str, bytes | None]:
+        """Text of a token, and its bytes where they are no whole characters."""
         codec = self._codec
         piece = codec.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
@@ -113,18 +111,19 @@ class TokenTexts:
             return self._codec.decode(token_ids)
         return self._codec.decode_behind(first, list(token_ids))
 
-    def _joined(self, token_ids: Sequence[int]) -> list[str]:
-        """Texts of the tokens that hold the character that begins with the first of them."""
-        held = b""
-        for count, token in enumerate(token_ids, start=1):
-            text, part = self._one(int(token))
-            held += text.encode() if part is None else part
-            try:
-                return [visible(held.decode()), *[CONTINUED] * (count - 1)]
-            except UnicodeDecodeError:
-                if part is None:
-                    break
-        return [self._one(int(token_ids[0]))[0]]
+
+def _joined(read: Sequence[tuple[str, bytes | None]]) -> list[str]:
+    """Texts of the tokens that hold the character that begins with the first of them."""
+    held = b""
+    for count, (_, part) in enumerate(read, start=1):
+        if part is None:
+            break
+        held += part
+        try:
+            return [visible(held.decode()), *[CONTINUED] * (count - 1)]
+        except UnicodeDecodeError:
+            pass
+    return [read[0][0]]
 
 
 def _bytes_of(piece: str) -> bytes | None:

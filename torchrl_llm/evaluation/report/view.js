@@ -66,7 +66,7 @@ const last = all.filter(isLast);
 const membersOf = (i) => groups[i].filter(isLast);
 const reward = all.map((i) => isLast(i) ? episodes[i].reduce((sum, j) => sum + rows.reward[j], 0) : rows.reward[i]);
 
-const finite = (values) => Array.from(values || []).filter(Number.isFinite);
+const finite = (values) => values.filter(Number.isFinite);
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
 const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 const lowest = least(finite(reward)), highest = most(finite(reward));
@@ -360,8 +360,8 @@ function move(by) {
 
 const tint = (name, strength) => `rgb(var(--${name}) / ${Math.min(1, strength).toFixed(3)})`;
 const diverging = (value) => value === 0 ? "" : tint(value > 0 ? "up" : "down", 0.1 + 0.65 * Math.min(1, Math.abs(value)));
-const largestAdvantage = most(finite(tokens.advantage).map(Math.abs).concat(1e-6));
-const lacks = (name, why) => finite(tokens[name]).length ? "" : why;
+const largestAdvantage = (tokens.advantage || []).reduce((a, b) => Math.abs(b) > a ? Math.abs(b) : a, 1e-6);
+const lacks = (name, why) => (tokens[name] || []).some(Number.isFinite) ? "" : why;
 const COLOURS = [
   {name: "none"},
   {name: "log-prob", column: "log_probs", missing: lacks("log_probs", "no row has log-probs"),
