@@ -71,7 +71,7 @@ def known_answers(subject: Subject) -> Iterator[Finding]:
             yield (warning if fine else error)(
                 key,
                 f"{task.name}: the reward fails for {len(failed)} of {len(scored)} answers, first "
-                f"for one {failed[0].kind}:\n{failed[0].failure}",
+                f"for an answer {failed[0].kind}:\n{failed[0].failure}",
             )
         if fine:
             yield from _values(task, fine)
