@@ -365,7 +365,7 @@ LATER = {
     "a run that only warms up",
     *("grpo-async", "pipeline-rl", "expert-iteration", "distillation", "imitate", "embedded"),
     *("loss", "estimator", "small groups", "adapters", "packed", "critic", "single answers"),
-    *("reference", "dropped prompts", "no evaluation"),
+    *("reference", "dropped prompts", "no evaluation", "tools"),
 }
 
 
@@ -418,6 +418,7 @@ CLEAN = {
     "reference": ["train.kl_to_ref_coeff=0.01"],
     "dropped prompts": ["env.on_overlong=drop", "filter.zero_variance=drop"],
     "no evaluation": ["eval.num_prompts=0"],
+    "reward in parts": ["reward.components.length.longest=20"],
 }
 # What a machine that runs these tests may lack, and the recipes need.
 MAY_LACK = {("error", "ray.num_collectors"), ("error", "redis.url")}

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.rst", *ROOT.glob("docs/source/**/*.rst"), *RECIPES.glob(
 # A script or a recipe by name, and what stands behind it in its line and in the lines that it is
 # continued on.
 COMMAND = re.compile(
-    r"(python sota-implementations/\S+\.py|torchrl-llm (?:train [a-z-]+|evaluate))"
+    r"(python sota-implementations/\S+\.py|torchrl-llm (?:(?:train|doctor) [a-z-]+|evaluate))"
     r"((?:[^\n]*\\\n)*[^\n]*)"
 )
 
@@ -58,7 +58,7 @@ def _script(command):
     program, _, name = command.partition(" ")
     if program == "python":
         return name
-    name = name.removeprefix("train ")
+    name = name.removeprefix("train ").removeprefix("doctor ")
     return "sota-implementations/" + PAGE_OF.get(name, f"{name}/{name}.py")
 
 

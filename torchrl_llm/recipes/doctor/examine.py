@@ -48,6 +48,7 @@ CHECKS = (
     Check(machine.disk, "checkpoint.keep_last", _TRAINED),
     Check(machine.calibration, machine.BUDGET, _TRAINED),
 )
+"""All checks, in the order in which they are made."""
 
 
 def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Finding]:

@@ -15,7 +15,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.envs import GameEnv
 from torchrl_llm.evaluation import evaluate
@@ -39,6 +41,7 @@ _OWN = {
     "in \\boxed{}": "$\\boxed{{{}}}$",
 }
 _WRONG = {"empty": "", "garbage": "kqx zzz 0000"}
+_STOP = torch.tensor([FinishReason.STOP], dtype=torch.int8)
 _HINT = "A part of the reward (reward.components.NAME) may have timeout, run and num_workers"
 
 _NUM_GROUPS = 8
@@ -60,7 +63,7 @@ def known_answers(subject: Subject) -> Iterator[Finding]:
     for task in subject.tasks:
         if isinstance(task.env, GameEnv):  # the world gives it, for what was done there
             continue
-        scored = list(_scored(task))
+        scored = list(_scored(subject, task))
         key, failed = task.reward_key, [each for each in scored if each.failure.kind]
         fine = [each for each in scored if not each.failure.kind]
         if failed and failed[-1].seconds >= LONGEST_S:
@@ -71,7 +74,7 @@ def known_answers(subject: Subject) -> Iterator[Finding]:
             yield (warning if fine else error)(
                 key,
                 f"{task.name}: the reward fails for {len(failed)} of {len(scored)} answers, first "
-                f"for one {failed[0].kind}:\n{failed[0].failure}",
+                f"for an answer {failed[0].kind}:\n{failed[0].failure}",
             )
         if fine:
             yield from _values(task, fine)
@@ -114,7 +117,7 @@ def _speed(subject: Subject, task: Task, seconds: float) -> Iterator[Finding]:
     yield warning(task.reward_key, f"{what}. {_HINT}") if slow else ok(task.reward_key, what)
 
 
-def _scored(task: Task) -> Iterator[_Scored]:
+def _scored(subject: Subject, task: Task) -> Iterator[_Scored]:
     """Answers of the first rows and what they earn; ends where they take too long."""
     task.env.reset_dataloader()
     before, spent = None, 0.0
@@ -129,7 +132,9 @@ def _scored(task: Task) -> Iterator[_Scored]:
         if before not in (None, "", answer):
             texts["of another row"] = before
         for kind, text in texts.items():
-            scored = _score(task.env, start.copy(), text, kind)
+            ids = subject.tokenizer.encode(text, add_special_tokens=False)
+            ids += subject.formatter.stop_token_ids[:1]
+            scored = _score(task.env, start.copy(), text, ids, kind)
             yield scored
             spent += scored.seconds
             if spent > LONGEST_S:
@@ -137,16 +142,19 @@ def _scored(task: Task) -> Iterator[_Scored]:
         before = answer
 
 
-def _score(env: Any, td: Any, text: str, kind: str) -> _Scored:
+def _score(env: Any, td: Any, text: str, ids: list[int], kind: str) -> _Scored:
     chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": text}]
     td["history"].full = type(td["history"].prompt).of([chat])
+    tokens = {"response": torch.tensor([ids]), "finish_reason": _STOP}
+    td["tokens"] = TensorDict(tokens, batch_size=[1])
     (outcome,) = run_rows(env.step, [(td,)], num_threads=1, timeout=LONGEST_S)
     if outcome.value is None:
         return _Scored(kind, nan, outcome.failure, outcome.seconds)
     found = outcome.value["next"]
     failure = Failure() if found["reward_valid"].all() else written_failures(found)[0]
-    seconds = float(found["reward_seconds"].sum())
-    return _Scored(kind, float(found["reward"].sum()), failure, seconds)
+    # Of a reward in parts nothing says how long it took; the rest of a step takes little.
+    seconds = found.get("reward_seconds", torch.tensor(outcome.seconds)).sum()
+    return _Scored(kind, float(found["reward"].sum()), failure, float(seconds))
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
