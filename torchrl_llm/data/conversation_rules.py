@@ -1,6 +1,6 @@
 """Rules for conversations that can be learned from: order of turns, calls and results, flags.
 
-Not here: how rows of a table become messages (:mod:`torchrl_llm.data.column_names`). Next:
+Not here: how rows of a table become messages (``torchrl_llm.data.column_names``). Next:
 :class:`torchrl_llm.data.demonstrations.Demonstrations` applies these rules to each row.
 """
 
