@@ -235,8 +235,10 @@ def test_a_text_that_the_template_does_not_write_is_told_with_its_message(format
 def test_white_space_and_escapes_of_a_template_are_no_loss():
     chat = [user('say "a\nb"'), says(" <think>\nx\n</think>\n\nline one\nline two ")]
     check_written(chat, 'user "say \\"a\\nb\\"" assistant <think> x </think>line one\nline two')
+    with pytest.raises(TemplateError, match=r"message 1 .*its reasoning 'x'"):
+        check_written(chat, 'user say "a\nb" line one\nline two')
     with pytest.raises(TemplateError, match=r"message 1 .*its text 'line one'"):
-        check_written(chat, 'user say "a\nb"')
+        check_written(chat, 'user say "a\nb" x')
 
 
 @pytest.mark.parametrize(("flags", "learned"), [

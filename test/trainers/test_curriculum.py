@@ -36,6 +36,8 @@ def test_the_reward_of_all_turns_is_the_success_where_rows_do_not_say_it():
         row(3, float("nan"), traj=15),
     ]
     assert successes(lazy_stack(turns)) == {2: [0.75, 0.0], 1: [1.0]}
+    parts = [row(0, share, done=share == 0.3, traj=1) for share in (0.4, 0.30000004, 0.3)]
+    assert successes(lazy_stack(parts)) == {0: [1.0]}  # 1.0000001 in float32
 
 
 def test_success_of_the_last_turn_counts_whatever_the_reward():

@@ -1,6 +1,6 @@
 """Rules for conversations that can be learned from: order of turns, calls and results, flags.
 
-Not here: how rows of a table become messages (:mod:`torchrl_llm.data.column_names`). Next:
+Not here: how rows of a table become messages (``torchrl_llm.data.column_names``). Next:
 :class:`torchrl_llm.data.demonstrations.Demonstrations` applies these rules to each row.
 """
 
@@ -173,17 +173,15 @@ def check_written(messages: Messages, text: str) -> None:
     """
     for number, message in enumerate(messages):
         for value in texts_of(message):
-            longest = max((line.strip() for line in re.split("</?think>|\n", value)), key=len)
-            forms = (
-                longest,
-                json.dumps(longest)[1:-1],
-                json.dumps(longest, ensure_ascii=False)[1:-1],
-            )
-            if any(form in text for form in forms):
-                continue
-            what = "reasoning" if value == reasoning_of(message) else "text"
-            raise TemplateError(
-                f"message {number} ({message['role']}): the chat template does not write its "
-                f"{what} {longest!r:.80}; choose a template that does (model.chat_template_name), "
-                "or take it out of the data"
-            )
+            *thoughts, rest = re.split("</?think>", value)  # which some templates cut off
+            for piece in (*thoughts, rest):
+                longest = max((line.strip() for line in piece.split("\n")), key=len)
+                escaped = (json.dumps(longest, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+                if longest in text or any(form in text for form in escaped):
+                    continue
+                is_thought = piece is not rest or value == reasoning_of(message)
+                raise TemplateError(
+                    f"message {number} ({message['role']}): the chat template does not write its "
+                    f"{'reasoning' if is_thought else 'text'} {longest!r:.80}; choose a template "
+                    "that does (model.chat_template_name), or take it out of the data"
+                )

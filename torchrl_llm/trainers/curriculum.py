@@ -19,6 +19,9 @@ from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import CreditAssigner, SPOAdvantage
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
+# What rewards of several turns may add up to beyond 0 and 1.
+_ROUNDING = 1e-5
+
 
 class Curriculum:
     """Part of a training loop that lets results decide what is drawn next.
@@ -133,11 +136,10 @@ def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:
     for place, (gain, bad, ends) in enumerate(wholes):
         if bad or not ends:
             continue
-        gain = min(gain, 1.0) if told is not None else gain
-        if not 0 <= gain <= 1:
+        if told is None and not -_ROUNDING <= gain <= 1 + _ROUNDING:
             raise DataError(
                 f"a curriculum follows success rates, and a reward is {gain:g}: write success, or "
                 "rewards in [0, 1]"
             )
-        found.setdefault(begun[place], []).append(gain)
+        found.setdefault(begun[place], []).append(min(max(gain, 0.0), 1.0))
     return found

@@ -8,7 +8,7 @@ repeats go to whoever starts a conversation next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,9 @@ class _Source:
 
 
 class RemoteOrder:
-    """The order of rows that an actor hands out: results go there, and it says how it stands.
+    """The order of rows that an actor hands out: its methods run there.
+
+    They are those of :class:`~torchrl_llm.data.row_order.RowOrder`.
 
     Args:
         source: the actor.
@@ -69,27 +71,11 @@ class RemoteOrder:
     def __init__(self, source: RemoteObject) -> None:
         self._source = source
 
-    def record(
-        self, results: Mapping[int, Sequence[float]], values: Mapping[int, float] | None = None
-    ) -> None:
-        """See :meth:`torchrl_llm.data.row_order.RowOrder.record`."""
-        self._source.call("order", "record", results, values)
-
-    def ended(self) -> str | None:
-        """Why there is nothing left to draw."""
-        return self._source.call("order", "ended")
-
-    def metrics(self) -> dict[str, float]:
-        """Its numbers."""
-        return self._source.call("order", "metrics")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The results so far."""
-        return self._source.call("order", "state_dict")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the results of :meth:`state_dict`."""
-        self._source.call("order", "load_state_dict", dict(state))
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """A method, to be called."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._source.call, "order", method)
 
 
 def _no_loader() -> Iterable[Any]:
