@@ -22,13 +22,14 @@ from pathlib import Path
 
 import hydra
 import torch
-from evaluate_utils import answer_task, figures, load_config, make_policy, table
+from evaluate_utils import EvaluateConfig, answer_task, figures, load_config, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_llm.errors import RewardError
 from torchrl_llm.recipes.builders import spare_threads
 from torchrl_llm.trainers import show
+from torchrl_llm.trainers.checkpoint import lock_folder
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="evaluate")
@@ -38,6 +39,15 @@ def main(cfg: DictConfig) -> None:
     spare_threads(config.model.name)
     torch.manual_seed(config.seed)
     folder = Path(HydraConfig.get().runtime.output_dir)
+    with lock_folder(folder):  # two that begin in one second are given one folder
+        results, errors = answer_all(config, folder)
+    show(f"{table(results)}\n\nanswers and metrics in {folder}")
+    if errors:
+        raise RewardError("; ".join(errors))
+
+
+def answer_all(config: EvaluateConfig, folder: Path) -> tuple[dict[str, dict], list[str]]:
+    """The figures of each task, and what went wrong with it as a whole."""
     policy = make_policy(config)
     results, errors = {}, []
     for task in config.tasks:
@@ -50,9 +60,7 @@ def main(cfg: DictConfig) -> None:
                 f"{task}: none of the {len(records)} answers has a valid reward, the first "
                 f"because of {records[0]['error']}"
             )
-    show(f"{table(results)}\n\nanswers and metrics in {folder}")
-    if errors:
-        raise RewardError("; ".join(errors))
+    return results, errors
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -355,6 +356,23 @@ def test_missing_data_models_and_packages_are_named(tmp_path, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError, match="vllm"):
         run(tmp_path / "c", "inference_model.backend=vllm", "tasks=[arithmetic]")
+
+
+def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
+    arguments = ["tasks=[arithmetic]", f"hydra.run.dir={tmp_path}"]
+    hold = "import sys; from pathlib import Path\n"
+    hold += "from torchrl_llm.trainers.checkpoint import lock_folder\n"
+    hold += "lock = lock_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    process = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process([sys.executable, "-c", hold, str(tmp_path)], cwd=SCRIPT.parents[2]) as other:
+        assert other.stdout.readline() == "held\n"
+        second = subprocess.run(
+            [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+        )
+        other.stdin.close()
+    assert second.returncode == 1
+    assert "CheckpointError: another run is at work in" in second.stderr
+    assert not list(tmp_path.glob("answers*"))
 
 
 def test_a_prompt_that_is_too_long_is_an_error_unless_it_is_dropped(tmp_path, run):

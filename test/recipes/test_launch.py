@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -233,6 +236,34 @@ def test_an_error_of_ours_is_a_paragraph_unless_a_traceback_is_asked_for(monkeyp
     monkeypatch.setenv(launch.TRACEBACK_VARIABLE, "1")
     with pytest.raises(ConfigError):
         fail()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG])
+def test_a_disk_that_takes_no_more_is_a_paragraph_and_other_errors_of_files_are_not(
+    number, capsys, monkeypatch
+):
+    @launch.tells_errors
+    def fail(number):
+        raise OSError(number, os.strerror(number), "run/config.yaml")
+
+    monkeypatch.delenv(launch.TRACEBACK_VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        fail(number)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{os.strerror(number)}: 'run/config.yaml'. What is written so far stays" in line
+    with pytest.raises(FileNotFoundError):
+        fail(errno.ENOENT)
+
+
+def test_a_folder_on_a_full_disk_is_refused_before_hydra_writes_there(tmp_path, monkeypatch):
+    launch.check_folder(tmp_path / "run", "hydra.run.dir")
+    assert not list(tmp_path.iterdir())
+    # What is opened in the folder is a device on which no space is ever left.
+    full = partial(open, "/dev/full", "wb")
+    monkeypatch.setattr(launch.tempfile, "TemporaryFile", lambda dir: full())
+    with pytest.raises(ConfigError, match=r"nothing can be written there \(No space left on dev"):
+        launch.check_folder(tmp_path / "run", "hydra.run.dir")
 
 
 @pytest.mark.parametrize("code", [None, 0, 3])

@@ -15,6 +15,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
-from torchrl_llm.modules.model_loading import load_tokenizer
+from torchrl_llm.modules.model_loading import known_eos, load_tokenizer
 from torchrl_llm.weights.vllm_loading import check_engine, load_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
@@ -526,13 +527,5 @@ def _tokenizer(engine: Any) -> Any:
 
 def _known_eos(engine: Any, tokenizer: Any) -> tuple[int, ...]:
     config = engine.llm_engine.model_config
-    found: set[int] = set()
-    generation = config.try_get_generation_config() or {}
-    for ids in (
-        getattr(tokenizer, "eos_token_id", None),
-        getattr(config.hf_text_config, "eos_token_id", None),
-        generation.get("eos_token_id"),
-    ):
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(found))
+    generation = SimpleNamespace(**(config.try_get_generation_config() or {}))
+    return known_eos(tokenizer, config.hf_text_config, generation)
