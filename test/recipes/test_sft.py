@@ -267,6 +267,7 @@ REFUSED = [
     ({**DATA, "loss": {"function": "minor_sft", "reduction": "token_mean"}}, "whole answers"),
     ({**DATA, "ref_model": {"name": "x"}}, r"ref_model\.name has no effect"),
     ({**DATA, "logging": {"samples": 3}}, r"logging\.samples has no effect"),
+    ({**DATA, "logging": {"rollouts": "all"}}, r"logging\.rollouts has no effect"),
     ({**DATA, "reward": {"on_all_invalid": "continue"}}, r"on_all_invalid has no effect"),
     ({**DATA, "train": {"on_overlong": "cut"}}, r"train\.on_overlong"),
     ({**DATA, "trian": {}}, "unknown key 'trian'; did you mean 'train'"),
@@ -281,7 +282,7 @@ def test_settings_that_no_run_can_have_are_refused(utils, values, problem):
 
 def test_the_files_have_the_keys_and_the_defaults_of_the_dataclasses(utils):
     files, classes = KeyTable.read(SCRIPT.parent / "config", "sft"), key_table(utils.SFTConfig)
-    without_effect = {"logging.samples", "reward.on_all_invalid"}
+    without_effect = {"logging.samples", "logging.rollouts", "reward.on_all_invalid"}
     assert set(classes.plain) - set(files.plain) == without_effect
     assert not set(files.plain) - set(classes.plain)
     written = {}

@@ -31,7 +31,15 @@ from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.safe_bytes import _DTYPES, _check_depth
-from torchrl_llm.data.safe_wire import _CLASSES, _WRONG, _check, _check_record, _name_of, _typed
+from torchrl_llm.data.safe_wire import (
+    _CLASSES,
+    _MAX_ROWS,
+    _WRONG,
+    _check,
+    _check_record,
+    _name_of,
+    _typed,
+)
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import RECORD_COLUMNS, SUPPORT_COLUMNS
 from torchrl_llm.data.wire import (
@@ -98,6 +106,8 @@ def write_block(step: int, rows: Iterable[Any], about: Mapping[str, Any] | None 
         (3, 2, [0, 1, 2, 3])
     """
     packed = pack_rows(rows)
+    if not 0 < packed.num_rows <= _MAX_ROWS:
+        raise DataError(f"a block has from 1 to {_MAX_ROWS} rows, got {packed.num_rows}")
     writer = _BlockWriter()
     header = writer.header(packed, about or {})
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -129,11 +139,23 @@ def read_head(buffer: Any, start: int = 0) -> Head | None:
     magic, *told, crc = _HEAD.unpack(data)
     head = Head(*told)
     sound = magic == _MAGIC and crc == zlib.crc32(data[:-4])
-    sound = sound and head.step >= 0 and 0 < head.num_rows <= head.num_bytes
+    sound = sound and head.step >= 0 and 0 < head.num_rows <= _MAX_ROWS
     sound = sound and 0 < head.header_bytes <= min(head.num_bytes - HEAD_BYTES, _MAX_HEADER)
     if not sound or head.num_bytes % _ALIGN:
         raise DataError(f"no block of rollouts of this version begins at byte {start}")
     return None if start + head.num_bytes > len(buffer) else head
+
+
+def is_sound(buffer: Any, start: int, head: Head) -> bool:
+    """Whether a block is what was written, by its checksum.
+
+    Args:
+        buffer: bytes or a memory map.
+        start: where the block begins.
+        head: what its head says.
+    """
+    with memoryview(buffer) as view, view[start + HEAD_BYTES : start + head.num_bytes] as body:
+        return zlib.crc32(body) == head.crc
 
 
 class _BlockWriter:
@@ -304,14 +326,11 @@ class Block:
         if head is None:
             raise DataError("a block of rollouts is cut short")
         self.head = head
-        with memoryview(buffer) as view:
-            body = view[start + HEAD_BYTES : start + head.num_bytes]
-            crc, text = zlib.crc32(body), bytes(body[: head.header_bytes])
-            body.release()
-        if crc != head.crc:
+        if not is_sound(buffer, start, head):
             raise DataError(
                 f"the rollouts of step {head.step} are damaged: their checksum is wrong"
             )
+        text = bytes(buffer[start + HEAD_BYTES : start + HEAD_BYTES + head.header_bytes])
         try:
             self._open(json.loads(text), buffer, start)
         except _WRONG as error:

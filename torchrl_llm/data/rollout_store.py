@@ -28,7 +28,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
-from torchrl_llm.data.rollout_block import Block, read_head, write_block
+from torchrl_llm.data.rollout_block import Block, is_sound, read_head, write_block
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
@@ -110,14 +110,12 @@ class RolloutStore:
 
     def _drop_torn_end(self) -> None:
         """A power cut may leave the last block with the right length and no contents."""
-        if self._places:
-            last = self._places[-1]
-            try:
-                Block(self._maps[last.segment], last.start)
-            except DataError:
-                if last.end < len(self._maps[last.segment]):
-                    raise
-                self._places.pop()
+        if not self._places:
+            return
+        last = self._places[-1]
+        data = self._maps[last.segment]
+        if last.end == len(data) and not is_sound(data, last.start, read_head(data, last.start)):
+            self._places.pop()
 
     # -- reading ----------------------------------------------------------------------------------
 
