@@ -170,6 +170,13 @@ FAULTS = {
         "model.chat_template_name",
         "drops tool calls",
     ),
+    "no such template": (
+        ["model.chat_template_name=nope"],
+        "prompt_lengths",
+        "error",
+        "model.chat_template_name",
+        "known names",
+    ),
     "ids beyond the vocabulary": (
         ["model.name={beyond}"],
         "vocabulary",
@@ -353,6 +360,7 @@ FAULTS = {
 LATER = {
     "a template of another tokenizer",
     "a template without tools",
+    "no such template",
     "no such model",
     "a reward that raises at times",
     "a reward that likes what is wrong",
