@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,13 @@ FAULTS = {
         "error",
         "model.chat_template_name",
         "drops tool calls",
+    ),
+    "no such template": (
+        ["model.chat_template_name=nope"],
+        "prompt_lengths",
+        "error",
+        "model.chat_template_name",
+        "known names",
     ),
     "ids beyond the vocabulary": (
         ["model.name={beyond}"],
@@ -352,6 +360,7 @@ FAULTS = {
 LATER = {
     "a template of another tokenizer",
     "a template without tools",
+    "no such template",
     "no such model",
     "a reward that raises at times",
     "a reward that likes what is wrong",
@@ -455,6 +464,10 @@ def test_a_file_is_told_from_its_keys_and_composed_with_what_is_typed(tmp_path):
     assert (config.seed, config.train.max_steps) == (5, 7)
     typed, _ = compose("grpo", PAGES["grpo"], ["loss=cispo"], part)
     assert (typed.loss.type, typed.seed) == ("cispo", 3)
+    keys = yaml_of(tmp_path / "keys.yaml", "advantage: {normalize: none}\nenv: {repeats: 4}\n")
+    config, _ = compose("grpo", PAGES["grpo"], ["advantage=group"], CONFIG / "grpo.yaml")
+    given, _ = compose("grpo", PAGES["grpo"], [], keys)
+    assert given.advantage == replace(config.advantage, normalize="none")
     select = yaml_of(tmp_path / "ei.yaml", "select: {topk_size: 2}\nseed: 1\n")
     assert recipe_of(select, PAGES) == "expert-iteration"
 

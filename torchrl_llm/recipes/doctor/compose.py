@@ -134,7 +134,7 @@ def _merged(composed: Any, values: dict[str, Any], others: set[str], typed: set[
 
     below = OmegaConf.to_container(composed)
     # A loss or an estimator of the user's has keys of its own.
-    below |= {group: {} for group in (others & values.keys()) - {"env"}}
+    below |= {group: {} for group in others & values.keys() if "type" in (values[group] or ())}
     merged = OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(values))
     for key in typed:
         if OmegaConf.select(composed, key) is not None or key in dotted(below):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchrl._utils import logger
 
 from torchrl_llm.data.failures import Failure
-from torchrl_llm.errors import TorchRLLLMError
+from torchrl_llm.errors import TemplateError, TorchRLLLMError
 from torchrl_llm.recipes.doctor import data, machine, reward, template
 from torchrl_llm.recipes.doctor.finding import Finding, by_level, error
 from torchrl_llm.recipes.doctor.subject import Subject
@@ -82,4 +82,5 @@ def _made(check: Check, subject: Subject) -> Iterator[Finding]:
         known = isinstance(why, TorchRLLLMError)
         named = (key for key in _KEY.findall(str(why)) if known and key in subject.keys)
         key = check.key or subject.data_key
+        key = template.TEMPLATE if isinstance(why, TemplateError) else key
         yield error(next(named, key), str(why) if known else str(Failure.of(why)))
