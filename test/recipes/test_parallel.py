@@ -25,6 +25,8 @@ SMALL = [
     "eval.num_prompts=0",
     "train.max_steps=4",
     "logging.samples=null",
+    "optimizer.scheduler=constant",
+    "optimizer.warmup_steps=0",
 ]
 
 REFUSED = [
