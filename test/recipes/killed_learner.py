@@ -1,6 +1,6 @@
 """A page that notes the rows that it trains on, and may be killed in the middle of a step.
 
-    python killed_learner.py NOTES STEP grpo-async.py KEY=VALUE ...
+python killed_learner.py NOTES STEP grpo-async.py KEY=VALUE ...
 """
 
 import json
