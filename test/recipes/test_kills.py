@@ -75,14 +75,15 @@ def optimizer_of(folder, step):
     return wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "worlds",
     [
         pytest.param((2, 1, 2), id="2 to 1 to 2"),
-        pytest.param((1, 2, 1), id="1 to 2 to 1", marks=pytest.mark.full),
+        pytest.param((1, 2, 1), id="1 to 2 to 1"),
     ],
 )
-@pytest.mark.parametrize("parallel", ["fsdp2", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, worlds, parallel):
     alone, cut = tmp_path / "alone", tmp_path / "cut"
     settings = [*SMALL, *RANKS]
