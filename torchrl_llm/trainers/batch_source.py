@@ -146,7 +146,7 @@ class BatchSource:
         return lazy_rows(collected)
 
     def outcomes(self) -> RowOutcomes:
-        """What became of the rows of the last step, for :meth:`~torchrl_llm.trainers.TrainingRun.record`."""
+        """What became of the rows of the last step, for :class:`~torchrl_llm.trainers.TrainingRun`."""
         return self._outcomes
 
     def _decided(
