@@ -98,18 +98,23 @@ def held_over_steps(steps: int) -> None:
     import numpy
     from bench_store import train
 
-    from torchrl_llm.trainers.run_folder import read_metrics
-
+    held = []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in train(folder, "sample", steps):
-            pass
-        numbers, megabytes = map(numpy.asarray, read_metrics(Path(folder))["perf/rss_mb"])
+        for run in train(folder, "sample", steps):
+            held.append((run.step, _anonymous_kib()))
+    numbers, kib = numpy.array(held).T
     late = numbers > 200
-    slope = numpy.polyfit(numbers[late], megabytes[late] * 1024, 1)[0]
+    slope = numpy.polyfit(numbers[late], kib[late], 1)[0]
     sys.stdout.write(
-        f"{steps} steps: {megabytes[late][0]:.1f} MiB after 200, {megabytes[-1]:.1f} MiB at the "
+        f"{steps} steps: {kib[late][0] / 1024:.1f} MiB after 200, {kib[-1] / 1024:.1f} MiB at the "
         f"end, {slope:+.3f} KiB a step   aim < 1\n"
     )
+
+
+def _anonymous_kib() -> int:
+    """Resident memory without pages of files, which come and go with what else the machine does."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0])
 
 
 def main() -> None:

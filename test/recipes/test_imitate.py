@@ -94,5 +94,5 @@ def test_impossible_settings_are_refused(utils, values, problem):
 def test_the_files_have_the_keys_of_the_dataclasses(utils):
     files = KeyTable.read(SCRIPT.parent / "config", "imitate")
     classes = key_table(utils.ImitateConfig)
-    assert set(classes.plain) - set(files.plain) == {"logging.samples"}
+    assert set(classes.plain) - set(files.plain) == {"logging.samples", "logging.rollouts"}
     assert set(files.plain) - set(classes.plain) == {"env.options.actions"}  # the game's own

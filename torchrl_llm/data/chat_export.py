@@ -143,9 +143,7 @@ class ChatFilter:
         only_valid: leave out those without a valid reward.
         only_whole: leave out those with an answer that was cut.
         duplicates: keep conversations that are equal, message for message.
-
-    Attributes of a filter that has run:
-        counts: ``read``, ``written``, and how many were left out for which reason.
+        counts: after a run ``read``, ``written``, and how many were left out for which reason.
 
     Raises:
         ConfigError: ``best_of_group`` below 1.

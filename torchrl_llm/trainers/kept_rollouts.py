@@ -54,6 +54,7 @@ class RowOutcomes:
         waiting: trajectories, see ``trajectory_of``, that still wait for their group.
         num_carried: how many of the rows are of earlier steps.
         is_known: whether there was a buffer at all.
+        added: keys that :meth:`row` has taken from rows of the buffer.
     """
 
     rows: Sequence[TensorDict]

@@ -429,8 +429,8 @@ class TrainingRun:
             metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
             rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
                 and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
-            outcomes: what became of the rows, see :meth:`BatchSource.outcomes`; it is kept with
-                those that ``logging.rollouts`` keeps.
+            outcomes: what became of the rows, kept with those that ``logging.rollouts`` keeps; see
+                :meth:`~torchrl_llm.trainers.BatchSource.outcomes`.
 
         Raises:
             RewardError: the watch ends the run, because no row has a valid reward; it is saved.
