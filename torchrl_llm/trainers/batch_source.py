@@ -164,7 +164,7 @@ class BatchSource:
         return self._ranks.rows(lazy_rows(collected))
 
     def outcomes(self) -> RowOutcomes:
-        """What became of the rows of the last step, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        """What became of the rows of the last step, for ``TrainingRun.record``."""
         return self._outcomes
 
     def _decided(
