@@ -146,7 +146,7 @@ class BatchSource:
         return lazy_rows(collected)
 
     def outcomes(self) -> RowOutcomes:
-        """What became of the rows of the last step, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        """What became of the rows of the last step; a run keeps it with them."""
         return self._outcomes
 
     def _decided(
