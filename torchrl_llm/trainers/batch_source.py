@@ -164,11 +164,7 @@ class BatchSource:
         return self._ranks.rows(lazy_rows(collected))
 
     def outcomes(self) -> RowOutcomes:
-<<<<<<< HEAD
-        """What became of the rows of the last step, for ``TrainingRun.record``."""
-=======
         """What became of the rows of the last step; a run keeps it with them."""
->>>>>>> store
         return self._outcomes
 
     def _decided(
