@@ -134,13 +134,12 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class ChatFilter:
-    """Which conversations are good enough.
+    """Which conversations with a valid reward are good enough.
 
     Attributes:
         min_reward: least reward; ``None`` for any.
         best_of_group: most conversations of each prompt, those with the highest rewards, the first
             of equal ones; ``None`` for all.
-        only_valid: leave out those without a valid reward.
         only_whole: leave out those with an answer that was cut.
         duplicates: keep conversations that are equal, message for message.
         counts: after a run ``read``, ``written``, and how many were left out for which reason.
@@ -158,7 +157,6 @@ class ChatFilter:
 
     min_reward: float | None = None
     best_of_group: int | None = None
-    only_valid: bool = True
     only_whole: bool = True
     duplicates: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -188,7 +186,7 @@ class ChatFilter:
 
     def _reason(self, chat: SampledChat, seen: set[str]) -> str | None:
         """Why a conversation is left out by itself."""
-        if chat.reward is None and (self.only_valid or self.min_reward is not None):
+        if chat.reward is None:
             return "without a valid reward"
         if chat.cut and self.only_whole:
             return "cut"
@@ -204,8 +202,7 @@ class ChatFilter:
     def _best(self, group: list[SampledChat]) -> list[SampledChat]:
         kept = group
         if self.best_of_group is not None:
-            order = sorted(group, key=lambda c: float("inf") if c.reward is None else -c.reward)
-            kept = order[: self.best_of_group]
+            kept = sorted(group, key=lambda chat: -chat.reward)[: self.best_of_group]
             self.counts["not the best"] += len(group) - len(kept)
         self.counts["written"] += len(kept)
         return kept

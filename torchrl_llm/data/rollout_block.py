@@ -14,6 +14,7 @@ Shape legend: ``N`` rows, ``L_n`` length of row ``n``, ``L`` their sum.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -367,7 +368,7 @@ class Block:
         nodes = sorted(_typed(header["nodes"], list), key=lambda node: len(node[0]))
         slots: dict[Any, int] = {(): 0}
         for path, name, place in nodes:
-            path, cls, where = values.path(path), None if name is None else _CLASSES[name], None
+            path, cls = values.path(path), None if name is None else _CLASSES[name]
             where = self._where(place)
             packed.nodes[path, cls] = None if where is None else list(where)
             # One slot a path, whatever its class is in which row.
@@ -405,9 +406,7 @@ class Block:
             dtype = _BY_NAME[name]
             _check(all(type(n) is int and 0 <= n < 1 << 40 for n in shape), "an impossible shape")
             _check(len(shape) <= 16, "too many dimensions")
-            count = 1
-            for n in shape:
-                count *= n
+            count = math.prod(shape)
             size = count * dtype.itemsize
             _check(at + size <= end, "an array behind the end")
             if count:

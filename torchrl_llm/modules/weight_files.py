@@ -160,25 +160,20 @@ def write_weights(
     Returns:
         CRC-32 of each file of tensors, by its name.
     """
-    shards: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.num_bytes > max_shard_size:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.num_bytes
-    files = [SAFE_WEIGHTS_NAME]
-    if len(shards) > 1:
-        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    checksums = {
-        file: write_tensors(None if folder is None else folder / file, shard)
-        for file, shard in zip(files, shards, strict=True)
-    }
-    if len(shards) > 1 and folder is not None:
-        where = {name: f for f, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(tensor.num_bytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    checksums = {}
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name] for name in names}
+        checksums[file] = write_tensors(None if folder is None else folder / file, shard)
+    if split.is_sharded and folder is not None:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
     return checksums
 

@@ -23,7 +23,6 @@ from torchrl_llm.trainers.optimizer_state import (
     load_module,
     load_named_state,
     named_state,
-    parameter_names,
 )
 from torchrl_llm.trainers.ranks import sharded_like
 
@@ -180,11 +179,13 @@ def names_of_parameters(
     """Name of each parameter of the models and parts of a run, by its ``id``.
 
     Args:
-        models: as of :class:`RunModels`.
+        models: as of :class:`RunModels`; parameters of the one without a name have no prefix.
         parts: of the run; those that are modules have parameters.
     """
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    return parameter_names(modules) | parameter_names({n: m for n, (m, _) in models.items()})
+    modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]
+    modules += [(name, model) for name, (model, _) in models.items()]
+    named = ((prefix, n, p) for prefix, m in modules for n, p in m.named_parameters())
+    return {id(p): f"{prefix}.{n}" if prefix else n for prefix, n, p in named}
 
 
 def _is_optimizer(part: Any) -> bool:
