@@ -185,8 +185,9 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     advantage = leaf(row, ("advantage",))
     if advantage is not None and advantage.shape[0] == length:
         changed["advantage",] = advantage[:max_length]
+    last = max(left, 1) - 1
     for path, values in _token_rewards(row, size):
-        changed[path] = torch.cat([values[: max(left, 1) - 1], _sum(values[max(left, 1) - 1 :])])
+        changed[path] = torch.cat([values[:last], values[last:].sum(0, keepdim=True)])
     cut = _copy(row)
     for path, value in (changed | _flags(row)).items():
         set_copied(cut, path, value)
@@ -199,10 +200,6 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
 def _copy(row: TensorDict) -> TensorDict:
     """The row anew, with the same nodes, of which ``set_copied`` makes others."""
     return new_node(dict(row._tensordict))
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(0, keepdim=True)
 
 
 def _length(row: TensorDict) -> int:

@@ -22,7 +22,6 @@ from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -180,8 +179,7 @@ class _BlockWriter:
         return self._place(data, about)
 
     def numbers(self, values: Sequence[int]) -> int:
-        array = numpy.asarray(values, dtype=numpy.int64)
-        return self._place(array.tobytes(), ["int64", len(array)])
+        return self.tensor(torch.tensor(values, dtype=torch.int64))
 
     def _place(self, data: bytes, about: list[Any]) -> int:
         key = (*about, data)
@@ -200,9 +198,7 @@ class _BlockWriter:
         return self.numbers(places)
 
     def _text(self, value: Any) -> int:
-        plain = value is None or type(value) in (bool, int, float, str)
-        told = value if plain else self._values.value(value)
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(self._values.value(value), separators=(",", ":")).encode()
         place = self._texts.setdefault(text, len(self._texts))
         self._by_id[id(value)] = place
         return place

@@ -24,7 +24,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import (
+    remove_tied_weights_from_state_dict,
+    str_to_torch_dtype,
+)
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -36,13 +39,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 
 _FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
-}
+_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()} | {torch.complex64: "C64"}
 
 
 class LazyTensor(NamedTuple):

@@ -8,7 +8,7 @@ that is not one of Hugging Face) are in the state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class RunModels:
         state = {}
         for name, (model, _) in self._models.items():
             held = published_weights(model) if _is_published(model) else {}
-            parameters = dict(_trained(model))
+            parameters = _trained(model)
             apart = {
                 n: p.detach()
                 for n, p in parameters.items()
@@ -103,7 +103,7 @@ class RunModels:
                 f"{path} holds {_called(state)}, and this run trains {_called(self._models)}"
             )
         for name, (model, _) in self._models.items():
-            parameters, saved = dict(_trained(model)), state[name]
+            parameters, saved = _trained(model), state[name]
             if parameters.keys() != set(saved["trained"]):
                 raise CheckpointError(
                     f"{path / name} was written by another model: it trains "
@@ -197,8 +197,8 @@ def _is_published(model: nn.Module) -> bool:
     return isinstance(base, PreTrainedModel)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _called(models: Mapping[str, Any]) -> str:
