@@ -66,13 +66,9 @@ def read_chats(source: str | Path) -> Iterator[SampledChat]:
         DataError: nothing of that is there, or it is damaged.
     """
     path = Path(source)
-    if path.is_file():
-        files = [path]
-    elif files := sorted(path.glob("answers_*.jsonl")):
-        pass
-    else:
+    files = [path] if path.is_file() else sorted(path.glob("answers_*.jsonl"))
+    if not files:
         yield from stored_chats(RolloutStore(path))
-        return
     for file in files:
         for number, record in enumerate(read_jsonl(file)):
             yield _of_record(record, file, number)

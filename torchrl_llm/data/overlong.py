@@ -30,13 +30,11 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
-from torchrl_llm.data.wire import leaf, new_node, plain_node, set_copied
+from torchrl_llm.data.wire import Path, leaf, new_node, plain_node, set_copied
 from torchrl_llm.errors import ConfigError, OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
 """What becomes of something too long; what exactly is said where the choice is made."""
-
-Path = tuple[str, ...]
 
 
 class FittedRows(NamedTuple):
