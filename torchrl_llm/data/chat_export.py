@@ -24,7 +24,7 @@ from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollout_store import RolloutStore
-from torchrl_llm.data.table_files import read_jsonl
+from torchrl_llm.data.table_files import FileRow, read_jsonl
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -41,18 +41,19 @@ class SampledChat:
         reward: summed over its turns; ``None`` where it is not valid.
         group: what the answers to one prompt have in common.
         cut: its last answer was cut by a length limit.
-        more: further columns of the chat, such as ``tools``.
+        tools: schemas of the tools that it had, if any.
     """
 
     messages: list[dict[str, Any]]
     reward: float | None
     group: Any
     cut: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
 
     def row(self) -> dict[str, Any]:
         """What is written of it."""
-        return {"messages": self.messages, **self.more, "reward": self.reward}
+        tools = {"tools": self.tools} if self.tools else {}
+        return {"messages": self.messages, **tools, "reward": self.reward}
 
 
 def read_chats(source: str | Path) -> Iterator[SampledChat]:
@@ -70,23 +71,22 @@ def read_chats(source: str | Path) -> Iterator[SampledChat]:
     if not files:
         yield from stored_chats(RolloutStore(path))
     for file in files:
-        for number, record in enumerate(read_jsonl(file)):
-            yield _of_record(record, file, number)
+        for record in read_jsonl(file):
+            yield _of_record(record, file)
 
 
-def _of_record(record: Mapping[str, Any], file: Path, number: int) -> SampledChat:
+def _of_record(record: FileRow, file: Path) -> SampledChat:
     messages, reward = record.get("messages"), record.get("reward")
     sound = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not sound or not isinstance(reward, int | float | None) or "valid" not in record:
         raise DataError(
-            f"line {number + 1} of {file} is no answer of an evaluation: it needs messages, reward "
-            f"and valid, and has {sorted(record)}"
+            f"line {record.number} of {file} is no answer of an evaluation: it needs messages, "
+            f"reward and valid, and has {sorted(record)}"
         )
-    more = {"tools": record["tools"]} if record.get("tools") else {}
-    group = (file.name, json.dumps(record.get("prompt", number)))
+    group = (file.name, json.dumps(record.get("prompt", record.number)))
     found = [_plain_message(message) for message in messages]
     kept = reward if record["valid"] else None
-    return SampledChat(found, kept, group, bool(record.get("cut")), more)
+    return SampledChat(found, kept, group, bool(record.get("cut")), record.get("tools"))
 
 
 def stored_chats(store: RolloutStore) -> Iterator[SampledChat]:
