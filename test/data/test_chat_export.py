@@ -117,6 +117,10 @@ def test_answers_of_an_evaluation_are_chats_of_their_prompts(tmp_path):
     (tmp_path / "answers_x.jsonl").write_text('{"messages": [1]}')
     with pytest.raises(DataError, match=r"line 1 of .*answers_x"):
         list(read_chats(tmp_path))
+    # Lines that are empty count, as they do in an editor.
+    (tmp_path / "answers_x.jsonl").write_text('\n\n{"messages": [1]}')
+    with pytest.raises(DataError, match=r"line 3 of .*answers_x"):
+        list(read_chats(tmp_path))
 
 
 def test_half_a_surrogate_pair_is_written_so_that_it_is_read_again(tmp_path):

@@ -91,6 +91,5 @@ def _with_tools(chats: Iterable[SampledChat], source: str) -> Iterator[SampledCh
     if (Path(source) / FOLDER).is_dir():
         tools = chat_settings(read_config(Path(source))).schemas
     for chat in chats:
-        if tools:
-            chat.more["tools"] = tools
+        chat.tools = tools or chat.tools
         yield chat

@@ -24,7 +24,7 @@ from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollout_store import RolloutStore
-from torchrl_llm.data.table_files import read_jsonl
+from torchrl_llm.data.table_files import FileRow, read_jsonl
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -41,18 +41,19 @@ class SampledChat:
         reward: summed over its turns; ``None`` where it is not valid.
         group: what the answers to one prompt have in common.
         cut: its last answer was cut by a length limit.
-        more: further columns of the chat, such as ``tools``.
+        tools: schemas of the tools that it had, if any.
     """
 
     messages: list[dict[str, Any]]
     reward: float | None
     group: Any
     cut: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
 
     def row(self) -> dict[str, Any]:
         """What is written of it."""
-        return {"messages": self.messages, **self.more, "reward": self.reward}
+        tools = {"tools": self.tools} if self.tools else {}
+        return {"messages": self.messages, **tools, "reward": self.reward}
 
 
 def read_chats(source: str | Path) -> Iterator[SampledChat]:
@@ -66,31 +67,26 @@ def read_chats(source: str | Path) -> Iterator[SampledChat]:
         DataError: nothing of that is there, or it is damaged.
     """
     path = Path(source)
-    if path.is_file():
-        files = [path]
-    elif files := sorted(path.glob("answers_*.jsonl")):
-        pass
-    else:
+    files = [path] if path.is_file() else sorted(path.glob("answers_*.jsonl"))
+    if not files:
         yield from stored_chats(RolloutStore(path))
-        return
     for file in files:
-        for number, record in enumerate(read_jsonl(file)):
-            yield _of_record(record, file, number)
+        for record in read_jsonl(file):
+            yield _of_record(record, file)
 
 
-def _of_record(record: Mapping[str, Any], file: Path, number: int) -> SampledChat:
+def _of_record(record: FileRow, file: Path) -> SampledChat:
     messages, reward = record.get("messages"), record.get("reward")
     sound = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not sound or not isinstance(reward, int | float | None) or "valid" not in record:
         raise DataError(
-            f"line {number + 1} of {file} is no answer of an evaluation: it needs messages, reward "
-            f"and valid, and has {sorted(record)}"
+            f"line {record.number} of {file} is no answer of an evaluation: it needs messages, "
+            f"reward and valid, and has {sorted(record)}"
         )
-    more = {"tools": record["tools"]} if record.get("tools") else {}
-    group = (file.name, json.dumps(record.get("prompt", number)))
+    group = (file.name, json.dumps(record.get("prompt", record.number)))
     found = [_plain_message(message) for message in messages]
     kept = reward if record["valid"] else None
-    return SampledChat(found, kept, group, bool(record.get("cut")), more)
+    return SampledChat(found, kept, group, bool(record.get("cut")), record.get("tools"))
 
 
 def stored_chats(store: RolloutStore) -> Iterator[SampledChat]:
@@ -134,13 +130,12 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class ChatFilter:
-    """Which conversations are good enough.
+    """Which conversations with a valid reward are good enough.
 
     Attributes:
         min_reward: least reward; ``None`` for any.
         best_of_group: most conversations of each prompt, those with the highest rewards, the first
             of equal ones; ``None`` for all.
-        only_valid: leave out those without a valid reward.
         only_whole: leave out those with an answer that was cut.
         duplicates: keep conversations that are equal, message for message.
         counts: after a run ``read``, ``written``, and how many were left out for which reason.
@@ -158,7 +153,6 @@ class ChatFilter:
 
     min_reward: float | None = None
     best_of_group: int | None = None
-    only_valid: bool = True
     only_whole: bool = True
     duplicates: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -188,7 +182,7 @@ class ChatFilter:
 
     def _reason(self, chat: SampledChat, seen: set[str]) -> str | None:
         """Why a conversation is left out by itself."""
-        if chat.reward is None and (self.only_valid or self.min_reward is not None):
+        if chat.reward is None:
             return "without a valid reward"
         if chat.cut and self.only_whole:
             return "cut"
@@ -204,8 +198,7 @@ class ChatFilter:
     def _best(self, group: list[SampledChat]) -> list[SampledChat]:
         kept = group
         if self.best_of_group is not None:
-            order = sorted(group, key=lambda c: float("inf") if c.reward is None else -c.reward)
-            kept = order[: self.best_of_group]
+            kept = sorted(group, key=lambda chat: -chat.reward)[: self.best_of_group]
             self.counts["not the best"] += len(group) - len(kept)
         self.counts["written"] += len(kept)
         return kept

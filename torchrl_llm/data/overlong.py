@@ -13,7 +13,7 @@ Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,17 +22,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_llm.data.enums import MaskReason, Source, TruncationReason
-from torchrl_llm.data.replay_buffers.trajectory_queues import CUT_TOKENS, group_value
+from torchrl_llm.data.replay_buffers.trajectory_queues import (
+    CUT_TOKENS,
+    group_value,
+    trajectory_of,
+)
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
-from torchrl_llm.data.wire import leaf, new_node, plain_node, set_copied
+from torchrl_llm.data.wire import Path, leaf, new_node, plain_node, set_copied
 from torchrl_llm.errors import ConfigError, OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
 """What becomes of something too long; what exactly is said where the choice is made."""
-
-Path = tuple[str, ...]
 
 
 class FittedRows(NamedTuple):
@@ -104,7 +106,7 @@ class LengthRule:
             return FittedRows.of(rows)
         if self.on_overlong == "error":
             raise OverlongError(self._refusal(rows, too_long.index(True)))
-        names = [_conversation(row) or index for index, row in enumerate(rows)]
+        names = [trajectory_of(row) or index for index, row in enumerate(rows)]
         overlong = {name for name, long in zip(names, too_long, strict=True) if long}
         fitted = FittedRows([], [], [], 0, len(overlong))
         cut_tokens = 0
@@ -181,8 +183,9 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     advantage = leaf(row, ("advantage",))
     if advantage is not None and advantage.shape[0] == length:
         changed["advantage",] = advantage[:max_length]
+    last = max(left, 1) - 1
     for path, values in _token_rewards(row, size):
-        changed[path] = torch.cat([values[: max(left, 1) - 1], _sum(values[max(left, 1) - 1 :])])
+        changed[path] = torch.cat([values[:last], values[last:].sum(0, keepdim=True)])
     cut = _copy(row)
     for path, value in (changed | _flags(row)).items():
         set_copied(cut, path, value)
@@ -197,21 +200,9 @@ def _copy(row: TensorDict) -> TensorDict:
     return new_node(dict(row._tensordict))
 
 
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(0, keepdim=True)
-
-
 def _length(row: TensorDict) -> int:
     full = leaf(row, ("tokens", "full"))
     return 0 if full is None else full.shape[0]
-
-
-def _conversation(row: TensorDict) -> Hashable:
-    """What the turns of a conversation have in common; ``None`` for a row that does not say."""
-    names = [leaf(row, (key,)) for key in ("traj_id", "agent")]
-    if names[0] is None:
-        return None
-    return tuple(None if name is None else group_value(name) for name in names)
 
 
 def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -14,6 +14,7 @@ Shape legend: ``N`` rows, ``L_n`` length of row ``n``, ``L`` their sum.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,6 @@ from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -179,8 +179,7 @@ class _BlockWriter:
         return self._place(data, about)
 
     def numbers(self, values: Sequence[int]) -> int:
-        array = numpy.asarray(values, dtype=numpy.int64)
-        return self._place(array.tobytes(), ["int64", len(array)])
+        return self.tensor(torch.tensor(values, dtype=torch.int64))
 
     def _place(self, data: bytes, about: list[Any]) -> int:
         key = (*about, data)
@@ -199,9 +198,7 @@ class _BlockWriter:
         return self.numbers(places)
 
     def _text(self, value: Any) -> int:
-        plain = value is None or type(value) in (bool, int, float, str)
-        told = value if plain else self._values.value(value)
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(self._values.value(value), separators=(",", ":")).encode()
         place = self._texts.setdefault(text, len(self._texts))
         self._by_id[id(value)] = place
         return place
@@ -302,7 +299,6 @@ class _ChatColumn(NamedTuple):
     messages: list[int]
     ends: list[int]
     records: list[int]
-    where: dict[int, int] | None
 
 
 class Block:
@@ -367,7 +363,7 @@ class Block:
         nodes = sorted(_typed(header["nodes"], list), key=lambda node: len(node[0]))
         slots: dict[Any, int] = {(): 0}
         for path, name, place in nodes:
-            path, cls, where = values.path(path), None if name is None else _CLASSES[name], None
+            path, cls = values.path(path), None if name is None else _CLASSES[name]
             where = self._where(place)
             packed.nodes[path, cls] = None if where is None else list(where)
             # One slot a path, whatever its class is in which row.
@@ -375,22 +371,22 @@ class Block:
             self._nodes.append((slots[path], slots[path[:-1]], path[-1], cls, where))
         self._num_slots = len(slots)
         self._leaves: list[tuple[int, str, int]] = []
-        self._cells: list[tuple[int, str, Any, Any]] = []
+        self._cells: list[tuple[int, str, str, dict[int, int] | None, Any]] = []
         for path, kind, place, content in _typed(header["columns"], list):
             path, where = values.path(path), self._where(place)
             count = self.head.num_rows if where is None else len(where)
             slot, name = slots[path[:-1]], path[-1]
             if kind == "tensor":
                 self._leaves.append((slot, name, self._cut(content, count, place)))
-            elif kind == "chat":
-                self._cells.append((slot, name, "chat", self._chats(content, count, where)))
-            elif kind == "object":
-                texts = self._numbers(content, len(ends) - 1, count)
-                self._cells.append((slot, name, "object", (texts, where)))
             else:
-                found = [values.node(node) for node in _typed(content, list)]
-                _check(kind == "node" and len(found) == count, "a column of an impossible kind")
-                self._cells.append((slot, name, "node", (found, where)))
+                if kind == "chat":
+                    held: Any = self._chats(content, count)
+                elif kind == "object":
+                    held = self._numbers(content, len(ends) - 1, count)
+                else:
+                    held = [values.node(node) for node in _typed(content, list)]
+                    _check(kind == "node" and len(held) == count, "a column of an impossible kind")
+                self._cells.append((slot, name, kind, where, held))
             column = _Objects(None if where is None else list(where), [])
             packed.columns[path, kind] = column
         values._check_places(packed)
@@ -405,9 +401,7 @@ class Block:
             dtype = _BY_NAME[name]
             _check(all(type(n) is int and 0 <= n < 1 << 40 for n in shape), "an impossible shape")
             _check(len(shape) <= 16, "too many dimensions")
-            count = 1
-            for n in shape:
-                count *= n
+            count = math.prod(shape)
             size = count * dtype.itemsize
             _check(at + size <= end, "an array behind the end")
             if count:
@@ -462,7 +456,7 @@ class Block:
         _check(sum(numbers) == array.shape[0], "wrong lengths")
         return _Cut(array, numbers, where)
 
-    def _chats(self, content: Any, count: int, where: Any) -> _ChatColumn:
+    def _chats(self, content: Any, count: int) -> _ChatColumn:
         messages, lengths, records = content
         told = self._array(records)
         _check(told.dtype == torch.int64 and told.shape == (count,), "records of another type")
@@ -471,7 +465,7 @@ class Block:
         found = self._numbers(messages, len(self._text_ends) - 1)
         ends = [0, *accumulate(self._numbers(lengths, len(found) + 1, count))]
         _check(ends[-1] == len(found), "wrong lengths")
-        return _ChatColumn(found, ends, places, where)
+        return _ChatColumn(found, ends, places)
 
     def _open_records(self, content: Any) -> None:
         self._num_records, self._record_columns = 0, {}
@@ -525,17 +519,16 @@ class Block:
             if part is not None:
                 holders[slot][name] = part
         records: dict[int, TokenRecord] = {}
-        for slot, name, kind, column in self._cells:
-            where = column.where if kind == "chat" else column[1]
+        for slot, name, kind, where, held in self._cells:
             place = index if where is None else where.get(index)
             if place is None:
                 continue
             if kind == "chat":
-                holders[slot][name] = cell(self._chat(column, place, records))
+                holders[slot][name] = cell(self._chat(held, place, records))
             elif kind == "object":
-                holders[slot][name] = self._cell(column[0][place])
+                holders[slot][name] = self._cell(held[place])
             else:
-                holders[slot][name] = column[0][place].clone()
+                holders[slot][name] = held[place].clone()
         for slot, parent, name, cls, where in reversed(self._nodes):
             if where is None or index in where:
                 node = new_node(holders[slot])

@@ -27,9 +27,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
+from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
 from torchrl_llm.data.rollout_block import Block, is_sound, read_head, write_block
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
 FOLDER = "rollouts"
@@ -41,11 +40,12 @@ _OPEN_BLOCKS = 32
 
 
 class _Place(NamedTuple):
-    """Where the block of a step is."""
+    """Where the block of a step is: in which file, and in its bytes."""
 
     step: int
     num_rows: int
-    segment: int
+    path: Path
+    data: Any
     start: int
     end: int
 
@@ -81,8 +81,6 @@ class RolloutStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = _rollouts_of(Path(folder))
-        self._maps: list[mmap.mmap] = []
-        self._names: list[Path] = []
         self._places: list[_Place] = []
         for path in _segments(self.folder):
             self._add(path)
@@ -100,21 +98,18 @@ class RolloutStore:
                 return
             # A private copy: whoever changes a row changes neither the file nor what others read.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        number = len(self._maps)
-        self._maps.append(data)
-        self._names.append(path)
-        for step, num_rows, start, end in _scan(path, data):
-            if self._places and step <= self._places[-1].step:
-                raise DataError(f"{path} is damaged: step {step} follows {self._places[-1].step}")
-            self._places.append(_Place(step, num_rows, number, start, end))
+        for place in _scan(path, data):
+            if self._places and place.step <= (last := self._places[-1].step):
+                raise DataError(f"{path} is damaged: step {place.step} follows {last}")
+            self._places.append(place)
 
     def _drop_torn_end(self) -> None:
         """A power cut may leave the last block with the right length and no contents."""
         if not self._places:
             return
         last = self._places[-1]
-        data = self._maps[last.segment]
-        if last.end == len(data) and not is_sound(data, last.start, read_head(data, last.start)):
+        head = read_head(last.data, last.start)
+        if last.end == len(last.data) and not is_sound(last.data, last.start, head):
             self._places.pop()
 
     # -- reading ----------------------------------------------------------------------------------
@@ -149,9 +144,9 @@ class RolloutStore:
         if block is None:
             place = self._places[number]
             try:
-                block = Block(self._maps[place.segment], place.start)
+                block = Block(place.data, place.start)
             except DataError as error:
-                raise DataError(f"{self._names[place.segment]}: {error}") from None
+                raise DataError(f"{place.path}: {error}") from None
             self._blocks[number] = block
             if len(self._blocks) > _OPEN_BLOCKS:
                 self._blocks.popitem(last=False)
@@ -217,26 +212,19 @@ class RolloutStore:
             raise DataError(f"no row of {self.folder} is wanted: the filter leaves none")
         return lazy_rows(found)
 
-    def trajectories(
-        self,
-        step: int | Iterable[int] | None = None,
-        where: Callable[[list[TensorDict]], bool] | None = None,
-    ) -> Iterator[list[TensorDict]]:
-        """The turns of each trajectory, step by step; rows without ``traj_id`` are one each.
+    def trajectories(self, step: int) -> list[list[TensorDict]]:
+        """The turns of each trajectory of a step; rows without ``traj_id`` are one each.
 
         Args:
-            step: of one step, or of several; ``None`` for all.
-            where: turns of a trajectory to whether it is wanted; ``None`` for all.
+            step: one of :meth:`steps`.
 
         Raises:
             DataError: no rows of that step are here, or they are damaged.
         """
-        steps = self.steps() if step is None else [step] if isinstance(step, int) else step
-        for one in steps:
-            found: dict[Any, list[TensorDict]] = {}
-            for number, row in enumerate(self.iterate(one)):
-                found.setdefault(trajectory_of(row) or number, []).append(row)
-            yield from (turns for turns in found.values() if where is None or where(turns))
+        found: dict[Any, list[TensorDict]] = {}
+        for number, row in enumerate(self.iterate(step)):
+            found.setdefault(trajectory_of(row) or number, []).append(row)
+        return list(found.values())
 
 
 class RolloutWriter:
@@ -306,31 +294,18 @@ class RolloutWriter:
         last = None
         for path in _segments(self.folder):
             data = path.read_bytes()
-            kept = [found for found in _scan(path, data) if found[0] <= step]
-            if kept and kept[-1][3] == len(data):
-                pass
-            elif kept:
-                # Not in place: whoever reads has the file mapped.
-                partial = path.with_suffix(".partial")
-                partial.write_bytes(data[: kept[-1][3]])
-                os.replace(partial, path)
-            else:
+            kept = [place for place in _scan(path, data) if place.step <= step]
+            if not kept:
                 path.unlink()
                 continue
-            last, self._path, self._size = kept[-1][0], path, kept[-1][3]
+            end = kept[-1].end
+            if end < len(data):
+                # Not in place: whoever reads has the file mapped.
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(data[:end])
+                os.replace(partial, path)
+            last, self._path, self._size = kept[-1].step, path, end
         return last
-
-
-def trajectory_of(row: TensorDict) -> tuple[Any, ...] | None:
-    """What tells the trajectory of a row from the others; ``None`` where it does not say.
-
-    Args:
-        row: with ``traj_id``, and ``agent`` where there are several.
-    """
-    trajectory, agent = leaf(row, ("traj_id",)), leaf(row, ("agent",))
-    if trajectory is None:
-        return None
-    return int(trajectory), None if agent is None else group_value(agent)
 
 
 def _rollouts_of(folder: Path) -> Path:
@@ -350,8 +325,8 @@ def _segments(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"steps_*{_SUFFIX}"))
 
 
-def _scan(path: Path, data: Any) -> Iterator[tuple[int, int, int, int]]:
-    """Step, number of rows, begin and end of each whole block of a segment."""
+def _scan(path: Path, data: Any) -> Iterator[_Place]:
+    """The whole blocks of a segment."""
     start = 0
     while start < len(data):
         try:
@@ -362,5 +337,6 @@ def _scan(path: Path, data: Any) -> Iterator[tuple[int, int, int, int]]:
             raise DataError(f"{path} is damaged: {error}") from None
         if head is None:
             return
-        yield head.step, head.num_rows, start, start + head.num_bytes
-        start += head.num_bytes
+        end = start + head.num_bytes
+        yield _Place(head.step, head.num_rows, path, data, start, end)
+        start = end

@@ -116,7 +116,7 @@ def read_table(
         ) from error
 
 
-def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[dict[str, Any]]:
+def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[FileRow]:
     """Read a JSON-lines file: one object a line, empty lines skipped; or an array of objects.
 
     Args:

@@ -24,7 +24,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import (
+    remove_tied_weights_from_state_dict,
+    str_to_torch_dtype,
+)
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -36,13 +39,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 
 _FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
-}
+_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()} | {torch.complex64: "C64"}
 
 
 class LazyTensor(NamedTuple):
@@ -160,25 +157,20 @@ def write_weights(
     Returns:
         CRC-32 of each file of tensors, by its name.
     """
-    shards: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.num_bytes > max_shard_size:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.num_bytes
-    files = [SAFE_WEIGHTS_NAME]
-    if len(shards) > 1:
-        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    checksums = {
-        file: write_tensors(None if folder is None else folder / file, shard)
-        for file, shard in zip(files, shards, strict=True)
-    }
-    if len(shards) > 1 and folder is not None:
-        where = {name: f for f, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(tensor.num_bytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    checksums = {}
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name] for name in names}
+        checksums[file] = write_tensors(None if folder is None else folder / file, shard)
+    if split.is_sharded and folder is not None:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
     return checksums
 

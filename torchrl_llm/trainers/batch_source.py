@@ -27,8 +27,7 @@ from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.replay_buffers.trajectory_queues import was_cut
-from torchrl_llm.data.rollout_store import trajectory_of
+from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of, was_cut
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError

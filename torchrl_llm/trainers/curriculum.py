@@ -48,9 +48,9 @@ class Curriculum:
         self._tracker = credit if isinstance(credit, SPOAdvantage) else None
 
     @property
-    def parts(self) -> dict[str, Curriculum]:
-        """Itself as a part of a run, to be restored before what draws rows."""
-        return {} if self._primer is None else {"curriculum": self}
+    def parts(self) -> dict[str, Any]:
+        """The results so far as a part of a run, to be restored before what draws rows."""
+        return {} if self._primer is None else {"curriculum": self._primer.order}
 
     def see(self, rows: LazyStackedTensorDict | None) -> dict[str, float]:
         """Record the results of a step.
@@ -78,14 +78,6 @@ class Curriculum:
     def ended(self) -> str | None:
         """Why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
         return None if self._primer is None else self._primer.order.ended()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The results so far; the position is saved with what draws."""
-        return self._primer.order.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self._primer.order.load_state_dict(state)
 
 
 def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:

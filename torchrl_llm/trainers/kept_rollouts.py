@@ -22,7 +22,8 @@ from torchrl._utils import logger
 
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows, row_values
-from torchrl_llm.data.rollout_store import FOLDER, RolloutWriter, trajectory_of
+from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
+from torchrl_llm.data.rollout_store import FOLDER, RolloutWriter
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import cell, leaf, new_node, pack_rows, plain_node, set_copied
 from torchrl_llm.errors import DataError

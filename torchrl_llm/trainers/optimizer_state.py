@@ -18,28 +18,17 @@ from torchrl_llm.errors import CheckpointError
 from torchrl_llm.trainers.ranks import sharded_like
 
 
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Name of each parameter, by its ``id``.
-
-    Args:
-        modules: name to module; parameters are called ``<name>.<their name in it>``, those of a
-            module without a name as they are in it.
-    """
-    named = ((prefix, n, p) for prefix, m in modules.items() for n, p in m.named_parameters())
-    return {id(p): f"{prefix}.{n}" if prefix else n for prefix, n, p in named}
-
-
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` holds, by the names of the parameters.
 
     Args:
         optimizer: any of torch's.
-        names: of :func:`parameter_names`; a parameter that is not there is called by its place.
+        names: name of each parameter, by its ``id``; one that is not there is called by its place.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        >>> named_state(optimizer, parameter_names({"head": layer}))["param_groups"][0]["params"]
+        >>> named_state(optimizer, {id(layer.weight): "head.weight"})["param_groups"][0]["params"]
         ['head.weight']
     """
     state = optimizer.state_dict()

@@ -8,7 +8,7 @@ that is not one of Hugging Face) are in the state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torchrl_llm.trainers.optimizer_state import (
     load_module,
     load_named_state,
     named_state,
-    parameter_names,
 )
 from torchrl_llm.trainers.ranks import sharded_like
 
@@ -56,7 +55,7 @@ class RunModels:
         state = {}
         for name, (model, _) in self._models.items():
             held = published_weights(model) if _is_published(model) else {}
-            parameters = dict(_trained(model))
+            parameters = _trained(model)
             apart = {
                 n: p.detach()
                 for n, p in parameters.items()
@@ -104,7 +103,7 @@ class RunModels:
                 f"{path} holds {_called(state)}, and this run trains {_called(self._models)}"
             )
         for name, (model, _) in self._models.items():
-            parameters, saved = dict(_trained(model)), state[name]
+            parameters, saved = _trained(model), state[name]
             if parameters.keys() != set(saved["trained"]):
                 raise CheckpointError(
                     f"{path / name} was written by another model: it trains "
@@ -180,11 +179,13 @@ def names_of_parameters(
     """Name of each parameter of the models and parts of a run, by its ``id``.
 
     Args:
-        models: as of :class:`RunModels`.
+        models: as of :class:`RunModels`; parameters of the one without a name have no prefix.
         parts: of the run; those that are modules have parameters.
     """
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    return parameter_names(modules) | parameter_names({n: m for n, (m, _) in models.items()})
+    modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]
+    modules += [(name, model) for name, (model, _) in models.items()]
+    named = ((prefix, n, p) for prefix, m in modules for n, p in m.named_parameters())
+    return {id(p): f"{prefix}.{n}" if prefix else n for prefix, n, p in named}
 
 
 def _is_optimizer(part: Any) -> bool:
@@ -196,8 +197,8 @@ def _is_published(model: nn.Module) -> bool:
     return isinstance(base, PreTrainedModel)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _called(models: Mapping[str, Any]) -> str:

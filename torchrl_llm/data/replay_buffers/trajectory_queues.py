@@ -67,6 +67,18 @@ def group_value(value: Any) -> Hashable:
     return value
 
 
+def trajectory_of(row: TensorDictBase) -> tuple[Hashable, Hashable] | None:
+    """What tells the trajectory of a row from the others; ``None`` where it does not say.
+
+    Args:
+        row: with ``traj_id``, and ``agent`` where there are several.
+    """
+    trajectory, agent = leaf(row, ("traj_id",)), leaf(row, ("agent",))
+    if trajectory is None:
+        return None
+    return group_value(trajectory), None if agent is None else group_value(agent)
+
+
 @dataclass(slots=True)
 class Trajectory:
     """The rows of one finished episode of one agent, in the order of its turns.
