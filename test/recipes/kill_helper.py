@@ -104,10 +104,11 @@ def kill_at(number, told):
                 told.send_bytes(b"now")
             if left[0] == 0 and told is None and number % 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*args, **kwargs)
-            if left[0] == 0 and told is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:  # also where there is no such file
+                if left[0] == 0 and told is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return call
 

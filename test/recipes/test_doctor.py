@@ -73,7 +73,7 @@ FOREIGN = NO_END.replace("m.role + ':", "'<|start_header_id|>' + m.role + ':").r
 def house(tmp_path_factory):
     """A folder with data, rewards and variants of the embedded model."""
     root = tmp_path_factory.mktemp("house")
-    (root / "rewards.py").write_text(REWARDS)
+    (root / "marks_of_mine.py").write_text(REWARDS)
     rows = [{"question": f"What is {n}+{n + 7}?", "answer": str(2 * n + 7)} for n in range(10, 60)]
     write(root / "sums.jsonl", rows)
     write(root / "twice.jsonl", rows + rows[:25])
@@ -138,7 +138,7 @@ def told(found):
     return [each for each in found if each.level != "ok"]
 
 
-OWN = ["data={house}/sums.jsonl", "reward={house}/rewards.py:"]
+OWN = ["data={house}/sums.jsonl", "reward={house}/marks_of_mine.py:"]
 # Name: arguments, the check, level, key, and a word of the text.
 FAULTS = {
     "pad equal to eos": (["model.name={pad_is_eos}"], "padding", "note", "model.name", "im_end"),
@@ -211,7 +211,7 @@ FAULTS = {
         "known_answers",
         "error",
         "reward.function",
-        'rewards.py", line 11, in raises',
+        'marks_of_mine.py", line 11, in raises',
     ),
     "a reward that raises at times": (
         [OWN[0], OWN[1] + "fails_sometimes"],
@@ -552,7 +552,7 @@ def test_the_command_shows_what_it_found_and_ends_with_one_for_errors(asked):
         "grpo", "checkpoint.keep_last=null", "checkpoint.interval=1", "train.max_steps=1000000000"
     )
     assert status == 1
-    assert out.startswith("error    checkpoint.keep_last\n    1000000001 checkpoints of 5.15 MiB")
+    assert out.startswith("error    checkpoint.keep_last\n    1000000001 checkpoints of 3.87 MiB")
     assert out.splitlines()[-1].startswith("1 error (grpo, ")
 
 

@@ -128,7 +128,7 @@ def test_the_engine_is_built_to_sleep_and_gets_all_weights(monkeypatch, device):
     assert sampling.sync_type(settings) == "load"
     policy = type("Policy", (), {"tokenizer": None})()
     with pytest.raises(RuntimeError, match="built"):
-        sampling.make_sampler(settings, policy)
+        sampling.make_sampler(settings, policy, policy)
     assert built.get("enable_sleep_mode", False) == (device == "cuda")
     lora = config(train_model={"lora": {"enabled": True}})
     assert sampling.sync_type(load_config(lora)) == "load"

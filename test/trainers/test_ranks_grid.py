@@ -13,7 +13,7 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import _make_tiny_model
+from models_helper import make_tiny_model
 from objectives.rows_helper import make_row, make_rows
 
 from torchrl_llm.modules import ValueHead
@@ -70,7 +70,7 @@ def rows():
 @functools.cache
 def make_scorer(sharded):
     """One for all cases of a process: its weights are never changed."""
-    model = _make_tiny_model(initializer_range=0.05)
+    model = make_tiny_model(initializer_range=0.05)
     head = ValueHead.for_model(model)
     torch.nn.init.ones_(head.linear.weight)
     scorer = CausalScorer(model, value_head=head)

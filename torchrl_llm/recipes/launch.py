@@ -299,15 +299,6 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                     sys.stdout.flush()
                     sys.stderr.write(f"{words}\n")
                 raise SystemExit(_FAILED) from None
-            except OSError as error:
-                if error.errno not in _NO_ROOM or os.environ.get(TRACEBACK_VARIABLE) == "1":
-                    raise
-                sys.stdout.flush()
-                sys.stderr.write(
-                    f"OSError: {error}. What is written so far stays; make room there, or choose "
-                    "another folder (hydra.run.dir)\n"
-                )
-                raise SystemExit(_FAILED) from None
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
                 if last.f_code.co_filename.startswith((str(PAGES.parent), argparse.__file__)):
@@ -327,9 +318,12 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _last_words(error: Exception) -> tuple[str | None, bool]:
     """What is said of an error, ``None`` where another rank says it; whether that is all of it."""
-    is_ours = isinstance(error, TorchRLLLMError)
+    is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
+    is_ours = isinstance(error, TorchRLLLMError) or is_full
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return f"{type(error).__name__}: {error}", is_ours
+        advice = ". What is written so far stays; make room there, or choose another folder "
+        advice = f"{advice}(hydra.run.dir)" if is_full else ""
+        return f"{type(error).__name__}: {error}{advice}", is_ours
     from torchrl_llm.trainers.ranks import last_words, speaks_of_others
 
     words = last_words(error)
