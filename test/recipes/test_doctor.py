@@ -526,6 +526,15 @@ class Bad(TaskEnv):
 """
 
 
+@pytest.mark.parametrize("adapters", ["false", "true"])
+def test_checkpoints_of_all_recipes_are_counted_alike(house, adapters):
+    sizes = set()
+    for recipe, data in (("grpo", ()), ("sft", (f"data={house}/sums.jsonl",))):
+        (found,) = look(f"train_model.lora.enabled={adapters}", *data, recipe=recipe, only=["disk"])
+        sizes.add(found.text.partition(" of ")[2].partition(" are ")[0])
+    assert len(sizes) == 1
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -552,7 +561,7 @@ def test_the_command_shows_what_it_found_and_ends_with_one_for_errors(asked):
         "grpo", "checkpoint.keep_last=null", "checkpoint.interval=1", "train.max_steps=1000000000"
     )
     assert status == 1
-    assert out.startswith("error    checkpoint.keep_last\n    1000000001 checkpoints of 5.15 MiB")
+    assert out.startswith("error    checkpoint.keep_last\n    1000000001 checkpoints of 3.87 MiB")
     assert out.splitlines()[-1].startswith("1 error (grpo, ")
 
 
