@@ -526,6 +526,15 @@ class Bad(TaskEnv):
 """
 
 
+@pytest.mark.parametrize("adapters", ["false", "true"])
+def test_checkpoints_of_all_recipes_are_counted_alike(house, adapters):
+    sizes = set()
+    for recipe, data in (("grpo", ()), ("sft", (f"data={house}/sums.jsonl",))):
+        (found,) = look(f"train_model.lora.enabled={adapters}", *data, recipe=recipe, only=["disk"])
+        sizes.add(found.text.partition(" of ")[2].partition(" are ")[0])
+    assert len(sizes) == 1
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from torchrl_llm.cli import train
 from torchrl_llm.errors import ConfigError
 
 RECIPES = ("grpo", "grpo-async")
@@ -35,7 +35,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"memory is counted for {' and '.join(RECIPES)}, not for {name!r}")
     if given.prompt_tokens is not None and given.prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens must be at least 1, got {given.prompt_tokens}")
-    config = _load(name, overrides)
+
+    from torchrl_llm.recipes.doctor.compose import compose
+
+    config, _ = compose(name, train.RECIPES[name], overrides)
 
     from torchrl_llm.recipes import memory
     from torchrl_llm.trainers.results import text_table
@@ -78,17 +81,3 @@ def _parser() -> argparse.ArgumentParser:
         help=f"tokens of a prompt; default: env.max_prompt_length, or {_PROMPT}",
     )
     return parser
-
-
-def _load(name: str, overrides: Sequence[str]) -> Any:
-    """The configuration that a run with these keys has."""
-    from torchrl_llm.recipes import launch
-
-    folder = launch.PAGES / "grpo" / "config"
-    siblings = {other: f"recipe {other}" for other in RECIPES if other != name}
-    checked = launch.check_arguments(list(overrides), folder, name, siblings=siblings)
-
-    from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config
-
-    composed = launch.compose_files(folder, name, checked)
-    return load_config(composed, AsyncGRPOConfig if name == "grpo-async" else GRPOConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from torchrl_llm.data.row_order import BandOrder, QueueOrder, RowOrder, WeightedOrder
@@ -36,15 +36,13 @@ class CurriculumConfig:
     floor: float = 0.05
 
     def __post_init__(self) -> None:
-        default = {name: made.default for name, made in self.__dataclass_fields__.items()}
-        default["band"] = [0.1, 0.9]
-        for entry in fields(self)[1:]:
-            name = entry.name
-            owner = next(order for order, read in _READ.items() if name in read)
+        for key in fields(self)[1:]:
+            default = key.default_factory() if key.default is MISSING else key.default
+            owner = next(order for order, read in _READ.items() if key.name in read)
             ensure(
-                self.order == owner or getattr(self, name) == default[name],
-                f"curriculum.{name} has no effect with curriculum.order={self.order}; it belongs "
-                f"to {owner}",
+                self.order == owner or getattr(self, key.name) == default,
+                f"curriculum.{key.name} has no effect with curriculum.order={self.order}; it "
+                f"belongs to {owner}",
             )
         ensure(len(self.band) == 2, f"curriculum.band must be [low, high], got {self.band}")
         with naming(f"curriculum.order={self.order}"):

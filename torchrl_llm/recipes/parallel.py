@@ -155,4 +155,4 @@ def folder_of(folder: str | Path, ranks: Ranks) -> Path:
         folder: of this rank; its name may hold another second.
         ranks: the processes.
     """
-    return Path(ranks.from_main(str(Path(folder).absolute()) if ranks.world > 1 else str(folder)))
+    return Path(folder) if ranks.world == 1 else ranks.from_main(Path(folder).absolute())

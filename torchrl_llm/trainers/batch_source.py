@@ -159,24 +159,17 @@ class BatchSource:
                 break
         self.overlong = self._ranks.sums(self.overlong)
         kept = self._account(collected, before, written)
-        self._outcomes = self._decided(collected, judged, carried, kept)
+        waiting = frozenset(map(trajectory_of, self._credit.held()))
+        # Rows of earlier steps whose group is full now, or was given up.
+        decided = [row for row in carried if trajectory_of(row) not in waiting]
+        self._outcomes = RowOutcomes(
+            [*collected, *decided], [*judged, *decided], kept, waiting, len(decided)
+        )
         return self._ranks.rows(lazy_rows(collected))
 
     def outcomes(self) -> RowOutcomes:
         """What became of the rows of the last step; a run keeps it with them."""
         return self._outcomes
-
-    def _decided(
-        self,
-        collected: list[TensorDict],
-        judged: list[TensorDict],
-        carried: list[TensorDict],
-        kept: list[TensorDict],
-    ) -> RowOutcomes:
-        waiting = frozenset(map(trajectory_of, self._credit.held()))
-        # Rows of earlier steps whose group is full now, or was given up.
-        carried = [row for row in carried if trajectory_of(row) not in waiting]
-        return RowOutcomes([*collected, *carried], [*judged, *carried], kept, waiting, len(carried))
 
     def _next(self) -> list[TensorDict]:
         if self._batches is None:

@@ -383,10 +383,7 @@ class TrainingRun:
             elif self._reason is not None:
                 self.say(f"ended with step {self.step}: {self._reason}")
             elif self.step < self.max_steps:
-                self.say(
-                    f"saved {self._store.path(self.step)}; to go on:\n"
-                    f"  {self.how_to_resume or self._command()}"
-                )
+                self.say(f"saved {self._store.path(self.step)}; to go on:\n  {self._command()}")
 
     def _steps(self) -> Iterator[int]:
         if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
@@ -413,7 +410,7 @@ class TrainingRun:
     def _command(self) -> str:
         """What it takes to go on."""
         where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
-        return " ".join((_typed(), where, "checkpoint.resume=auto"))
+        return self.how_to_resume or f"{_typed()} {where} checkpoint.resume=auto"
 
     def record(
         self,
@@ -458,7 +455,7 @@ class TrainingRun:
         self._save_unless_saved()
         raise RewardError(
             f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
-            f"{self._store.path(self.step)}:\n  {self.how_to_resume or self._command()}\n"
+            f"{self._store.path(self.step)}:\n  {self._command()}\n"
             "reward.on_all_invalid=continue goes on whatever the rewards are"
         )
 

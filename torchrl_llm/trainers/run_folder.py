@@ -107,14 +107,27 @@ def read_config(run: Path) -> dict[str, Any]:
     """
     for file in (run / CONFIG_FILE, run / ".hydra" / CONFIG_FILE):
         if file.is_file():
-            try:
-                found = yaml.safe_load(file.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise DataError(f"{file} cannot be read: {error}") from error
-            if not isinstance(found, dict):
-                raise DataError(f"{file} is no mapping of keys to values")
-            return found
+            return read_mapping(file)
     return {}
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Nested values of a YAML file.
+
+    Args:
+        file: the file.
+
+    Raises:
+        DataError: it is no YAML mapping.
+        OSError: it is not there.
+    """
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is no mapping of keys to values")
+    return found
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -156,22 +156,17 @@ def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any
 def _read_rows(
     rows: Iterable[TensorDictBase], texts: TokenTexts, data: _Columns, strings: _Strings
 ) -> dict[str, Any]:
-    columns: dict[str, list[Any]] = {}
-    tokens: dict[str, list[np.ndarray]] = {name: [] for name in ("text", *_TOKEN_FACTS)}
-    read: list[RowFacts] = []
-    for row in rows:
-        facts = RowFacts.of(row)
-        for name, value in _row_columns(facts, strings).items():
-            columns.setdefault(name, []).append(value)
-        shown = map(strings.number, texts.of(facts.token_ids.tolist()))
-        tokens["text"].append(np.fromiter(shown, dtype="<i4"))
+    read = [RowFacts.of(row) for row in rows]
+    if read:
+        of_rows = [_row_columns(facts, strings) for facts in read]
+        for name in of_rows[0]:
+            values = [columns[name] for columns in of_rows]
+            data.add(f"row {name}", values, _TYPES.get(name, "<i4"))
+        shown = (text for facts in read for text in texts.of(facts.token_ids.tolist()))
+        data.add("token text", np.fromiter(map(strings.number, shown), dtype="<i4"))
         for name in _TOKEN_FACTS:
-            tokens[name].append(getattr(facts, name))
-        read.append(facts)
-    for name, values in columns.items():
-        data.add(f"row {name}", values, _TYPES.get(name, "<i4"))
-    for name, parts in tokens.items() if read else ():
-        data.add(f"token {name}", np.concatenate(parts), _TYPES.get(name, "<i4"))
+            values = np.concatenate([getattr(facts, name) for facts in read])
+            data.add(f"token {name}", values, _TYPES.get(name, "<i4"))
     parts = list(dict.fromkeys(name for facts in read for name in facts.parts))
     for name in parts:
         data.add(f"part {name}", [facts.parts.get(name, math.nan) for facts in read], "<f4")
@@ -181,11 +176,8 @@ def _read_rows(
         if 2 <= len(set(values)) <= _MOST_LABELS:  # tells rows apart, and can be chosen from
             labels.append(name)
             data.add(f"label {name}", values)
-    for name, lengths in {
-        "starts": [len(facts.token_ids) for facts in read],
-        "chat starts": [len(facts.messages) for facts in read],
-    }.items():
-        data.add(name, list(accumulate(lengths, initial=0)))
+    data.add("starts", list(accumulate((len(facts.token_ids) for facts in read), initial=0)))
+    data.add("chat starts", list(accumulate((len(facts.messages) for facts in read), initial=0)))
     said = [message for facts in read for message in facts.messages]
     data.add("chat roles", [strings.number(role) for role, _ in said])
     data.add("chat texts", [strings.number(text) for _, text in said])

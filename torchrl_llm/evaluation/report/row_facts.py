@@ -115,8 +115,8 @@ class RowFacts:
         messages = [(str(each.get("role", "")), message_text(dict(each))) for each in chat]
         answers = [text for role, text in messages[-1:] if role not in ("system", "user", "tool")]
         asked = [text for role, text in messages if role == "user"]
-        finish, cut = (_number(row, k) for k in (("tokens", "finish_reason"), _CUT))
-        texts = {name: value for name in row.keys() if isinstance(value := _get(row, name), str)}
+        finish = _number(row, ("tokens", "finish_reason"))
+        cut = _number(row, ("next", "truncation_reason"))
         return cls(
             **{name: _number(row, name) for name in ("step", "group_id", "traj_id", "turn")},
             reward=_sum(_get(row, ("next", "reward")), _get(row, ("next", "reward_valid"))),
@@ -129,8 +129,10 @@ class RowFacts:
             errors=[str(failure) for failure in failures_of(row)],
             labels={
                 name: text
-                for name, text in texts.items()
-                if name not in _SHOWN and 0 < len(text) <= _LONGEST_LABEL
+                for name in row.keys()
+                if isinstance(text := _get(row, name), str)
+                and name not in _SHOWN
+                and 0 < len(text) <= _LONGEST_LABEL
             },
             messages=messages,
             prompt=_text(row, "query") or (asked[0] if asked else _text(row, ("text", "prompt"))),
@@ -149,9 +151,6 @@ class RowFacts:
         """Code of each reason to how many sampled tokens are not trained for it."""
         codes, counts = np.unique(self.mask_reason[self.sampled], return_counts=True)
         return {int(c): int(n) for c, n in zip(codes, counts, strict=True) if c}
-
-
-_CUT = ("next", "truncation_reason")
 
 
 def name_of(codes: type[IntEnum], code: int) -> str:

@@ -101,7 +101,7 @@ class TokenTexts:
             try:
                 text = data.decode()  # the character that stands for broken ones, spelled out
             except UnicodeDecodeError:
-                return _escaped(data), data
+                return visible(data.decode(errors="backslashreplace")), data
         return visible(text or piece), None
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
@@ -132,7 +132,3 @@ def _bytes_of(piece: str) -> bytes | None:
         return bytes([int(found[1], 16)])
     known = [_SPELLED.get(char) for char in piece]
     return None if None in known else bytes(known)
-
-
-def _escaped(data: bytes) -> str:
-    return visible(data.decode(errors="backslashreplace"))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchrl_llm.recipes import builders
-from torchrl_llm.trainers import make_optimizer
+from torchrl_llm.trainers import Ranks, make_optimizer
 
 
 def largest(
@@ -60,13 +60,10 @@ def all_ranks(fine: bool) -> bool:
     Args:
         fine: what this rank says.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return fine
-    if not dist.is_initialized():
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
-    said = torch.tensor(int(fine))
-    dist.all_reduce(said, op=dist.ReduceOp.MIN)
-    return bool(said)
+    return all(Ranks(world=world).gather(fine))
 
 
 class Trial:

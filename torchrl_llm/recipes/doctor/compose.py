@@ -7,12 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.command_keys import KeyTable, check_option
-from torchrl_llm.trainers.run_folder import CONFIG_FILE, dotted
+from torchrl_llm.trainers.run_folder import CONFIG_FILE, dotted, read_mapping
 
 # Keys of ``evaluate`` with names of its user, whose value in the file is not empty.
 _OPEN = {"evaluate": ("data_files", "options")}
@@ -30,14 +28,9 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return read_mapping(file)
     except OSError as error:
         raise DataError(f"there is no file {file}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file} is no mapping of keys to values")
-    return found
 
 
 def recipe_of(path: Path, pages: Mapping[str, str]) -> str:

@@ -119,7 +119,10 @@ def _parts(subject: Subject, budget: int | None = None) -> list[MemoryPart]:
         "optimizer states": memory.optimizer_bytes(trained, config.optimizer.arguments),
     }
     held = [MemoryPart(name, size, "train", "") for name, size in sizes.items()]
-    return [*held, MemoryPart("checkpoint", sum(sizes.values()), "disk", "")]
+    saved = sizes["weights"] + sizes["optimizer states"]
+    if config.train_model.lora.enabled:  # adapters are saved for PEFT too
+        saved += memory.tensor_bytes(trained)
+    return [*held, MemoryPart("checkpoint", saved, "disk", "")]
 
 
 def _peak(subject: Subject, budget: int | None = None) -> int:
