@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import tracemalloc
 
 import pytest
 import torch
@@ -210,6 +211,21 @@ def test_a_logger_gets_all_metrics_of_a_step_at_once_and_its_end(tmp_path):
     table.write(2, {"train/reward": 0.75})
     expected = {"train/reward": 0.5, "eval/accuracy": 0.25, "eval/step": 1}
     assert logger.got == [(expected, 1), "closed"]
+
+
+def test_the_copy_of_a_checkpoint_does_not_take_memory_by_the_length_of_the_run(tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    names = [f"train/a_metric_{number}" for number in range(20)]
+    for step in range(1000):
+        table.write(step, dict.fromkeys(names, step / 7))
+    tracemalloc.start()
+    try:
+        table.save(tmp_path / "copy.csv")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "copy.csv").read_bytes() == table.path.read_bytes()
+    assert peak < table.path.stat().st_size  # its rows, read, take nine times that
 
 
 def test_the_step_of_an_evaluation_is_a_metric_of_it(tmp_path):
