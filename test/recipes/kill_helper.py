@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from fork_server import fork_server
 
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.data.wire import PackedRows
@@ -38,8 +39,6 @@ SMALL = [
     "logging.samples=null",
     "optimizer.warmup_steps=0",
 ]
-# What a run imports in its course.
-IMPORTED_LATE = ("matplotlib.pyplot", "transformers.models.qwen2.modeling_qwen2")
 # What a save, the table of metrics, and whoever else keeps files consist of.
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
@@ -158,12 +157,8 @@ def run_killed(folder, overrides, *, kills, seed, operations=100):
 
 
 def _start(folder, overrides, *how):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *IMPORTED_LATE])
-    here = map(str, Path(__file__).parents[1:3])  # where the server finds what it is to import
-    os.environ["PYTHONPATH"] = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     overrides = [*overrides, "checkpoint.resume=auto"]
-    process = context.Process(target=attempt, args=(overrides, str(folder), *how))
+    process = fork_server().Process(target=attempt, args=(overrides, str(folder), *how))
     process.start()
     return process
 
