@@ -206,7 +206,7 @@ class MetricsTable:
             return
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
-        # Not read: in memory its rows take nine times the file, more with every step.
+        # Not read: its rows take nine times the file, and a process that trains keeps that memory.
         shutil.copyfile(self.path, path)
 
     def resume(self, step: int, copy: Path | None = None) -> str | None:
