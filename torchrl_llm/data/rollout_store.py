@@ -54,10 +54,10 @@ class RolloutStore:
     """The rollouts of a run, opened for reading.
 
     Rows are as the collector gave them, one a turn, with ``"step"`` and what became of them:
-    ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``, ``truncated``, or ``pending``
-    where the row still waited for its group), ``("trace", "mask_reason")`` as training saw it,
-    ``"advantage"`` where it was trained, and what the buffer's transforms wrote besides. Times
-    (``..._seconds``) are not kept.
+    ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``, ``truncated``, ``overlong``, or
+    ``pending`` where the row still waited for its group), ``("trace", "mask_reason")`` as training
+    saw it, ``"advantage"`` where it was trained, and what the buffer's transforms wrote besides.
+    Times (``..._seconds``) are not kept.
 
     Its tensors are views of the file: clone what is to be changed. A run that still writes may be
     read; what it writes after the store was opened is not seen.

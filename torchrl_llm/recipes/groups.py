@@ -115,8 +115,8 @@ class ForwardConfig:
             several forwards of rows of like length; ``packed``, one row after the other without
             padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
             those that the model can have. Memory and speed depend on it, the result does not.
-        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for the
-            model's context.
+        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for any
+            (in supervised training, for the model's context).
         on_overlong: what becomes of a longer row: an error that names it, a row that is not
             trained, or one whose end is cut off. Counted in ``train/overlong_rows`` (in supervised
             training, ``train/overlong``).
