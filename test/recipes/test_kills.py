@@ -115,5 +115,21 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, worlds, parall
     assert AutoModelForCausalLM.from_pretrained(newest(cut))
 
 
+@pytest.mark.full
+def test_adapters_over_shards_go_on(tmp_path):
+    pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
+    settings = [*SMALL, *RANKS, "train_model.lora.enabled=true", "train.parallel=fsdp2"]
+    settings.append("optimizer.scheduler=constant")  # others know where a run ends
+    run_ranks(tmp_path / "whole", [*settings, "train.max_steps=3"], 2)
+    for steps in (2, 3):
+        run_ranks(tmp_path / "cut", [*settings, f"train.max_steps={steps}"], 2)
+    one, other = (
+        load_file(newest(tmp_path / name) / "model.safetensors") for name in ("whole", "cut")
+    )
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(other[name], value), name
+
+
 def newest(folder):
     return sorted((folder / "checkpoints").glob("step_*"))[-1]

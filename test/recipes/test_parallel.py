@@ -60,6 +60,14 @@ REFUSED = [
         },
         "another rank's",
     ),
+    (
+        {
+            "train": {"parallel": "ddp"},
+            "curriculum": {"order": "queue"},
+            "filter": {"zero_variance": "resample"},
+        },
+        "would share prompts",
+    ),
 ]
 
 

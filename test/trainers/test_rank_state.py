@@ -41,6 +41,7 @@ def state(worker, count, *, epoch=0, index=0, known=None, version=0, waiting=NO_
                 "rows": ROWS,
                 "transforms": {"spo": {"tracker": {"known": known or {}, "shift": {"rows": ROWS}}}},
             },
+            "curriculum": {"epoch": epoch, "solved": torch.tensor([count > 1])},
             "source": {"ledger": {"carried": 0}},
         },
     }
@@ -69,6 +70,7 @@ def test_with_more_ranks_all_go_on_from_the_same_place_and_the_new_ones_count_af
         assert mine["parts"]["collector"]["versions"] == {"parts": [7]}
         tracker = mine["parts"]["buffer"]["transforms"]["spo"]["tracker"]
         assert tracker["known"] == {"a": (1, 2)}
+        assert mine["parts"]["curriculum"]["solved"].tolist() == [True]
         assert retired == []
         assert "is of 1 ranks, and 3 go on" in notice
         assert "unequally" not in notice

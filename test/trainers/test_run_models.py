@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchrl.envs import Transform
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from torchrl_llm.errors import CheckpointError, ConfigError
@@ -13,6 +14,7 @@ from torchrl_llm.trainers import TrainingRun
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.run import CheckpointConfig, LoggingConfig
 from torchrl_llm.trainers.run_folder import model_folder
+from torchrl_llm.trainers.run_models import split_parts
 
 QUIET = LoggingConfig(progress=False)
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -210,3 +212,8 @@ def test_a_shard_that_is_missing_or_altered_costs_some_steps_and_is_told(
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"No such file.*the checksum of {shard} is wrong"):
         take_steps(tmp_path, {"": (make_tiny_model(), tokenizer)}, resume="auto")
+
+
+def test_a_transform_is_of_the_rank_whose_rows_it_has_seen_and_a_head_of_all():
+    shared, own = split_parts({"head": torch.nn.Linear(1, 1), "prompts": Transform()})
+    assert (list(shared), list(own)) == (["head"], ["prompts"])

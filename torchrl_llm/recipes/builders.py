@@ -165,6 +165,11 @@ def reference_device(config: TrainedConfig) -> torch.device:
     device = device_of(config)
     if not config.ref_model.num_devices:
         return device
+    ensure(
+        config.train.parallel == "none",
+        f"ref_model.num_devices=1 with train.parallel={config.train.parallel}: the GPU behind a "
+        "rank's is that of another rank; choose 0",
+    )
     index = (device.index or 0) + 1
     found = torch.cuda.device_count()
     if device.type != "cuda" or index >= found:

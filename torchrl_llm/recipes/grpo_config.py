@@ -284,6 +284,12 @@ class GRPOConfig(GRPOGroups):
             "leave it out for a constant one",
         )
         ensure(
+            not (self.curriculum.follows_results and self.filter.resamples),
+            f"filter.zero_variance=resample with {parallel} and curriculum.order="
+            f"{self.curriculum.order}: ranks that draw unequally often would share prompts; "
+            "choose drop, or another order",
+        )
+        ensure(
             self.inference_model.num_devices == 1,
             f"inference_model.num_devices={self.inference_model.num_devices} with {parallel}: each "
             "rank has an engine of its own on its GPU; choose 1, or grpo-async.py",

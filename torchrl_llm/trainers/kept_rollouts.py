@@ -245,7 +245,8 @@ class KeptRollouts:
         """
         if self._kept == "none":
             return
-        number = max(SAMPLE_ROWS // self._ranks.world, 1)
+        sharing = sum(self._ranks.gather(bool(outcomes.rows)))  # where one rank collects for all, 1
+        number = max(SAMPLE_ROWS // max(sharing, 1), 1)
         every = range(len(outcomes.rows))
         takes_all = self._kept == "all" or not outcomes.rows
         chosen = every if takes_all else outcomes.sample(step, number)
@@ -294,7 +295,10 @@ class KeptRollouts:
             last = self._writer.cut(step)
         except DataError as error:
             aside = self.folder.with_name(f"damaged_{FOLDER}_{step}")
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}_again")
             self.folder.rename(aside)
+            self._writer = RolloutWriter(self.folder)
             return f"{error}; the rollouts so far are now {aside}"
         if last is None or last == step or self._kept == "none":
             return None

@@ -119,7 +119,8 @@ def _is_of_run(path: tuple[str, ...], value: Any) -> bool:
     """What is the same in all ranks, or does not depend on their number."""
     in_collector = path[:2] == ("parts", "collector") and len(path) == 3 and path[2] != "rollout"
     is_version = isinstance(value, Mapping) and value.keys() == {"version"}
-    return in_collector or is_version or path == ("parts", "buffer", "transforms")
+    is_part = path in (("parts", "buffer", "transforms"), ("parts", "curriculum"))
+    return in_collector or is_version or is_part
 
 
 def _trackers(saved: Sequence[State]) -> dict[tuple[str, ...], Any]:

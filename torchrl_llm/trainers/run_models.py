@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.envs import Transform
 from transformers import PreTrainedModel
 
 from torchrl_llm.errors import CheckpointError, ConfigError
-from torchrl_llm.modules.weight_files import WeightFolder, published_weights
+from torchrl_llm.modules.weight_files import WeightFolder, published_weights, whole
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.optimizer_state import (
     load_module,
@@ -51,13 +52,16 @@ class RunModels:
             )
 
     def state(self) -> dict[str, Any]:
-        """Of each model the names of what is trained, and what its folder does not hold."""
+        """Of each model the names of what is trained, and what its folder does not hold, whole.
+
+        Every rank has to call it.
+        """
         state = {}
         for name, (model, _) in self._models.items():
             held = published_weights(model) if _is_published(model) else {}
             parameters = _trained(model)
             apart = {
-                n: p.detach()
+                n: whole(p.detach())
                 for n, p in parameters.items()
                 if n not in held or held[n].like is not p
             }
@@ -124,7 +128,12 @@ def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     Args:
         parts: by name.
     """
-    shared = {name: part for name, part in parts.items() if isinstance(part, _SHARED)}
+    # A transform is a module, and of the rank whose rows it has seen.
+    shared = {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, _SHARED) and not isinstance(part, Transform)
+    }
     return shared, {name: part for name, part in parts.items() if name not in shared}
 
 
