@@ -43,6 +43,7 @@ def replayed(monkeypatch, tmp_path):
             buffer,
             credit=algorithm.credit,
             num_rows=config.rows_per_batch,
+            length=config.train.length_rule,
             truncated=config.filter.truncated,
             rows_per_trajectory=max_turns(config),
         )
@@ -65,8 +66,9 @@ def replayed(monkeypatch, tmp_path):
     [
         ["inference_model.max_tokens=4", "filter.truncated=drop", "train.kl_to_ref_coeff=0.1"],
         ["env=calculator", "loss=dapo", "train.micro_token_budget=400"],
+        ["env=calculator", "train.max_seq_len=60", "train.on_overlong=truncate"],
     ],
-    ids=["one turn, cut answers dropped", "several turns, joined"],
+    ids=["one turn, cut answers dropped", "several turns, joined", "long rows cut"],
 )
 def test_a_step_computed_again_gives_what_was_recorded(replayed, overrides):
     recorded, store, source, metrics = replayed(*overrides)

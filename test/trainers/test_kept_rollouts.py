@@ -6,7 +6,8 @@ import pytest
 import torch
 from collectors.collecting import make_policy
 from torchrl._utils import logger
-from trainers.test_batch_source import row, source
+from trainers.test_batch_source import row, source, totals
+from trainers.test_batch_source_overlong import CUT, DROP
 from trainers.test_batch_source_staleness import build
 from trainers.test_batch_source_staleness import row as aged_row
 from trainers.test_batch_source_turns import _TURNS, _source
@@ -14,6 +15,7 @@ from trainers.test_run import Toy
 
 from torchrl_llm.collectors import StoredCollector
 from torchrl_llm.data import MaskReason, RolloutStore, Source
+from torchrl_llm.data.overlong import LengthRule
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.trainers.kept_rollouts import KeptRollouts, RowOutcomes
 
@@ -90,7 +92,7 @@ def test_a_step_with_rows_that_waited_is_computed_again_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize(("cut", "fate"), [(True, "truncated"), (False, "stale")])
-def test_what_was_marked_on_its_way_says_so(cut, fate):
+def test_what_was_marked_on_its_way_says_so_and_is_replayed_as_collected(tmp_path, cut, fate):
     if cut:
         _, batch_source = source(
             [numbered([row(0, cut=True), row(1), row(2)])], 3, group=3, truncated="drop"
@@ -104,7 +106,90 @@ def test_what_was_marked_on_its_way_says_so(cut, fate):
     found = outcomes(batch_source)[0]
     assert found["fate"] == fate
     assert reasons(found) == {int(MaskReason[fate.upper()])}
+    assert not found["next", "reward_valid"]
+    assert found["collected", "reward_valid"]
     assert ("collected", "mask_reason") in found.keys(True)
+    KeptRollouts(tmp_path, "all").record(1, batch_source.outcomes())
+    (again,) = StoredCollector(RolloutStore(tmp_path))
+    assert same_rows(again.unbind(0)[:1], batch_source.outcomes().rows[:1])
+    assert again[0]["next", "reward_valid"]
+
+
+def same_rows(found, expected):
+    """Whether rows have the same keys and values."""
+    for each, other in zip(found, expected, strict=True):
+        keys = set(other.keys(True, True))
+        assert set(each.keys(True, True)) == keys
+        assert all(torch.equal(each[key], other[key]) for key in keys)
+    return True
+
+
+LONG = {
+    # What the rule leaves: 4 tokens. 2 is TRUNCATED, 4 FILTERED, 7 OVERLONG.
+    "cut": (
+        {"length": CUT},
+        ["trained"] * 4,
+        [[1, 1, 0, 0, 7, 7], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0, 7, 7]],
+        [True] * 4,
+    ),
+    "dropped": (
+        {"length": DROP},
+        ["overlong", "filtered", "overlong", "overlong"],
+        [[1, 1, 7, 7, 7, 7], [1, 1, 4, 4], [1, 1, 7, 7], [1, 1, 7, 7, 7, 7]],
+        [True, True, False, True],
+    ),
+    "cut, then dropped": (
+        {"length": CUT, "truncated": "drop"},
+        ["truncated", "truncated", "filtered", "truncated"],
+        [[1, 1, 2, 2, 7, 7], [1, 1, 2, 2], [1, 1, 4, 4], [1, 1, 2, 2, 7, 7]],
+        [True, False, True, True],
+    ),
+    "cut, then masked": (
+        {"length": CUT, "truncated": "mask"},
+        ["trained"] * 4,
+        [[1, 1, 2, 2, 7, 7], [1, 1, 2, 2], [1, 1, 0, 0], [1, 1, 2, 2, 7, 7]],
+        [True] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "fates", "expected", "valid"), LONG.values(), ids=LONG)
+def test_rows_that_were_too_long_are_kept_whole_and_replayed_as_collected(
+    tmp_path, rules, fates, expected, valid
+):
+    batch = [row(1, length=4), row(0, length=2, cut=True), row(1, length=2), row(1, length=4)]
+    for each, (trajectory, turn) in zip(batch, [(0, 0), (1, 0), (2, 0), (2, 1)], strict=True):
+        each.update({"traj_id": torch.tensor(trajectory), "turn": torch.tensor(turn)})
+    batch[2]["next", "done"].fill_(False)
+    before = [each.clone() for each in batch]
+    _, batch_source = source([batch], 4, group=3, **rules)
+    shown = batch_source.fill().unbind(0)
+    assert shown[0]["trace", "mask_reason"].tolist()[-2:] == [7, 7]  # metrics see what is too long
+    KeptRollouts(tmp_path, "all").record(1, batch_source.outcomes())
+    store = RolloutStore(tmp_path)
+    found = list(store.iterate())
+    assert [each["fate"] for each in found] == fates
+    assert [each["trace", "mask_reason"].tolist() for each in found] == expected
+    assert [bool(each["next", "reward_valid"]) for each in found] == valid
+    (again,) = StoredCollector(store)
+    assert same_rows(again.unbind(0), before)
+    # A larger limit trains them whole.
+    _, whole = source([], 4, group=3, length=LengthRule(max_seq_len=6))
+    whole._collector = StoredCollector(store)
+    whole.fill()
+    assert totals(whole) == {"generated": 12, "trained": 12}
+
+
+def test_a_reward_that_nothing_called_valid_is_valid_again_when_it_is_replayed(tmp_path):
+    batch = numbered([row(1, cut=True), row(0), row(1)])
+    for each in batch:
+        del each["next", "reward_valid"]
+    _, batch_source = source([batch], 3, group=3, truncated="drop")
+    batch_source.fill()
+    KeptRollouts(tmp_path, "all").record(1, batch_source.outcomes())
+    (again,) = StoredCollector(RolloutStore(tmp_path))
+    assert again[0]["next", "reward_valid"]
+    assert same_rows(again.unbind(0)[1:], batch[1:])
 
 
 def test_a_turn_gets_its_part_of_the_joined_row(tokenizer):

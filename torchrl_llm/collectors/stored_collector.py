@@ -21,8 +21,10 @@ _OF_THE_STORE = ("fate", "carried", "step", "collected")
 class StoredCollector:
     """Batches of finished trajectories, each the rows of one step, as they were collected.
 
-    What training wrote is taken off again (advantages, scores, mask reasons), so that another rule
-    may write it. A row that waited for its group comes with the step that decided it.
+    What training wrote is taken off again (advantages, scores, mask reasons, what made a reward
+    invalid), so that another rule may write it. A row that waited for its group comes with the step
+    that decided it, as it waited: without what ``train.max_seq_len`` cut off, and with what the
+    filters and the age of its weights had masked.
 
     Args:
         store: opened for reading. With ``logging.rollouts=sample`` a batch has few rows, of whole
@@ -98,9 +100,10 @@ def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> Tensor
         ['reward']
     """
     made = new_node(dict(row._tensordict))
-    before = leaf(row, ("collected", "mask_reason"))
-    if before is not None:
-        set_copied(made, ("trace", "mask_reason"), before)
+    for path in (("trace", "mask_reason"), ("next", "reward_valid")):
+        before = leaf(row, ("collected", path[-1]))
+        if before is not None:
+            set_copied(made, path, before)
     for path in (*((name,) for name in _OF_THE_STORE), *added):
         _take_off(made, tuple(path))
     return made

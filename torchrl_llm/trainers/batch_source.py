@@ -138,13 +138,16 @@ class BatchSource:
         self._judge_waiting()
         carried = list(self._credit.held())
         collected: list[TensorDict] = []
+        shown: list[TensorDict] = []
         judged: list[TensorDict] = []
         written = 0
         for _ in range(1 + self._max_resamples):
             fresh = 0
             while not fresh or (self._staleness is not None and fresh < self._num_rows):
-                fitted = self._fitted(self._next())
-                collected += fitted.marked
+                rows = self._next()
+                fitted = self._fitted(rows)
+                collected += rows
+                shown += fitted.marked
                 marked, stale = self._judged(fitted)
                 judged += marked
                 fresh += sum(map(ends_trajectory, marked)) - stale
@@ -165,7 +168,7 @@ class BatchSource:
         self._outcomes = RowOutcomes(
             [*collected, *decided], [*judged, *decided], kept, waiting, len(decided)
         )
-        return self._ranks.rows(lazy_rows(collected))
+        return self._ranks.rows(lazy_rows(shown))
 
     def outcomes(self) -> RowOutcomes:
         """What became of the rows of the last step; a run keeps it with them."""

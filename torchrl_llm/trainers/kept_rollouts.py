@@ -34,8 +34,9 @@ SAMPLE_ROWS = 16
 Kept = Literal["sample", "all", "none"]
 _REASON = ("trace", "mask_reason")
 _PARTS = ("prompt", "full")
-COLLECTED_REASON = ("collected", "mask_reason")
-"""The mask reasons that a row was collected with, where training changed them."""
+_VALID = ("next", "reward_valid")
+_CHANGED = (_REASON, _VALID)
+"""What training changes; below ``"collected"`` is what a row was collected with, where it did."""
 _FATES = {name: cell(name) for name in ("trained", "filtered", "invalid", "pending")}
 _FATES |= {name: cell(name) for name in ("stale", "truncated", "overlong")}
 # A prime, so that the groups that are kept move through all places of a batch.
@@ -48,9 +49,9 @@ class RowOutcomes:
 
     Attributes:
         rows: as they were collected, one a turn; then those of earlier steps that were decided in
-            this one.
-        judged: the same rows with what must not be trained marked; the same objects where nothing
-            is.
+            this one, as they waited: cut and marked already.
+        judged: the same rows, cut to the length that is trained, with what must not be trained
+            marked; the same objects where nothing is.
         trained: rows of the buffer, joined or not.
         waiting: trajectories, see ``trajectory_of``, that still wait for their group.
         num_carried: how many of the rows are of earlier steps.
@@ -104,6 +105,8 @@ class RowOutcomes:
         # Of a row that was cut, what was cut off is kept too.
         cut = judged is not collected and _length(judged) < _length(collected)
         row = new_node(dict((collected if cut else judged)._tensordict))
+        if cut:
+            _mask_end(row, judged)
         if self.is_known:
             trained = self._trained_row(collected)
             fate = self._fate(collected, judged) if trained is None else "trained"
@@ -112,9 +115,12 @@ class RowOutcomes:
                 self._give(row, trained)
             elif fate in ("filtered", "invalid"):
                 _mask(row, MaskReason[fate.upper()])
-            before, after = leaf(collected, _REASON), leaf(row, _REASON)
-            if before is not None and before is not after and not torch.equal(before, after):
-                set_copied(row, COLLECTED_REASON, before)
+            for path in _CHANGED:
+                before, after = leaf(collected, path), leaf(row, path)
+                if before is None and path == _VALID and after is not None:
+                    before = torch.ones_like(after)  # a reward is valid where nothing says that
+                if before is not None and before is not after and not torch.equal(before, after):
+                    set_copied(row, ("collected", path[-1]), before)
         if index >= len(self.rows) - self.num_carried:
             row._tensordict["carried"] = torch.tensor(True)
         return row
@@ -133,7 +139,7 @@ class RowOutcomes:
         """Trajectories with a reward that is not valid."""
         stack = lazy_rows(self.rows)
         rewards = row_values(stack, ("next", "reward"), torch.sum, None)
-        flags = row_values(stack, ("next", "reward_valid"), torch.all, None)
+        flags = row_values(stack, _VALID, torch.all, None)
         wrong = torch.zeros(len(self.rows), dtype=torch.bool)
         wrong = wrong if rewards is None else ~rewards.isfinite()
         wrong = wrong if flags is None else wrong | ~flags
@@ -205,6 +211,14 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
             yield from _added(inner, new_node({}) if own is None else plain_node(own), here)
         elif own is None and here != ("num_turns",):
             yield here, value
+
+
+def _mask_end(row: TensorDict, judged: TensorDict) -> None:
+    """Mask reasons of a whole row: those of what was left of it, then what was cut off."""
+    _mask(row, MaskReason.OVERLONG)
+    left, own = leaf(judged, _REASON), leaf(row, _REASON)
+    if left is not None and own is not None:
+        set_copied(row, _REASON, torch.cat([left, own[left.shape[0] :]]))
 
 
 def _mask(row: TensorDict, reason: MaskReason) -> None:
