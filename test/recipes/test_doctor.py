@@ -19,6 +19,7 @@ from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.cli import main
 from torchrl_llm.cli.doctor import PAGES
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import memory
 from torchrl_llm.recipes.doctor import examine as examining
 from torchrl_llm.recipes.doctor import machine, reward
 from torchrl_llm.recipes.doctor.calibrate import Trial, largest
@@ -26,6 +27,7 @@ from torchrl_llm.recipes.doctor.compose import compose, recipe_of
 from torchrl_llm.recipes.doctor.examine import CHECKS, examine
 from torchrl_llm.recipes.doctor.finding import by_level, error, ok
 from torchrl_llm.recipes.doctor.subject import Subject
+from torchrl_llm.recipes.memory import show_bytes as show
 
 CONFIG = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
 REWARDS = """
@@ -398,6 +400,51 @@ def test_a_planted_fault_is_found_with_the_key_to_change(name, house, monkeypatc
     found = look(*(each.format(**paths) for each in arguments), only=[check])
     assert [(each.level, each.key) for each in told(found)] == [(level, key)], found
     assert word in told(found)[0].text
+
+
+def test_fsdp2_that_does_not_fit_needs_processes_and_no_smaller_model(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    words = ("train.device=cpu", "train.micro_token_budget=null", "train.parallel=fsdp2")
+    config, page = compose("grpo", PAGES["grpo"], words)
+    tokens = Subject(config, page).prompt_tokens
+    peak = {
+        n: max(memory.peak_bytes(parts, where) for where in ("sample", "train"))
+        for n in (1, 2, 4, 8)
+        for parts in [memory.memory_parts(config, prompt_tokens=tokens, processes=n)]
+    }
+
+    def found(free):
+        monkeypatch.setattr(machine, "free_memory", lambda device: free)
+        (finding,) = look(*words, only=["needed_memory"])
+        return finding[:2], finding.text
+
+    assert found(peak[1])[0] == ("ok", "train_model")
+    kind, text = found(peak[4])
+    assert kind == ("warning", "train.parallel")
+    assert "as 1 process, on each device" in text
+    assert f"4 processes, each with a GPU or machine of its own, need {show(peak[4])}" in text
+    assert found(1000)[0] == ("error", "model.name")  # with no number of processes
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert found(peak[2])[0] == ("ok", "train_model")
+    assert found(peak[8])[0] == ("error", "train.parallel")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # both have their memory of this machine
+    assert found(peak[2])[0] == ("error", "train.parallel")
+
+
+def test_of_other_recipes_fsdp2_divides_what_is_trained(house, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
+    weights = 4 * 337_792
+    keys = ("train.device=cpu", "train.parallel=fsdp2", "optimizer.name=SGD")
+    # a fourth of weights and gradients, and a whole copy where the policy samples
+    for recipe, size, *words in (
+        ("sft", weights // 2, f"data={house}/sums.jsonl"),
+        ("expert-iteration", weights // 2 + weights),
+    ):
+        (finding,) = look(*keys, *words, recipe=recipe, only=["needed_memory"])
+        assert f"at least {show(size)} as 4 processes" in finding.text
 
 
 # -- where all is well ----------------------------------------------------------------------------

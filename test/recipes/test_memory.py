@@ -218,6 +218,62 @@ def test_the_reference_is_a_model_or_the_policy_without_its_adapters():
     assert "reference model" not in parts_of(GRPOConfig())
 
 
+def of_ranks(number, **train):
+    values = {
+        "model": {"name": train.pop("name", None)},
+        "inference_model": {"backend": train.pop("backend", "transformers")},
+        "weight_sync": train.pop("weight_sync", {}),
+        "train": {"device": "cpu", "parallel": "fsdp2", **train},
+    }
+    parts = memory.memory_parts(load_config(values), prompt_tokens=64, processes=number)
+    return {each.name: each.num_bytes for each in parts}
+
+
+def test_fsdp2_divides_what_is_trained_and_leaves_a_whole_copy_where_one_is_kept(name):
+    name = name and str(name)
+    alone, spread = (of_ranks(4, name=name, parallel=kind) for kind in ("ddp", "fsdp2"))
+    for part in ("weights", "gradients", "optimizer states"):
+        assert spread[part] == -(-alone[part] // 4)
+    assert spread["a whole copy"] == alone["weights"]
+    assert "a whole copy" not in alone
+    same = alone.keys() - {"weights", "gradients", "optimizer states"}
+    assert {part: spread[part] for part in same} == {part: alone[part] for part in same}
+    # nothing scores with it: the engine samples, and no canary compares it with the trainer
+    vllm = of_ranks(4, name=name, backend="vllm", weight_sync={"verify": False})
+    assert "a whole copy" not in vllm
+    assert "a whole copy" in of_ranks(4, name=name, backend="vllm")
+
+
+def test_fsdp2_gathers_two_layers_and_what_is_in_none(qwen):
+    layer = 2 * 64 + 64 * (2 * 64 + 2 * 32 + 3 * 160) + 64 + 2 * 32
+    assert of_ranks(2, name=str(qwen))["gathered weights"] == 4 * (2 * layer + 2 * 300 * 64 + 64)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_rank_has_its_share_of_the_rows(kind):
+    (one, four) = (of_ranks(n, parallel=kind, micro_token_budget=None) for n in (1, 4))
+    for part in ("activations", "cache of sampling"):
+        assert one[part] == 4 * four[part]
+    assert one["checkpoint"] == four["checkpoint"]
+
+
+def test_the_processes_are_those_that_were_started_or_the_gpus(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    keys = {"parallel": "fsdp2", "device": "cuda"}
+    config = load_config({"train": keys})
+    assert memory.num_processes(config) == 3
+    assert memory.num_processes(load_config({"train": {"device": "cuda"}})) == 1
+    assert memory.num_processes(load_config({"train": keys | {"device": "cpu"}})) == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert memory.num_processes(config) == 8
+    words = ["memory", "train.parallel=fsdp2", "train.device=cpu"]
+    assert main(words) == 0
+    assert "for each of 8 processes" in capsys.readouterr().out
+    assert main([*words, "--processes", "2"]) == 0
+    assert "for each of 2 processes" in capsys.readouterr().out
+
+
 def test_a_checkpoint_has_the_size_that_is_told(tmp_path):
     from torchrl_llm import GRPO
 
@@ -251,6 +307,8 @@ def test_the_command_prints_each_part_and_the_sums(capsys):
         (["optimizer.lrr=1"], "did you mean 'optimizer.lr'?"),
         (["model.name=/no/such/model"], "model.name: there is no model '/no/such/model'"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be at least 1"),
+        (["--processes", "0"], "--processes must be at least 1"),
+        (["--processes", "2"], "--processes has no effect with train.parallel=none"),
         (["train.max_steps=["], "no viable alternative"),
     ],
 )

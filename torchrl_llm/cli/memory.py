@@ -35,16 +35,24 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"memory is counted for {' and '.join(RECIPES)}, not for {name!r}")
     if given.prompt_tokens is not None and given.prompt_tokens < 1:
         raise ConfigError(f"--prompt-tokens must be at least 1, got {given.prompt_tokens}")
+    if given.processes is not None and given.processes < 1:
+        raise ConfigError(f"--processes must be at least 1, got {given.processes}")
 
     from torchrl_llm.recipes.doctor.compose import compose
 
     config, _ = compose(name, train.RECIPES[name], overrides)
 
+    if given.processes is not None and config.train.parallel == "none":
+        raise ConfigError(
+            "--processes has no effect with train.parallel=none: choose train.parallel=ddp or fsdp2"
+        )
+
     from torchrl_llm.recipes import memory
     from torchrl_llm.trainers.results import text_table
 
     prompt = given.prompt_tokens or config.env.max_prompt_length or _PROMPT
-    parts = memory.memory_parts(config, prompt_tokens=prompt)
+    number = given.processes or memory.num_processes(config)
+    parts = memory.memory_parts(config, prompt_tokens=prompt, processes=number)
     shown = [(part.name, memory.show_bytes(part.num_bytes), part.note) for part in parts]
     is_async = name == "grpo-async"
     for where, what in {
@@ -52,11 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         "train": "the trainer" if is_async else "while it trains",
     }.items():
         shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "in all"))
+    of = f"prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length)"
+    if config.train.parallel != "none":
+        of += f", for each of {number} processes (--processes, WORLD_SIZE, or the GPUs here)"
     sys.stdout.write(
         f"{config.model.name or 'the model that ships with the package'}\n"
         f"{text_table(shown)}\n"
-        f"by formula, with prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length); "
-        "what torch and CUDA take for themselves comes on top\n"
+        f"by formula, with {of}; what torch and CUDA take for themselves comes on top\n"
     )
     return 0
 
@@ -64,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrl-llm memory",
-        usage="torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N]",
+        usage="torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N] [--processes N]",
         description="print the memory that a run needs, by formula: model.name may be a folder "
         "with config.json alone",
     )
@@ -79,5 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help=f"tokens of a prompt; default: env.max_prompt_length, or {_PROMPT}",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes that train together, with train.parallel=ddp or fsdp2; default: WORLD_SIZE "
+        "where torchrun sets it, or the GPUs of this machine",
     )
     return parser

@@ -4,13 +4,15 @@ No weights are read. Parameters are counted exactly, on the model's layers witho
 (:func:`~torchrl_llm.modules.empty_model`); so are the states of the optimizer, which takes a step
 on them. Activations and the cache of sampling are formulas for a decoder of the Llama family
 (Llama, Qwen2, Mistral, ...), with attention that does not hold its scores. What torch, CUDA and
-Python take for themselves is not counted; on a GPU, leave a GB for it.
+Python take for themselves is not counted; on a GPU, leave a GB for it. With
+``train.parallel`` it is the memory of one process, which has its share of the rows.
 
 Next: ``torchrl-llm memory`` prints it; :doc:`/howto/hardware_and_memory`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -222,8 +224,9 @@ class MemoryPart:
 class _Counts:
     """The models of a configuration, without their numbers, and what they are trained on."""
 
-    def __init__(self, config: grpo_config.GRPOGroups, prompt_tokens: int) -> None:
-        self.config = config
+    def __init__(self, config: grpo_config.GRPOGroups, prompt_tokens: int, processes: int) -> None:
+        self.config, self.processes = config, processes
+        self.is_spread = config.train.parallel == "fsdp2"
         wanted = config.train_model
         with builders.naming("model.name"):
             name, lora = config.model.name, wanted.lora.arguments
@@ -241,26 +244,68 @@ class _Counts:
         self.row_tokens = length if context is None else min(length, context)
 
     @property
-    def batch_tokens(self) -> int:
-        """Tokens of all conversations of a step."""
-        return self.config.rows_per_batch * self.row_tokens
+    def trained_rows(self) -> int:
+        """Conversations of a step that one process learns from: whole groups."""
+        prompts = self.config.train.prompts_per_batch
+        return ceil_div(prompts, self.processes) * self.config.env.repeats
+
+    @property
+    def sampled_rows(self) -> int:
+        """Conversations of a step that are sampled here, or by all collectors."""
+        is_async = isinstance(self.config, grpo_config.AsyncGRPOConfig)
+        return self.config.rows_per_batch if is_async else self.trained_rows
 
     @property
     def micro_tokens(self) -> int:
         """Tokens of one forward in training."""
         train = self.config.train
-        rows = train.optim_batch_size or self.config.rows_per_batch
+        size = train.optim_batch_size
+        rows = self.trained_rows if size is None else ceil_div(size, self.processes)
         tokens = rows * min(self.row_tokens, train.max_seq_len or self.row_tokens)
         return min(tokens, train.micro_token_budget or tokens)
 
 
-def memory_parts(config: grpo_config.GRPOGroups, *, prompt_tokens: int) -> list[MemoryPart]:
-    """What a run needs, part by part.
+def num_processes(config: builders.TrainedConfig) -> int:
+    """Processes that train together: those that were started, else one for each GPU that is here.
+
+    Args:
+        config: of a recipe that trains.
+
+    Example:
+        >>> num_processes(grpo_config.GRPOConfig())
+        1
+    """
+    if config.train.parallel == "none":
+        return 1
+    gpus = torch.cuda.device_count() if builders.device_kind(config) == "cuda" else 1
+    return max(int(os.environ.get("WORLD_SIZE", gpus)), 1)
+
+
+def ceil_div(total: int, number: int) -> int:
+    """The largest of so many shares that are as equal as they can be.
+
+    Args:
+        total: what is shared.
+        number: of shares.
+
+    Example:
+        >>> ceil_div(7, 2)
+        4
+    """
+    return -(-total // number)
+
+
+def memory_parts(
+    config: grpo_config.GRPOGroups, *, prompt_tokens: int, processes: int | None = None
+) -> list[MemoryPart]:
+    """What a run needs, part by part; of several processes, what one needs.
 
     Args:
         config: of ``grpo`` or ``grpo-async``.
         prompt_tokens: tokens of a prompt; a conversation of several turns has ``max_tokens`` more
             for each.
+        processes: that train together with ``train.parallel``; ``None`` for
+            :func:`num_processes`.
 
     Raises:
         ConfigError: no such model, or one of unknown shape.
@@ -270,7 +315,8 @@ def memory_parts(config: grpo_config.GRPOGroups, *, prompt_tokens: int) -> list[
         >>> next(part.num_bytes for part in parts if part.name == "gradients")
         1351168
     """
-    counts = _Counts(config, prompt_tokens)
+    number = num_processes(config) if processes is None else processes
+    counts = _Counts(config, prompt_tokens, number)
     return [*_weights(counts), *_forward(counts), *_sampling(counts), _checkpoint(counts)]
 
 
@@ -294,13 +340,31 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     config, here = counts.config, _held(counts)
     total = sum(each.numel() for each in counts.model.parameters())
     of_training = sum(each.numel() for each in counts.trained)
-    how = f"{total:,} parameters, {config.train_model.dtype}"
-    yield MemoryPart("weights", tensor_bytes(counts.model.parameters()), here, how)
-    how = f"{of_training:,} parameters are trained"
-    yield MemoryPart("gradients", tensor_bytes(counts.trained), "train", how)
-    yield MemoryPart("optimizer states", _states(counts), here, config.optimizer.name)
+    size, states = tensor_bytes(counts.model.parameters()), _states(counts)
+    number = counts.processes if counts.is_spread else 1
+    part = f"; a part of {number}, train.parallel=fsdp2" if counts.is_spread else ""
+    how = f"{total:,} parameters, {config.train_model.dtype}{part}"
+    yield MemoryPart("weights", ceil_div(size, number), here, how)
+    how = f"{of_training:,} parameters are trained{part}"
+    yield MemoryPart("gradients", ceil_div(tensor_bytes(counts.trained), number), "train", how)
+    states = None if states is None else ceil_div(states, number)
+    yield MemoryPart("optimizer states", states, here, f"{config.optimizer.name}{part}")
+    if counts.is_spread:
+        how = "what is in no layer, and two layers"
+        yield MemoryPart("gathered weights", _gathered(counts.model), "train", how)
+        if not isinstance(config, grpo_config.GRPOConfig) or config.scores_whole:
+            yield MemoryPart("a whole copy", size, here, "it samples or scores besides the loss")
     if config.needs_reference:
         yield _reference(counts)
+
+
+def _gathered(model: nn.Module) -> int:
+    """Bytes that FSDP2 has whole at once: the root, a layer, and the next one on its way."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    layers = [part for part in model.modules() if type(part).__name__ in names]
+    sizes = sorted(tensor_bytes(layer.parameters()) for layer in layers)
+    return tensor_bytes(model.parameters()) - sum(sizes) + sum(sizes[-2:])
 
 
 def _states(counts: _Counts) -> int | None:
@@ -361,6 +425,8 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
     config = counts.config
     backend = config.inference_model.backend
     size, dtype, how = 0, counts.precision, "the trained weights themselves"
+    if counts.is_spread:
+        how = "the whole copy"
     if isinstance(config, grpo_config.AsyncGRPOConfig):
         number = config.ray.num_collectors
         size, how = number * _model_bytes(counts, backend), f"a copy in each of {number} collectors"
@@ -374,11 +440,11 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
     if backend == "vllm":
         dtype = "bfloat16" if _engine_dtype(counts) == "bfloat16" else "float32"
     yield MemoryPart("weights of the sampler", size, _sampler_holds(counts), how)
-    rows = config.rows_per_batch
+    rows = counts.sampled_rows
     how = f"{rows:,} conversations of {counts.row_tokens:,} tokens"
     if backend == "vllm":
         how += "; vLLM takes gpu_memory_utilization of its GPU, whatever is needed"
-    size = cache_bytes(counts.shape, counts.batch_tokens, dtype)
+    size = cache_bytes(counts.shape, rows * counts.row_tokens, dtype)
     yield MemoryPart("cache of sampling", size, "sample", how)
 
 

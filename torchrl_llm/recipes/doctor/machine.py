@@ -6,6 +6,7 @@ Memory is counted by formula; with ``--calibrate`` it is tried.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -105,32 +106,57 @@ def free_memory(device: torch.device) -> int | None:
     return min(int(kibibytes) * 1024, most - used)
 
 
-def _parts(subject: Subject, budget: int | None = None) -> list[MemoryPart]:
-    """What a run needs; of recipes other than GRPO's, without what depends on tokens."""
-    config = subject.config
+def _parts(
+    subject: Subject, budget: int | None = None, processes: int | None = None
+) -> list[MemoryPart]:
+    """What a process needs; of recipes other than GRPO's, without what depends on tokens."""
+    config, number = subject.config, processes or memory.num_processes(subject.config)
     if isinstance(config, GRPOGroups):
         if budget is not None:
             config = replace(config, train=replace(config.train, micro_token_budget=budget))
-        return memory.memory_parts(config, prompt_tokens=subject.prompt_tokens)
+        tokens = subject.prompt_tokens
+        return memory.memory_parts(config, prompt_tokens=tokens, processes=number)
     trained = memory.trained(subject.model)
     sizes = {
         "weights": memory.tensor_bytes(subject.model.parameters()),
         "gradients": memory.tensor_bytes(trained),
         "optimizer states": memory.optimizer_bytes(trained, config.optimizer.arguments),
     }
-    held = [MemoryPart(name, size, "train", "") for name, size in sizes.items()]
+    held = dict(sizes)
+    if is_spread := config.train.parallel == "fsdp2":
+        held = {name: memory.ceil_div(size, number) for name, size in sizes.items()}
+    if is_spread and "inference_model.max_tokens" in subject.keys:
+        held["a whole copy"] = sizes["weights"]  # it samples
     saved = sizes["weights"] + sizes["optimizer states"]
     if config.train_model.lora.enabled:  # adapters are saved for PEFT too
         saved += memory.tensor_bytes(trained)
-    return [*held, MemoryPart("checkpoint", saved, "disk", "")]
+    parts = [MemoryPart(name, size, "train", "") for name, size in held.items()]
+    return [*parts, MemoryPart("checkpoint", saved, "disk", "")]
 
 
-def _peak(subject: Subject, budget: int | None = None) -> int:
-    parts, config = _parts(subject, budget), subject.config
+def _peak(subject: Subject, budget: int | None = None, processes: int | None = None) -> int:
+    """Of the processes that have this device's memory: a GPU's is of one, a CPU's of all here."""
+    parts, config = _parts(subject, budget, processes), subject.config
     peaks = [memory.peak_bytes(parts, where) for where in ("train", "sample")]
     # Collectors on this machine's CPU have its memory at the same time.
     is_async = isinstance(config, AsyncGRPOConfig) and config.ray.address is None
-    return sum(peaks) if is_async and builders.device_kind(config) == "cpu" else max(peaks)
+    if builders.device_kind(config) != "cpu":
+        return max(peaks)
+    here = 1
+    if config.train.parallel != "none" and processes is None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    train, sample = peaks
+    return here * train + sample if is_async else here * max(peaks)
+
+
+def _enough_processes(subject: Subject, free: int) -> int | None:
+    """The fewest processes with which fsdp2 would fit; ``None`` where none do."""
+    if subject.config.train.parallel != "fsdp2":
+        return None
+    prompts = subject.rows_per_step // subject.flat.get("env.repeats", 1)
+    update = subject.flat.get("train.optim_batch_size") or prompts
+    numbers = (n for n in range(2, prompts + 1) if prompts % n == 0 and update % n == 0)
+    return next((n for n in numbers if _peak(subject, processes=n) <= free), None)
 
 
 def needed_memory(subject: Subject) -> Iterator[Finding]:
@@ -144,14 +170,28 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
     except ConfigError as why:
         yield note("model.name", f"memory was not counted: {why}")
         return
-    what = f"by formula a run needs {'' if whole else 'at least '}{show_bytes(peak)}"
+    least = "" if whole else "at least "
+    what = f"by formula a run needs {least}{show_bytes(peak)}"
+    if config.train.parallel != "none":
+        number = memory.num_processes(config)
+        what += f" as {number} process{'es' if number > 1 else ''}, on each device"
     what += "" if free is None else f", and {show_bytes(free)} are free"
     if free is None or peak <= free:
         yield ok("train_model", what)
         return
+    if enough := _enough_processes(subject, free):
+        size = show_bytes(_peak(subject, processes=enough))
+        more = f"{what}: {enough} processes, each with a GPU or machine of its own, need "
+        more += f"{least}{size} each; start as many with torchrun"
+        if "WORLD_SIZE" not in os.environ:  # how many there will be is not known yet
+            yield warning("train.parallel", more)
+            return
     high = config.train.micro_token_budget if whole else None
     if high and (found := largest(lambda budget: _peak(subject, budget) <= free, 1, high)):
         yield error(BUDGET, f"{what}; {BUDGET}={found} would fit, or a smaller one")
+        return
+    if enough:
+        yield error("train.parallel", more)
         return
     advice = "a smaller model, LoRA, fewer answers (torchrl-llm memory shows the parts)"
     yield error("model.name", f"{what}: take {advice}, or a larger machine")
