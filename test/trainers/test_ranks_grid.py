@@ -52,7 +52,7 @@ def check(cases, folder):
             (of_ranks,), theirs = found[rank, number]
             for name in metrics[0]:
                 mean = sum(each[name] for each in metrics) / len(metrics)
-                assert of_ranks[name] == pytest.approx(mean, rel=1e-5, abs=1e-6), (case, name)
+                assert of_ranks[name] == pytest.approx(mean, rel=1e-6, abs=1e-6), (case, name)
             assert len(theirs) == len(gradients) == 3
             for own, other in zip(theirs, gradients, strict=True):
                 assert own.keys() == other.keys(), case
