@@ -21,7 +21,9 @@ PAGES = [ROOT / "README.rst", *ROOT.glob("docs/source/**/*.rst"), *RECIPES.glob(
 # A script or a recipe by name, and what stands behind it in its line and in the lines that it is
 # continued on.
 COMMAND = re.compile(
-    r"(python sota-implementations/\S+\.py|torchrl-llm (?:(?:train|doctor) [a-z-]+|evaluate))"
+    r"((?:python |torchrun (?:-\S+ (?:\d+ )?)+)sota-implementations/\S+\.py"
+    r"|(?:torchrl-llm|torchrun (?:-\S+ (?:\d+ )?)+torchrl_llm)"
+    r" (?:(?:train|doctor) [a-z-]+|evaluate))"
     r"((?:[^\n]*\\\n)*[^\n]*)"
 )
 
@@ -55,10 +57,9 @@ def documented():
 
 def _script(command):
     """The page that a command runs."""
-    program, _, name = command.partition(" ")
-    if program == "python":
+    name = command.split()[-1]
+    if name.endswith(".py"):
         return name
-    name = name.removeprefix("train ").removeprefix("doctor ")
     return "sota-implementations/" + PAGE_OF.get(name, f"{name}/{name}.py")
 
 
@@ -107,6 +108,14 @@ def written(monkeypatch, tmp_path):
 
 def test_the_documentation_shows_commands():
     assert sum(map(len, documented().values())) > 30
+
+
+def test_commands_of_several_processes_are_read_too():
+    text = "".join(page.read_text() for page in PAGES)
+    read = [command for command, _ in COMMAND.findall(text) if command.startswith("torchrun")]
+    assert len(read) == len(re.findall(r"^ *torchrun -", text, re.MULTILINE)) > 5
+    assert {_script(command) for command in read} <= set(documented())
+    assert ("train.parallel=fsdp2",) in documented()[_script("torchrun -m torchrl_llm train grpo")]
 
 
 @pytest.mark.parametrize("script", documented())

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from collectors.ray_helper import start_ray
 from recipes.grpo_helper import SMALL, column, rows, weights
-from recipes.script import run_main
+from recipes.script import read_metrics, run_main
+from recipes.test_parallel import torchrun
 from recipes.turns_helper import check_turns, remember_rows
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm.data.rollouts import ends_trajectory
 from torchrl_llm.errors import ConfigError, ResourceError, RewardError, WorkerError
@@ -135,6 +137,19 @@ def test_a_learner_that_is_killed_goes_on_and_trains_nothing_twice(tmp_path):
     table = rows(folder)
     assert [step["train/step"] for step in table] == list("0123456")
     check_accounts(table)
+
+
+@pytest.mark.timeout(900)
+def test_two_ranks_learn_from_the_collectors_of_the_first(tmp_path):
+    settings = ["train.max_steps=2", "train.parallel=fsdp2", "advantage=batch"]
+    code, said = torchrun(tmp_path, *SMALL, *settings, page=SCRIPT)
+    assert code == 0, said
+    table = read_metrics(tmp_path / "run")
+    assert [step["train/step"] for step in table] == ["0", "1", "2"]
+    assert all(int(step["train/tokens_trained"]) > 0 for step in table[1:])
+    check_accounts(table)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step_000002")
+    assert all(weight.isfinite().all() for weight in model.parameters())
 
 
 @pytest.mark.timeout(900)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes.test_grpo_failures import FATES
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config
@@ -17,7 +19,8 @@ from torchrl_llm.recipes.parallel import of_rank
 from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, last_words
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "sota-implementations" / "grpo" / "grpo-sync.py"
+PAGES = ROOT / "sota-implementations"
+PAGE = PAGES / "grpo" / "grpo-sync.py"
 CPU = torch.device("cpu")
 SMALL = [
     "train.prompts_per_batch=4",
@@ -152,9 +155,10 @@ def test_what_a_rank_sees_of_another_s_end_is_not_its_own_error(monkeypatch):
     assert words(3, gone) is None
 
 
-def torchrun(tmp_path, *arguments, page=PAGE, env=()):
+def torchrun(tmp_path, *arguments, page=PAGE, env=(), shutdown_s=30):
     """Run a page in two processes; the exit code and what was said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(f"--shutdown-timeout={shutdown_s}")
     quiet = ["logging.progress=false", f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(
         [*command, str(page), *arguments, *quiet],
@@ -215,6 +219,75 @@ def test_ranks_end_together_and_one_of_them_says_why(fault, message, tmp_path):
 
 
 @pytest.mark.full
+def test_a_rank_that_does_not_answer_ends_all(tmp_path):
+    page = tmp_path / "stopped.py"
+    page.write_text(FAULTY.format(page=str(PAGE)))
+    settings = [*SMALL, "train.parallel=ddp", "train.timeout_s=15"]
+    # A process that is stopped does not hear torchrun's SIGTERM.
+    code, said = torchrun(tmp_path, *settings, page=page, env={"FAULT": "SIGSTOP"}, shutdown_s=1)
+    assert code != 0
+    assert said.count("did not answer within train.timeout_s; what rank 0 saw of it: ") == 1, said
+    assert "Timed out waiting 15000ms" in said
+    assert table(tmp_path)[-1]["train/step"] == "2"
+
+
+# Runs the page with an argument more that has the number of the rank in it.
+TOLD = """
+import os, runpy, sys
+sys.path.insert(0, os.path.dirname({page!r}))
+sys.argv[0] = {page!r}
+sys.argv += [word.format(rank=os.environ["RANK"]) for word in os.environ["TOLD"].split()]
+runpy.run_path({page!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("seed={rank}", "these keys differ: seed (0 at rank 0, 1 at rank 1)"),
+        ("train.prompts_per_batch=1", "train.prompts_per_batch=1 counts the prompts of all 2"),
+    ],
+)
+def test_what_ranks_refuse_they_say_once(told, message, tmp_path):
+    page = tmp_path / "told.py"
+    page.write_text(TOLD.format(page=str(PAGE)))
+    settings = ["train.parallel=ddp", "train.max_steps=1", "eval.num_prompts=0"]
+    code, said = torchrun(tmp_path, *settings, page=page, env={"TOLD": told})
+    assert code != 0
+    assert said.count(message) == 1, said
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+ANSWERED = ["train.prompts_per_batch=4", "optimizer.warmup_steps=0", "eval.num_prompts=4"]
+RECIPES = {
+    "expert-iteration/expert-iteration.py": [*ANSWERED, "env.repeats=4"],
+    "distillation/distillation.py": [*ANSWERED, "teacher.max_steps=2", "teacher.batch_size=8"],
+    "sft/imitate.py": ["train.batch_size=4", "eval.num_prompts=4", "optimizer.warmup_steps=0"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", RECIPES)
+def test_other_recipes_train_on_two_ranks(page, tmp_path):
+    settings = [*RECIPES[page], "train.max_steps=2", "train.parallel=fsdp2"]
+    code, said = torchrun(tmp_path, *settings, page=PAGES / page)
+    assert code == 0, said
+    steps = table(tmp_path)
+    assert [row["train/step"] for row in steps] == ["0", "1", "2"]
+    carried, generated = 0, [int(row.get("train/tokens_generated") or 0) for row in steps]
+    assert all(generated[1:]) != page.startswith("sft/")
+    for row, number in zip(steps, generated, strict=True):
+        spent = {fate: int(row.get(f"train/tokens_{fate}") or 0) for fate in FATES}
+        if number:
+            assert carried + number == sum(spent.values())
+        carried = spent["pending"]
+    last = tmp_path / "run" / "checkpoints" / "step_000002"
+    model = AutoModelForCausalLM.from_pretrained(last)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.full
 def test_a_run_that_goes_on_is_the_run_uninterrupted(tmp_path):
     options = [*SMALL, "train.parallel=fsdp2"]
     torchrun(tmp_path / "whole", *options)
@@ -239,26 +312,52 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path):
     assert accuracy[-1] >= 0.95
 
 
-@pytest.mark.full
-def test_two_ranks_fine_tune_as_one(tmp_path, gsm8k_dir):
-    options = [
+def fine_tune_alone(folder, *arguments):
+    """The command that fine-tunes, in one process; its losses."""
+    command = [sys.executable, "-m", "torchrl_llm", "train", "sft", *arguments]
+    done = subprocess.run(
+        [*command, f"hydra.run.dir={folder}/run", "logging.progress=false"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sft_losses(folder)
+
+
+def sft_losses(folder):
+    return [float(row["train/loss_sft"]) for row in table(folder) if row["train/loss_sft"]]
+
+
+@pytest.fixture
+def gsm8k_options(gsm8k_dir):
+    return [
         f"data={gsm8k_dir / 'train.jsonl'}",
         "data.prompt=question",
         "data.completion=answer",
-        "train.max_steps=3",
-        "train.batch_size=7",
         "eval.num_prompts=8",
     ]
-    page = ROOT / "sota-implementations" / "sft" / "sft.py"
-    code, said = torchrun(tmp_path / "two", *options, "train.parallel=fsdp2", page=page)
+
+
+@pytest.mark.full
+def test_a_short_fine_tuning_on_gsm8k_halves_its_loss(tmp_path, gsm8k_options):
+    losses = fine_tune_alone(tmp_path, *gsm8k_options, "train.max_steps=20")
+    assert len(losses) == 20
+    assert losses[-1] <= losses[0] / 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_fine_tune_as_one(parallel, tmp_path, gsm8k_options):
+    options = [*gsm8k_options, "train.max_steps=3", "train.batch_size=7"]
+    page = PAGES / "sft" / "sft.py"
+    code, said = torchrun(tmp_path / "two", *options, f"train.parallel={parallel}", page=page)
     assert code == 0, said
-    alone = [f"hydra.run.dir={tmp_path}/one/run", "logging.progress=false"]
-    subprocess.run([sys.executable, str(page), *options, *alone], check=True, capture_output=True)
-    one, two = (
-        [float(row["train/loss_sft"]) for row in table(tmp_path / name)[1:]]
-        for name in ("one", "two")
-    )
-    assert two == pytest.approx(one, rel=1e-5)
+    losses = sft_losses(tmp_path / "two")
+    assert len(losses) == 3
+    assert losses == pytest.approx(fine_tune_alone(tmp_path / "one", *options), rel=1e-6)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,14 @@ CASES = [
     ("fsdp2", "prompt_mean", "bucketed", 24),
     ("fsdp2", "ppo", "auto", None),
 ]
+# What trains: every weight, with the activations of the layers computed again, or adapters alone.
+MODELS = ("checkpointing", "lora")
+MODEL_CASES = [
+    (parallel, name, layout, budget, model)
+    for parallel in ("ddp", "fsdp2")
+    for model in MODELS
+    for name, layout, budget in (("prompt_mean", "shared", 24), ("sft", "padded", None))
+]
 
 
 def rows():
@@ -61,9 +69,19 @@ def rows():
 
 
 @functools.cache
-def make_scorer(sharded):
+def make_scorer(sharded, kind="whole"):
     """One for all cases of a process: its weights are never changed."""
     model = make_tiny_model(initializer_range=0.05)
+    if kind == "checkpointing":
+        # As load_model does it. Layers compute again in training mode only, and have no dropout.
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    if kind == "lora":
+        import peft
+
+        torch.manual_seed(5)
+        # Adapters that change something: one whose second matrix is 0 gives the first no gradient.
+        lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False)
+        model = peft.get_peft_model(model, lora).eval()
     head = ValueHead.for_model(model)
     torch.nn.init.ones_(head.linear.weight)
     scorer = CausalScorer(model, value_head=head)
@@ -87,8 +105,8 @@ def make_loss(name, scorer):
 
 def updates(case, ranks, shares):
     """Metrics and gradients of the updates; those of one process without ranks."""
-    parallel, name, layout, budget = case
-    scorer = make_scorer(ranks is not None and parallel == "fsdp2")
+    parallel, name, layout, budget, *model = case
+    scorer = make_scorer(ranks is not None and parallel == "fsdp2", *model)
     scorer.layout = layout
     optimizer = make_optimizer(scorer.parameters(), name="SGD", lr=0.0)
     seen = []
