@@ -23,12 +23,13 @@ from fork_server import fork_server
 
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.data.wire import PackedRows
-from torchrl_llm.recipes import GRPOConfig, launch, load_config
+from torchrl_llm.recipes import launch
 from torchrl_llm.trainers import BatchSource
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.ranks import end_ranks
 
-PAGE = launch.load_page("grpo/grpo-sync.py")
+PAGE = "grpo/grpo-sync.py"
+launch.load_page(PAGE)  # once, by the fork server
 SMALL = [
     "train.prompts_per_batch=2",
     "env.repeats=2",
@@ -43,7 +44,7 @@ SMALL = [
 OPERATIONS = ("fsync", "replace", "mkdir", "unlink", "open")
 
 
-def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=False):
+def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=False, path=PAGE):
     """Train to the end, or until the given operation on files; who is told of it kills instead.
 
     With a rank (its number, how many there are, and a free port) as one of several. Who only saves
@@ -62,9 +63,11 @@ def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=
     os.fsync = lambda handle: None  # a kill loses nothing of what was handed to the kernel
     if operation is not None:
         kill_at(operation, told)
-    composed = launch.compose_files(Path(PAGE.__file__).parent / "config", "grpo", overrides)
+    page = launch.load_page(path)
+    config = Path(page.__file__).parent / "config"
+    composed = launch.compose_files(config, config.parent.name, overrides)
     remember_rows(f"{folder}.rows")
-    for run in PAGE.train(load_config(composed, GRPOConfig), folder):
+    for run in page.train(page.load_config(composed), folder):
         if only_saves:
             run.save()
             break
@@ -115,13 +118,13 @@ def kill_at(number, told):
         setattr(os, name, counted(getattr(os, name)))
 
 
-def run_ranks(folder, overrides, world, *, only_saves=False):
-    """A run of so many processes that train together."""
+def run_ranks(folder, overrides, world, *, only_saves=False, path=PAGE):
+    """A run of so many processes that train together; path is that of the recipe's page."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [(rank, world, port) for rank in range(world)]
-    processes = [_start(folder, overrides, None, None, rank, only_saves) for rank in ranks]
+    processes = [_start(folder, overrides, None, None, rank, only_saves, path) for rank in ranks]
     for process in processes:
         process.join()
     assert not any(process.exitcode for process in processes), Path(f"{folder}.log").read_text()

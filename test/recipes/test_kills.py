@@ -131,5 +131,43 @@ def test_adapters_over_shards_go_on(tmp_path):
         assert torch.equal(other[name], value), name
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "worlds", [pytest.param((2, 1), id="2 to 1"), pytest.param((1, 2), id="1 to 2")]
+)
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+def test_an_update_after_another_number_of_processes_is_that_of_one(tmp_path, worlds, parallel):
+    file = tmp_path / "sums.csv"
+    sums = [f"What is {n}+{7 * n}?,{8 * n}" for n in range(10, 50)]
+    file.write_text("\n".join(["question,answer", *sums]) + "\n")
+    settings = [f"data.source={file}", "train.batch_size=7", "eval.num_prompts=0"]
+    settings += ["logging.progress=false", "optimizer.scheduler=constant", "optimizer.lr=1e-3"]
+    settings += ["optimizer.warmup_steps=0", "checkpoint.interval=1", "checkpoint.keep_last=9"]
+    # With the default of 1e-8 AdamW makes a step of the rounding of a gradient that is nearly 0.
+    settings.append("optimizer.eps=1e-6")
+    alone, cut = tmp_path / "alone", tmp_path / "cut"
+    run_ranks(alone, [*settings, "train.max_steps=2"], 1, path="sft/sft.py")
+    for steps, world in enumerate(worlds, start=1):
+        with_ranks = [*settings, f"train.parallel={parallel}", f"train.max_steps={steps}"]
+        run_ranks(cut, with_ranks, world, path="sft/sft.py")
+    one, other = (
+        [float(row["train/loss_sft"]) for row in read_metrics(folder) if row["train/loss_sft"]]
+        for folder in (alone, cut)
+    )
+    assert len(one) == 2
+    assert other == pytest.approx(one, rel=1e-6)
+    first, last = (
+        load_file(alone / "checkpoints" / f"step_00000{step}" / "model.safetensors")
+        for step in (1, 2)
+    )
+    assert max(float((last[name] - first[name]).abs().max()) for name in last) > 1e-4
+    for name, value in load_file(newest(cut) / "model.safetensors").items():
+        torch.testing.assert_close(value, last[name], rtol=0, atol=1e-6)
+    moments, others = optimizer_of(alone, 2), optimizer_of(cut, 2)
+    assert others.keys() == moments.keys() != set()
+    for name, value in others.items():
+        torch.testing.assert_close(value, moments[name], rtol=0, atol=1e-6)
+
+
 def newest(folder):
     return sorted((folder / "checkpoints").glob("step_*"))[-1]

@@ -219,6 +219,7 @@ def test_ranks_end_together_and_one_of_them_says_why(fault, message, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_rank_that_does_not_answer_ends_all(tmp_path):
     page = tmp_path / "stopped.py"
     page.write_text(FAULTY.format(page=str(PAGE)))
@@ -342,6 +343,7 @@ def gsm8k_options(gsm8k_dir):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_short_fine_tuning_on_gsm8k_halves_its_loss(tmp_path, gsm8k_options):
     losses = fine_tune_alone(tmp_path, *gsm8k_options, "train.max_steps=20")
     assert len(losses) == 20
@@ -349,6 +351,7 @@ def test_a_short_fine_tuning_on_gsm8k_halves_its_loss(tmp_path, gsm8k_options):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_ranks_fine_tune_as_one(parallel, tmp_path, gsm8k_options):
     options = [*gsm8k_options, "train.max_steps=3", "train.batch_size=7"]

@@ -90,7 +90,7 @@ class DataConfig(DataSource):
 
     @property
     def columns(self) -> dict[str, str | None]:
-        """The columns, as arguments of :class:`~torchrl_llm.envs.datasets.RowsEnv`."""
+        """The columns, as arguments of ``RowsEnv``."""
         return {"prompt": self.prompt, "answer": self.answer, "messages": self.messages}
 
 
