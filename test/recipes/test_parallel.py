@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config
 from torchrl_llm.recipes.parallel import of_rank
-from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, last_words
+from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, end_ranks, last_words
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "sota-implementations"
@@ -114,6 +114,16 @@ def test_ranks_need_torchrun(monkeypatch):
     assert begin_ranks("none", device=CPU) == Ranks()
     with pytest.raises(ConfigError, match="needs processes that train together: torchrun"):
         begin_ranks("fsdp2", device=CPU)
+
+
+def test_a_run_that_ends_leaves_the_group_of_an_engine_in_its_process(tmp_path):
+    where = f"file://{tmp_path}/others"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    try:
+        end_ranks()
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_keys_that_differ_between_ranks_are_named():

@@ -492,10 +492,14 @@ def sum_over_ranks(output: LLMLossOutput, group: dist.ProcessGroup | None = None
 
 
 def end_ranks() -> None:
-    """Leave the group, when all have come to their end."""
-    if dist.is_initialized():
+    """Leave the group that was begun, when all have come to their end.
+
+    A group of others in this process, as an engine of vLLM has one, stays.
+    """
+    if _stores and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+        _stores.clear()
 
 
 def last_words(error: Exception) -> str | None:
