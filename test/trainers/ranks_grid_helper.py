@@ -8,23 +8,15 @@ import torch
 import torch.distributed as dist
 from models_helper import make_tiny_model
 from objectives.rows_helper import make_row, make_rows
+from trainers.ranks_helper import SETTINGS
 
 from torchrl_llm.modules import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.objectives import CompositeLoss, Correction, GRPOLoss, PPOLoss, SFTLoss
+from torchrl_llm.objectives import CompositeLoss, GRPOLoss, PPOLoss, SFTLoss
 from torchrl_llm.trainers import Ranks, make_optimizer, optimize
 from torchrl_llm.trainers.ranks import shard
 
-LOSSES = {
-    "token_mean": {"correction": Correction(type="tis")},
-    "prompt_mean": {"kl_to_ref_coeff": 0.3},
-    "sequence_mean": {"entropy_coeff": 0.1, "kl_to_ref_coeff": 0.3, "kl_estimator": "k2"},
-    "sequence_sum": {"kl_to_inference_coeff": 0.2},
-    "constant": {"constant_length": 7},
-    "composite": {},
-    "ppo": {},
-    "sft": {},
-}
+LOSSES = {**SETTINGS, "ppo": {}, "sft": {}}
 LAYOUTS = ("padded", "bucketed", "packed", "shared", "auto")
 BUDGETS = (None, 24)
 # Rows of each rank in each of three updates: a group on both, then none on one, then no batch.
