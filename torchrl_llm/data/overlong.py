@@ -21,13 +21,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_llm.data.enums import MaskReason, Source, TruncationReason
+from torchrl_llm.data.enums import MaskReason, TruncationReason
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     CUT_TOKENS,
     group_value,
     trajectory_of,
 )
-from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.rollouts import mask_trained, sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
 from torchrl_llm.data.wire import Path, leaf, new_node, plain_node, set_copied
@@ -241,11 +241,7 @@ def _flags(row: TensorDict) -> dict[Path, Tensor]:
 def _marked(row: TensorDict, start: int) -> TensorDict:
     """A row whose sampled tokens from ``start`` on are overlong; those masked before stay so."""
     row = _copy(row)
-    source, reason = leaf(row, ("trace", "source")), leaf(row, ("trace", "mask_reason"))
-    if reason is not None:
-        over = (source == Source.SAMPLED) & (reason == MaskReason.TRAINED)
-        over[:start] = False
-        set_copied(row, ("trace", "mask_reason"), reason.masked_fill(over, MaskReason.OVERLONG))
+    mask_trained(row, MaskReason.OVERLONG, start=start)
     return row
 
 

@@ -23,10 +23,11 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
-from torchrl_llm.data.enums import Source
+from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, typed_node
+from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, set_copied, typed_node
 
+_REASON = ("trace", "mask_reason")
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
 _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace, TokenSupport)
 
@@ -118,6 +119,22 @@ def ends_trajectory(row: TensorDict) -> bool:
     """
     done = leaf(row, ("next", "done"))
     return done is None or bool(done.any())
+
+
+def mask_trained(row: TensorDict, reason: MaskReason, *, start: int = 0) -> None:
+    """Give the tokens of a row that would be trained a reason why they are not.
+
+    Args:
+        row: without batch dimension; its mask reasons are replaced, not changed. Without any it
+            stays as it is.
+        reason: theirs from now on; tokens that are masked already keep their own.
+        start: index of the first token that may get it.
+    """
+    reasons, source = leaf(row, _REASON), leaf(row, ("trace", "source"))
+    if reasons is not None and source is not None:
+        wanted = (source == Source.SAMPLED) & (reasons == MaskReason.TRAINED)
+        wanted[:start] = False
+        set_copied(row, _REASON, reasons.masked_fill(wanted, int(reason)))
 
 
 def sampled_tokens(row: TensorDictBase) -> int:

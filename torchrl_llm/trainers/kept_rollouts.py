@@ -20,11 +20,11 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from torchrl._utils import logger
 
-from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.data.ragged import lazy_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
 from torchrl_llm.data.rollout_store import FOLDER, RolloutWriter
-from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.rollouts import mask_trained, row_list
 from torchrl_llm.data.wire import cell, leaf, new_node, pack_rows, plain_node, set_copied
 from torchrl_llm.errors import DataError
 from torchrl_llm.trainers.ranks import ALONE, Ranks
@@ -114,7 +114,7 @@ class RowOutcomes:
             if trained is not None:
                 self._give(row, trained)
             elif fate in ("filtered", "invalid"):
-                _mask(row, MaskReason[fate.upper()])
+                mask_trained(row, MaskReason[fate.upper()])
             for path in _CHANGED:
                 before, after = leaf(collected, path), leaf(row, path)
                 if before is None and path == _VALID and after is not None:
@@ -215,18 +215,10 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 def _mask_end(row: TensorDict, judged: TensorDict) -> None:
     """Mask reasons of a whole row: those of what was left of it, then what was cut off."""
-    _mask(row, MaskReason.OVERLONG)
+    mask_trained(row, MaskReason.OVERLONG)
     left, own = leaf(judged, _REASON), leaf(row, _REASON)
     if left is not None and own is not None:
         set_copied(row, _REASON, torch.cat([left, own[left.shape[0] :]]))
-
-
-def _mask(row: TensorDict, reason: MaskReason) -> None:
-    """Give the tokens that would have been trained a reason why they are not."""
-    reasons, source = leaf(row, _REASON), leaf(row, ("trace", "source"))
-    if reasons is not None and source is not None:
-        wanted = (source == Source.SAMPLED) & (reasons == MaskReason.TRAINED)
-        set_copied(row, _REASON, reasons.masked_fill(wanted, int(reason)))
 
 
 class KeptRollouts:

@@ -61,9 +61,7 @@ class RunModels:
             held = published_weights(model) if _is_published(model) else {}
             parameters = _trained(model)
             apart = {
-                n: whole(p.detach())
-                for n, p in parameters.items()
-                if n not in held or held[n].like is not p
+                n: whole(p) for n, p in parameters.items() if n not in held or held[n].like is not p
             }
             state[name] = {"trained": list(parameters), "apart": apart}
         return state
