@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Neither library tells its makers about runs of our tests.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A call of Ray after its end is an error, not a new cluster that the next test meets.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 # By default Ray's workers give way to every other process, and tests beside others crawl.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # The models here are so small that a second thread only waits for the first.

@@ -28,6 +28,7 @@ from torchrl_llm.errors import (
 )
 from torchrl_llm.modules.backends import BigramModel, SamplingParams, TensorSource
 from torchrl_llm.modules.remote import ActorOptions, EnginePool
+from torchrl_llm.modules.remote import pool as pool_module
 from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource
 from torchrl_llm.weights.fingerprint import weights_digest
 
@@ -368,6 +369,20 @@ def test_a_supervisor_that_is_killed_leaves_no_place_reserved(cluster, name):
     with make_pool(number=1, name=name) as again:
         assert greedy(again) == expected(0)
     wait_for(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
+
+
+def test_a_pool_that_is_shut_down_makes_no_further_call_of_ray(cluster, monkeypatch):
+    """``ray.shutdown()`` may come next, and a call after it starts another Ray."""
+    freed, free = [], pool_module.free_place
+
+    def slow(place):
+        time.sleep(0.3)
+        free(place)
+        freed.append(place)
+
+    monkeypatch.setattr(pool_module, "free_place", slow)
+    make_pool(number=1).start().shutdown()
+    assert len(freed) == 1
 
 
 def placement_groups():

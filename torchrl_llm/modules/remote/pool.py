@@ -122,6 +122,7 @@ class EnginePool(Backend):
         self.tokenizer = tokenizer
         self._name = name
         self._owns = False
+        self._freed: threading.Event | None = None  # set when the supervisor's place is given back
         if sample_size is None and num_replicas > 8:
             sample_size = 2
         self._balancing = Balancing(strategy, prefix_length, overload_threshold, sample_size)
@@ -135,7 +136,12 @@ class EnginePool(Backend):
 
     def __getstate__(self) -> dict[str, Any]:
         dispatcher, _ = self._started()
-        return {**self.__dict__, "_dispatcher": dispatcher.supervisor, "_owns": False}
+        return {
+            **self.__dict__,
+            "_dispatcher": dispatcher.supervisor,
+            "_owns": False,
+            "_freed": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,9 +181,12 @@ class EnginePool(Backend):
             what=f"the supervisor of {spec.what}",
         )
         if supervisor.created:
+            self._freed = threading.Event()
             supervisor.submit("wait").future().add_done_callback(
                 # In a thread, for Ray's own that calls this must not wait for Ray.
-                lambda _: threading.Thread(target=free_place, args=(place,), daemon=True).start()
+                lambda _: threading.Thread(
+                    target=_free, args=(place, self._freed), daemon=True
+                ).start()
             )
         try:
             # Reserving a place and starting the replicas each have the limit of a start.
@@ -201,12 +210,14 @@ class EnginePool(Backend):
         if owns and dispatcher is not None and ray.is_initialized():
             self._stop(dispatcher.supervisor)
 
-    @staticmethod
-    def _stop(supervisor: RemoteObject) -> None:
+    def _stop(self, supervisor: RemoteObject) -> None:
         # One that died took the replicas with it.
         with contextlib.suppress(WorkerError):
             supervisor.call("stop", timeout_s=10.0)
         supervisor.shutdown()
+        if self._freed is not None:
+            # Whoever ends Ray next must not meet a call of ours, which would start it again.
+            self._freed.wait(10.0)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -495,3 +506,10 @@ def _blocks(num_rows: int, number: int) -> list[slice]:
     number = min(number, num_rows)
     bounds = [num_rows * k // number for k in range(number + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _free(place: str, done: threading.Event) -> None:
+    try:
+        free_place(place)
+    finally:
+        done.set()
