@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from models_helper import make_tiny_model
 from objectives.rows_helper import make_row, make_rows
-from trainers.ranks_helper import SETTINGS
+from trainers.ranks_helper import SETTINGS, leave
 
 from torchrl_llm.modules import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
@@ -138,5 +138,4 @@ def rank_main(rank, cases, folder):
     for number, case in enumerate(cases):
         found = updates(case, ranks, [share[rank] for share in SHARES])
         torch.save(found, folder / f"{rank}-{number}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

@@ -64,5 +64,14 @@ def rank_main(rank, folder, results):
         gradient = loss.module.actor_network.table.grad.tolist()
         answer[aggregation] = (normalizer, gradient, metrics)
     results.put((rank, answer))
+    leave()
+
+
+def leave():
+    """Leave the group together, as ``end_ranks`` does."""
+    left.append(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()
+
+
+left = []

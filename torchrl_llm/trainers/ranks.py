@@ -49,6 +49,8 @@ _BUCKET_BYTES = 64 << 20
 _NO_MORE = "no more batches"
 # Of the group that was begun.
 _stores: list[dist.Store] = []
+# Groups that were left, kept to the end of the process.
+_ended: list[dist.ProcessGroup] = []
 # For a store that there may not be any more.
 _SHORT_WAIT_S = 10.0
 # How torch says that another process is gone, or does not answer.
@@ -497,6 +499,9 @@ def end_ranks() -> None:
     A group of others in this process, as an engine of vLLM has one, stays.
     """
     if _stores and dist.is_initialized():
+        # A model of DDP may be the last to hold the group: it would wait for the group's threads
+        # without letting Python run, which they may be waiting for.
+        _ended.append(dist.group.WORLD)
         dist.barrier()
         dist.destroy_process_group()
         _stores.clear()
