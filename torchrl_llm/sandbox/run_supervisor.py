@@ -174,7 +174,7 @@ def _answer(listener: int, allowed: set[int]) -> None:
     with contextlib.suppress(OSError, StopIteration):  # it was killed meanwhile
         fcntl.ioctl(listener, _SECCOMP_RECEIVE, question)
         below = _below(os.getpid())
-        allowed &= below.keys()
+        allowed.intersection_update(below)
         verdict = (-errno.EPERM, 0)
         if len(allowed | set(below.values())) < _SESSIONS:
             with open(f"/proc/{struct.unpack_from('=I', question, 8)[0]}/status", "rb") as file:
