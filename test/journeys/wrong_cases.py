@@ -193,7 +193,7 @@ CASES = [
         (f"{DATA} data=qa.csv data.prompt=text", "question", "data.prompt"),
         (f"{DATA} data=texts", "texts"),
         (f"{DATA} data=notes.txt", "notes.txt", "CSV|csv"),
-        (f"{DATA} data=mixed.jsonl", "row 21", "question"),
+        (f"{DATA} data=mixed.jsonl", "mixed.jsonl, line 21", "question"),
         (f"{GRPO} data=bare.csv", "answer", "reward"),
         (f"{DATA} data=bare.csv", "prompt", "data.answer"),
         (f"{GRPO} data=bare.csv reward=r_fine.py:exactly", "data.answer"),
