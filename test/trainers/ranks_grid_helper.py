@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from models_helper import make_tiny_model
 from objectives.rows_helper import make_row, make_rows
-from trainers.ranks_helper import SETTINGS, leave
+from trainers.ranks_helper import SETTINGS
 
 from torchrl_llm.modules import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import CompositeLoss, GRPOLoss, PPOLoss, SFTLoss
 from torchrl_llm.trainers import Ranks, make_optimizer, optimize
-from torchrl_llm.trainers.ranks import shard
+from torchrl_llm.trainers.ranks import leave_group, shard
 
 LOSSES = {**SETTINGS, "ppo": {}, "sft": {}}
 LAYOUTS = ("padded", "bucketed", "packed", "shared", "auto")
@@ -138,4 +138,4 @@ def rank_main(rank, cases, folder):
     for number, case in enumerate(cases):
         found = updates(case, ranks, [share[rank] for share in SHARES])
         torch.save(found, folder / f"{rank}-{number}.pt")
-    leave()
+    leave_group()

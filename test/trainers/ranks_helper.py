@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm.objectives import CompositeLoss, Correction, GRPOLoss, SFTLoss
 from torchrl_llm.trainers import global_normalizer, sum_over_ranks
+from torchrl_llm.trainers.ranks import leave_group
 
 SETTINGS = {
     "token_mean": {"correction": Correction(type="tis")},
@@ -64,14 +65,4 @@ def rank_main(rank, folder, results):
         gradient = loss.module.actor_network.table.grad.tolist()
         answer[aggregation] = (normalizer, gradient, metrics)
     results.put((rank, answer))
-    leave()
-
-
-def leave():
-    """Leave the group together, as ``end_ranks`` does."""
-    left.append(dist.group.WORLD)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-left = []
+    leave_group()

@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollout_store import RolloutStore
+from torchrl_llm.data.rollout_store import CHANGED, RolloutStore
 from torchrl_llm.data.wire import leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.errors import DataError
 
@@ -100,7 +100,7 @@ def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> Tensor
         ['reward']
     """
     made = new_node(dict(row._tensordict))
-    for path in (("trace", "mask_reason"), ("next", "reward_valid")):
+    for path in CHANGED:
         before = leaf(row, ("collected", path[-1]))
         if before is not None:
             set_copied(made, path, before)

@@ -33,6 +33,8 @@ from torchrl_llm.errors import DataError
 
 FOLDER = "rollouts"
 """Where a run keeps them, in its folder."""
+CHANGED = (("trace", "mask_reason"), ("next", "reward_valid"))
+"""What training changes; below ``"collected"`` is what a row was collected with, where it did."""
 SEGMENT_BYTES = 1 << 26
 """Bytes after which the next segment begins."""
 _SUFFIX = ".rows"

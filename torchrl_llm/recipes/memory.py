@@ -26,6 +26,7 @@ from torchrl_llm.functional.head_tiles import logits_bytes
 from torchrl_llm.recipes import builders, grpo_config
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.trainers import make_optimizer
+from torchrl_llm.trainers.ranks import blocks_of
 
 Precision = Literal["float32", "mixed", "bfloat16"]
 """Float32 throughout; float32 weights and bfloat16 products (autocast); bfloat16 weights."""
@@ -360,10 +361,7 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
 
 def _gathered(model: nn.Module) -> int:
     """Bytes that FSDP2 has whole at once: the root, a layer, and the next one on its way."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    layers = [part for part in model.modules() if type(part).__name__ in names]
-    sizes = sorted(tensor_bytes(layer.parameters()) for layer in layers)
+    sizes = sorted(tensor_bytes(layer.parameters()) for layer in blocks_of(model))
     return tensor_bytes(model.parameters()) - sum(sizes) + sum(sizes[-2:])
 
 

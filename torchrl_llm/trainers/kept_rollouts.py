@@ -23,7 +23,7 @@ from torchrl._utils import logger
 from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.data.ragged import lazy_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
-from torchrl_llm.data.rollout_store import FOLDER, RolloutWriter
+from torchrl_llm.data.rollout_store import CHANGED, FOLDER, RolloutWriter
 from torchrl_llm.data.rollouts import mask_trained, row_list
 from torchrl_llm.data.wire import cell, leaf, new_node, pack_rows, plain_node, set_copied
 from torchrl_llm.errors import DataError
@@ -32,11 +32,8 @@ from torchrl_llm.trainers.ranks import ALONE, Ranks
 SAMPLE_ROWS = 16
 """Rows of a step that ``logging.rollouts=sample`` keeps."""
 Kept = Literal["sample", "all", "none"]
-_REASON = ("trace", "mask_reason")
+_REASON, _VALID = CHANGED
 _PARTS = ("prompt", "full")
-_VALID = ("next", "reward_valid")
-_CHANGED = (_REASON, _VALID)
-"""What training changes; below ``"collected"`` is what a row was collected with, where it did."""
 _FATES = {name: cell(name) for name in ("trained", "filtered", "invalid", "pending")}
 _FATES |= {name: cell(name) for name in ("stale", "truncated", "overlong")}
 # A prime, so that the groups that are kept move through all places of a batch.
@@ -115,7 +112,7 @@ class RowOutcomes:
                 self._give(row, trained)
             elif fate in ("filtered", "invalid"):
                 mask_trained(row, MaskReason[fate.upper()])
-            for path in _CHANGED:
+            for path in CHANGED:
                 before, after = leaf(collected, path), leaf(row, path)
                 if before is None and path == _VALID and after is not None:
                     before = torch.ones_like(after)  # a reward is valid where nothing says that

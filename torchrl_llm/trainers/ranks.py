@@ -361,12 +361,20 @@ def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
         device: where it is.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    blocks = [part for part in model.modules() if type(part).__name__ in names]
-    for block in blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     fully_shard(scorer, mesh=mesh)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that :func:`shard` spreads each by itself: its layers.
+
+    Args:
+        model: a Hugging Face model, in PEFT or not.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -499,12 +507,19 @@ def end_ranks() -> None:
     A group of others in this process, as an engine of vLLM has one, stays.
     """
     if _stores and dist.is_initialized():
-        # A model of DDP may be the last to hold the group: it would wait for the group's threads
-        # without letting Python run, which they may be waiting for.
-        _ended.append(dist.group.WORLD)
-        dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
         _stores.clear()
+
+
+def leave_group() -> None:
+    """Leave the default group together with all who are in it; it stays in memory.
+
+    A model of DDP that were the last to hold it would wait for the group's threads without letting
+    Python run, which they may be waiting for.
+    """
+    _ended.append(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def last_words(error: Exception) -> str | None:

@@ -149,14 +149,15 @@ def _peak(subject: Subject, budget: int | None = None, processes: int | None = N
     return here * train + sample if is_async else here * max(peaks)
 
 
-def _enough_processes(subject: Subject, free: int) -> int | None:
-    """The fewest processes with which fsdp2 would fit; ``None`` where none do."""
+def _enough_processes(subject: Subject, free: int) -> tuple[int, int] | None:
+    """The fewest processes with which fsdp2 would fit, and what each needs; ``None``: none do."""
     if subject.config.train.parallel != "fsdp2":
         return None
     prompts = subject.rows_per_step // subject.flat.get("env.repeats", 1)
     update = subject.flat.get("train.optim_batch_size") or prompts
     numbers = (n for n in range(2, prompts + 1) if prompts % n == 0 and update % n == 0)
-    return next((n for n in numbers if _peak(subject, processes=n) <= free), None)
+    needs = ((n, _peak(subject, processes=n)) for n in numbers)
+    return next(((n, peak) for n, peak in needs if peak <= free), None)
 
 
 def needed_memory(subject: Subject) -> Iterator[Finding]:
@@ -180,9 +181,9 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
         yield ok("train_model", what)
         return
     if enough := _enough_processes(subject, free):
-        size = show_bytes(_peak(subject, processes=enough))
-        more = f"{what}: {enough} processes, each with a GPU or machine of its own, need "
-        more += f"{least}{size} each; start as many with torchrun"
+        number, size = enough
+        more = f"{what}: {number} processes, each with a GPU or machine of its own, need "
+        more += f"{least}{show_bytes(size)} each; start as many with torchrun"
         if "WORLD_SIZE" not in os.environ:  # how many there will be is not known yet
             yield warning("train.parallel", more)
             return
