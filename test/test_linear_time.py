@@ -33,7 +33,15 @@ from torchrl_llm.data.text.families import BUILTIN_PARSERS, split_tool_calls
 from torchrl_llm.data.text.learnt_calls import syntax_of
 from torchrl_llm.data.text.published_texts import parser_for_template
 from torchrl_llm.data.text.splice import thoughts_of
-from torchrl_llm.envs.actions import ActionParser, BareAction, CallAction, TagAction
+from torchrl_llm.envs.actions import (
+    ActionParser,
+    BareAction,
+    BoxedAction,
+    CallAction,
+    ParserChain,
+    TagAction,
+    ThinkPrefix,
+)
 from torchrl_llm.errors import TorchRLLLMError
 from torchrl_llm.rewards import (
     CodeRewardParser,
@@ -158,6 +166,9 @@ MADE = {
     },
     TagAction: lambda: {"": TagAction("move", "a cell")},
     BareAction: lambda: {"": BareAction("move", "a cell")},
+    BoxedAction: lambda: {"": BoxedAction("move", "a cell")},
+    ThinkPrefix: lambda: {"": ThinkPrefix()},
+    ParserChain: lambda: {"": ParserChain(ThinkPrefix(), TagAction("move", "a cell"))},
     CallAction: lambda: {"": CallAction("add", "a cell", calls=call_formats.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
     FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},

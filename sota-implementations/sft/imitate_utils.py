@@ -10,7 +10,7 @@ from typing import Any
 from sft_utils import SFTGroups
 
 from torchrl_llm.data.row_files import MappedRows
-from torchrl_llm.envs.games import Agent, Game, GameEnv, expert, random_agent
+from torchrl_llm.envs.games import Game, GameEnv, Player, expert, random_player
 from torchrl_llm.recipes.strict_config import ensure, from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
@@ -80,15 +80,15 @@ def make_game_env(config: ImitateConfig, tokenizer: Any, *, held_out: bool = Fal
     )
 
 
-def player(config: PlayerConfig, seed: int | str) -> Agent:
+def player(config: PlayerConfig, seed: int | str) -> Player:
     """The scripted player."""
     generator = random.Random(seed)
     # Each draws from a stream of its own: with one seed for all, what is drawn would go together.
-    careful, careless = expert(generator.getrandbits(32)), random_agent(generator.getrandbits(32))
+    careful, careless = expert(generator.getrandbits(32)), random_player(generator.getrandbits(32))
 
     def act(game: Game, state: Any) -> str:
-        agent = careless if generator.random() < config.careless else careful
-        return agent(game, state)
+        choose = careless if generator.random() < config.careless else careful
+        return choose(game, state)
 
     return act
 

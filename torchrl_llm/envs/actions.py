@@ -1,28 +1,50 @@
-"""How an answer says an action: in a tag, by a tool call, or as a bare word.
+"""How an answer says an action: in a tag, in a box, by a tool call, or as a bare word.
 
 A parser reads the message that the model wrote. What it cannot read is an :class:`ActionError`,
-whose text goes back to the model; the world itself does not move.
+whose text goes back to the model; the world itself does not move. Parsers are links of a
+:class:`ParserChain`, and :class:`ParsedScore` scores what one has read in a plain task.
 
 Next: :mod:`torchrl_llm.envs.world` has the environments whose worlds move by actions.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
+from torchrl_llm.rewards.answer_formats import last_boxed
 from torchrl_llm.rewards.reward_parser import extract_block
 from torchrl_llm.tools.call_parsers import MessageCallParser, ToolParser
 from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall
 
-ActionForm = Literal["tag", "call", "bare"]
+ActionForm = Literal["tag", "call", "bare", "boxed"]
 
 
 class ActionError(TorchRLLLMError, ValueError):
-    """An answer holds no action that can be carried out; the message is for the model."""
+    """An answer holds no action that can be carried out; the message is for the model.
+
+    Attributes:
+        reward: of the parsers that have read it up to there, the one that failed included.
+    """
+
+    reward: float = 0.0
+
+
+class Parsed(NamedTuple):
+    """What a parser has read.
+
+    Attributes:
+        action: the action.
+        reward: for the form of the answer.
+    """
+
+    action: str
+    reward: float = 0.0
 
 
 class ActionParser(ABC):
@@ -31,9 +53,14 @@ class ActionParser(ABC):
     Args:
         name: what an action is called, one word; the name of tag or tool.
         written: how an action is written, for the model: "the number of a free cell".
+        reward: of an answer that it can read.
+        penalty: reward of one that it cannot read; usually negative.
+
+    Raises:
+        ConfigError: a reward is not finite.
     """
 
-    form: ClassVar[ActionForm]
+    form: ActionForm
     help_format: ClassVar[str]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -45,9 +72,15 @@ class ActionParser(ABC):
                 'help_format = "Answer with {written}."'
             )
 
-    def __init__(self, name: str, written: str) -> None:
+    def __init__(
+        self, name: str, written: str, *, reward: float = 0.0, penalty: float = 0.0
+    ) -> None:
+        if not (math.isfinite(reward) and math.isfinite(penalty)):
+            raise ConfigError(f"reward and penalty must be finite, got {reward} and {penalty}")
         self.name = name
         self.written = written
+        self.reward = reward
+        self.penalty = penalty
 
     @property
     def help(self) -> str:
@@ -64,6 +97,21 @@ class ActionParser(ABC):
         Raises:
             ActionError: it says none.
         """
+
+    def read(self, message: Mapping[str, Any]) -> Parsed:
+        """The action that a message says, with the reward for its form.
+
+        Args:
+            message: see :meth:`parse`.
+
+        Raises:
+            ActionError: it says none; its ``reward`` is the penalty.
+        """
+        try:
+            return Parsed(self.parse(message), self.reward)
+        except ActionError as error:
+            error.reward = self.penalty
+            raise
 
     def message(self, action: str) -> dict[str, Any]:
         """The shortest message that says an action, as :meth:`parse` reads it; here the bare one.
@@ -119,6 +167,62 @@ class BareAction(ActionParser):
         return action
 
 
+class BoxedAction(ActionParser):
+    r"""The last ``\boxed{...}`` of an answer, reasoning aside; braces inside must match.
+
+    Example:
+        >>> answer = r"\boxed{1}, no: \boxed{\frac{1}{2}}"
+        >>> BoxedAction("answer", "a number").parse({"role": "assistant", "content": answer})
+        '\\frac{1}{2}'
+    """
+
+    form = "boxed"
+    help_format = "Answer with {written} in \\boxed{{}}."
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        action = last_boxed(_said(message))
+        if not action:
+            raise ActionError("No \\boxed{...} in your answer.")
+        return action
+
+    def message(self, action: str) -> dict[str, Any]:
+        """See :meth:`ActionParser.message`."""
+        return {"role": "assistant", "content": f"\\boxed{{{action}}}"}
+
+
+class ThinkPrefix(ActionParser):
+    """What follows the reasoning with which an answer has to begin; a link of a chain.
+
+    Args:
+        reward: see :class:`ActionParser`.
+        penalty: see :class:`ActionParser`.
+
+    Example:
+        >>> answer = "<think>One and one.</think> 2"
+        >>> ThinkPrefix().parse({"role": "assistant", "content": answer})
+        '2'
+    """
+
+    form = "bare"
+    help_format = "Begin with your reasoning between <think> and </think>."
+
+    def __init__(self, *, reward: float = 0.0, penalty: float = 0.0) -> None:
+        super().__init__("answer", "your answer", reward=reward, penalty=penalty)
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        content = _content(message).lstrip()
+        thought, closed, after = content.partition("</think>")
+        if not (thought.startswith("<think>") and closed):
+            raise ActionError("Your answer does not begin with <think>...</think>.")
+        return after.strip()
+
+    def message(self, action: str) -> dict[str, Any]:
+        """See :meth:`ActionParser.message`."""
+        return {"role": "assistant", "content": f"<think></think>{action}"}
+
+
 class ActionTool(Tool):
     """A tool whose call is an action; what comes of it the world tells.
 
@@ -152,6 +256,8 @@ class CallAction(ActionParser):
         written: see :class:`ActionParser`.
         parameters: JSON schema of the arguments, where there is not just the one.
         calls: reads the calls of a message; the message's own ``tool_calls`` if not given.
+        reward: see :class:`ActionParser`.
+        penalty: see :class:`ActionParser`.
 
     Example:
         >>> parser = CallAction("move", "the number of a cell")
@@ -172,8 +278,10 @@ class CallAction(ActionParser):
         *,
         parameters: Mapping[str, Any] | None = None,
         calls: ToolParser | None = None,
+        reward: float = 0.0,
+        penalty: float = 0.0,
     ) -> None:
-        super().__init__(name, written)
+        super().__init__(name, written, reward=reward, penalty=penalty)
         if parameters is None:
             argument = {"type": "string", "description": written}
             parameters = {"type": "object", "properties": {name: argument}, "required": [name]}
@@ -210,18 +318,137 @@ class CallAction(ActionParser):
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
+class ParserChain(ActionParser):
+    r"""Parsers one after the other: each reads what the one before has left of the answer.
+
+    The first that fails ends it. Rewards add up, that of the failing one included. Tool calls are
+    those of the message, whatever the links in front say of its content.
+
+    Args:
+        links: at least one; the last one's action is the action.
+
+    Raises:
+        ConfigError: there is no link, or a call is not the last one.
+
+    Example:
+        >>> chain = ParserChain(ThinkPrefix(reward=0.1), BoxedAction("answer", "it", reward=0.2))
+        >>> answer = r"<think>One and one.</think> It is \boxed{2}."
+        >>> parsed = chain.read({"role": "assistant", "content": answer})
+        >>> parsed.action, round(parsed.reward, 2)
+        ('2', 0.3)
+        >>> chain.help
+        'Begin with your reasoning between <think> and </think>. Answer with it in \\boxed{}.'
+    """
+
+    help_format = ""
+
+    def __init__(self, *links: ActionParser) -> None:
+        if not links:
+            raise ConfigError("a ParserChain needs at least one parser, got none")
+        early = next((link for link in links[:-1] if call_link(link) is not None), None)
+        if early is not None:
+            raise ConfigError(
+                f"{type(early).__name__} must be the last link of a chain: what it reads is the "
+                "arguments of a call, which no further parser can read"
+            )
+        last = links[-1]
+        super().__init__(last.name, last.written)
+        self.links = links
+        self.form = last.form
+
+    @property
+    def help(self) -> str:
+        """The sentences of the links."""
+        return " ".join(link.help for link in self.links)
+
+    def read(self, message: Mapping[str, Any]) -> Parsed:
+        """See :meth:`ActionParser.read`."""
+        rewards, parsed, left = [], Parsed(""), message
+        for link in self.links:
+            try:
+                parsed = link.read(left)
+            except ActionError as error:
+                error.reward = math.fsum([*rewards, error.reward])
+                raise
+            rewards.append(parsed.reward)
+            left = {**message, "content": parsed.action}
+        return Parsed(parsed.action, math.fsum(rewards))
+
+    def parse(self, message: Mapping[str, Any]) -> str:
+        """See :meth:`ActionParser.parse`."""
+        return self.read(message).action
+
+    def message(self, action: str) -> dict[str, Any]:
+        """See :meth:`ActionParser.message`."""
+        message = self.links[-1].message(action)
+        for link in reversed(self.links[:-1]):
+            message = {**message, "content": link.message(message["content"])["content"]}
+        return message
+
+
+def call_link(parser: ActionParser) -> CallAction | None:
+    """The parser of tool calls that a parser is or ends with; ``None`` where it is another.
+
+    Args:
+        parser: a parser or a chain.
+    """
+    last = parser.links[-1] if isinstance(parser, ParserChain) else parser
+    if isinstance(last, ParserChain):
+        return call_link(last)
+    return last if isinstance(last, CallAction) else None
+
+
+@dataclass(frozen=True)
+class ParsedScore:
+    r"""The score of what a parser reads, for the ``reward`` of a plain task.
+
+    An answer that cannot be read is not scored: its reward is what the parsers give it.
+
+    Args:
+        parser: a parser or a chain; tool calls are not seen here.
+        score: from action and answer to a number, for example of a ``"answer"`` column.
+
+    Raises:
+        ConfigError: the parser reads tool calls.
+
+    Example:
+        >>> chain = ParserChain(ThinkPrefix(penalty=-0.5), BoxedAction("answer", "a number"))
+        >>> score = ParsedScore(chain, lambda action, answer: float(action == answer))
+        >>> score(r"<think>One and one.</think> \boxed{2}", "2"), score(r"\boxed{2}", "2")
+        (1.0, -0.5)
+    """
+
+    parser: ActionParser
+    score: Callable[[str, Any], float]
+
+    def __post_init__(self) -> None:
+        if call_link(self.parser) is not None:
+            raise ConfigError(
+                "ParsedScore reads the text of a response, and its parser reads tool calls: give "
+                "the task a ToolTransform, or a parser of text"
+            )
+
+    def __call__(self, response: str, answer: Any) -> float:
+        """The score of a response, or the reward of parsers that cannot read it."""
+        try:
+            action, reward = self.parser.read({"role": "assistant", "content": response})
+        except ActionError as error:
+            return error.reward
+        return self.score(action, answer) + reward
+
+
 def make_action_parser(form: ActionForm, name: str, written: str) -> ActionParser:
     """The parser of a form.
 
     Args:
-        form: ``"tag"``, ``"call"`` or ``"bare"``.
+        form: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``.
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
 
     Raises:
         ConfigError: for another form.
     """
-    parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction)}
+    parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction, BoxedAction)}
     if form not in parsers:
         raise ConfigError(f"actions must be one of {get_args(ActionForm)}, got {form!r}")
     return parsers[form](name, written)
@@ -229,10 +456,13 @@ def make_action_parser(form: ActionForm, name: str, written: str) -> ActionParse
 
 def _said(message: Mapping[str, Any]) -> str:
     """The content without its reasoning."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(
-            part if isinstance(part, str) else part.get("text") or "" for part in content
-        )
+    content = _content(message)
     _, closed, after = content.rpartition("</think>")
     return after if closed else content.partition("<think>")[0]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)

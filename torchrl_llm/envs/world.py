@@ -26,7 +26,7 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.data.failures import WORLD, Failure, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
-from torchrl_llm.envs.actions import ActionError, ActionParser, ActionTool, CallAction
+from torchrl_llm.envs.actions import ActionError, ActionParser, ActionTool, call_link
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards import reward_parser
@@ -60,6 +60,7 @@ class Reaction:
     Args:
         observation: what the model is told.
         reward: of this turn.
+        for_form: what the parser of the action gives, added to the reward.
         terminated: the episode has ended by its rules.
         truncated: the world has cut it.
         success: the model has done what is asked for.
@@ -68,6 +69,7 @@ class Reaction:
 
     observation: str
     reward: float = 0.0
+    for_form: float = 0.0
     terminated: bool = False
     truncated: bool = False
     success: bool = False
@@ -79,11 +81,11 @@ class Reaction:
         if error is None:
             names = ("terminated", "truncated", "success")
             try:
-                reward = reward_parser.checked_score(self.reward).reward
+                reward = reward_parser.checked_score(self.reward).reward + self.for_form
                 flags = {
                     name: reward_parser.checked_flag(name, getattr(self, name)) for name in names
                 }
-                return replace(self, reward=reward, **flags)
+                return replace(self, reward=reward, for_form=0.0, **flags)
             except RewardError as raised:
                 error = raised
         return replace(self, error=error, terminated=True, truncated=False, success=False)
@@ -285,8 +287,8 @@ class WorldEnv(TaskEnv):
         template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        parser = world.parser
-        if isinstance(parser, CallAction) and kwargs.get("input_mode", "history") != "history":
+        parser = call_link(world.parser)
+        if parser is not None and kwargs.get("input_mode", "history") != "history":
             given = dict(template_kwargs or {})
             template_kwargs = {**given, "tools": [*(given.get("tools") or ()), parser.tool.schema]}
         super().__init__(
@@ -345,8 +347,8 @@ class WorldEnv(TaskEnv):
         worlds = [i for i, t in enumerate(self.transform) if isinstance(t, WorldTransform)]
         if not isinstance(transform, ToolTransform) or not worlds:
             return super().append_transform(transform)
-        parser = self.world.parser
-        if isinstance(parser, CallAction) and parser.name not in transform.tools:
+        parser = call_link(self.world.parser)
+        if parser is not None and parser.name not in transform.tools:
             raise ConfigError(
                 f"the transform would answer calls of {parser.name!r} as those of an unknown tool: "
                 f"give it env.action_tool beside {sorted(transform.tools)}"
@@ -365,16 +367,17 @@ class WorldEnv(TaskEnv):
         Raises:
             ConfigError: the actions of this environment are no tool calls.
         """
-        parser = self.world.parser
-        if not isinstance(parser, CallAction):
-            raise ConfigError(f"actions={parser.form!r} are no tool calls; pass actions='call'")
+        parser = call_link(self.world.parser)
+        if parser is None:
+            form = self.world.parser.form
+            raise ConfigError(f"actions={form!r} are no tool calls; pass actions='call'")
         return parser.tool
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools of the transforms, and the one that acts where an action is a tool call."""
-        schemas, parser = super().tool_schemas, self.world.parser
-        if not (isinstance(parser, CallAction) and isinstance(parser.calls, MessageCallParser)):
+        schemas, parser = super().tool_schemas, call_link(self.world.parser)
+        if parser is None or not isinstance(parser.calls, MessageCallParser):
             return schemas
         acting = parser.tool.schema
         return schemas if acting in schemas else [*schemas, acting]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_llm.data.history import History
-from torchrl_llm.envs.games import KeyDoorEnv, TicTacToeEnv, expert, random_agent
+from torchrl_llm.envs.games import KeyDoorEnv, TicTacToeEnv, expert, random_player
 
 
 @pytest.mark.parametrize("actions", ["tag", "bare", "call"])
@@ -38,4 +38,4 @@ def test_the_environment_writes_the_same_conversation(env_class, options, action
 
 def test_without_a_system_prompt_a_game_begins_with_what_the_player_sees():
     env = TicTacToeEnv(num_envs=1, player="X", system_prompt="Play.")
-    assert env.demonstrate(random_agent(0), 3)[0] == {"role": "system", "content": "Play."}
+    assert env.demonstrate(random_player(0), 3)[0] == {"role": "system", "content": "Play."}

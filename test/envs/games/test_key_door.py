@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_llm.envs.games import IllegalAction, KeyDoor, expert, play, random_agent
+from torchrl_llm.envs.games import IllegalAction, KeyDoor, expert, play, random_player
 from torchrl_llm.envs.games.key_door import KeyDoorState
 from torchrl_llm.errors import ConfigError
 
@@ -109,7 +109,7 @@ def test_slack_gives_so_many_times_the_moves_of_a_solution():
 
 
 def test_a_random_player_solves_some_mazes_and_runs_out_of_moves_in_others():
-    ends = [play(KeyDoor(), random_agent(s), s)[-1].outcome for s in range(60)]
+    ends = [play(KeyDoor(), random_player(s), s)[-1].outcome for s in range(60)]
     assert any(end.success for end in ends)
     assert any(end.truncated for end in ends)
     assert all(end.success != end.truncated for end in ends)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_llm.envs.games import IllegalAction, TicTacToe, expert, play, random_agent
+from torchrl_llm.envs.games import IllegalAction, TicTacToe, expert, play, random_player
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToeState
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -104,7 +104,7 @@ def test_an_expert_draws_with_a_perfect_opponent_and_never_loses_to_a_random_one
 
 
 def test_a_random_player_wins_and_loses_against_a_random_one():
-    ends = [play(TicTacToe(), random_agent(s), s)[-1].outcome.reward for s in range(100)]
+    ends = [play(TicTacToe(), random_player(s), s)[-1].outcome.reward for s in range(100)]
     assert {-1.0, 0.0, 1.0} == set(ends)
 
 

@@ -1,21 +1,20 @@
 """Games: rules as pure functions, and environments in which language models play them."""
 
 from torchrl_llm.envs.games.game import (
-    Agent,
     Game,
     IllegalAction,
     Outcome,
+    Player,
     Turn,
     expert,
     play,
-    random_agent,
+    random_player,
 )
 from torchrl_llm.envs.games.game_env import GameEnv, GameSteps
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 
 __all__ = [
-    "Agent",
     "Game",
     "GameEnv",
     "GameSteps",
@@ -23,10 +22,11 @@ __all__ = [
     "KeyDoor",
     "KeyDoorEnv",
     "Outcome",
+    "Player",
     "TicTacToe",
     "TicTacToeEnv",
     "Turn",
     "expert",
     "play",
-    "random_agent",
+    "random_player",
 ]

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
 
 State = TypeVar("State")
-Agent = Callable[["Game", Any], str]
-"""Game and state to action."""
+Player = Callable[["Game", Any], str]
+"""A scripted player: game and state to action."""
 
 
 class IllegalAction(TorchRLLLMError, ValueError):
@@ -163,12 +163,12 @@ class Game(ABC, Generic[State]):
             raise DataError(f"{_short(text)} is no state of {self.name!r}: {error}") from error
 
 
-def play(game: Game, agent: Agent, seed: int, *, max_turns: int = 1000) -> list[Turn]:
+def play(game: Game, player: Player, seed: int, *, max_turns: int = 1000) -> list[Turn]:
     """Play one game to its end.
 
     Args:
         game: the rules.
-        agent: chooses the actions.
+        player: chooses the actions.
         seed: seed of the game.
         max_turns: turns after which to stop.
 
@@ -176,7 +176,7 @@ def play(game: Game, agent: Agent, seed: int, *, max_turns: int = 1000) -> list[
         The turns; the last one's outcome says how it ended.
 
     Raises:
-        IllegalAction: the agent does something that the rules do not allow.
+        IllegalAction: the player does something that the rules do not allow.
 
     Example:
         >>> from torchrl_llm.envs.games import TicTacToe
@@ -190,7 +190,7 @@ def play(game: Game, agent: Agent, seed: int, *, max_turns: int = 1000) -> list[
     observation = game.observe(state)
     turns: list[Turn] = []
     while len(turns) < max_turns:
-        action = agent(game, state)
+        action = player(game, state)
         outcome = game.step(state, action)
         turns.append(Turn(observation, action, outcome))
         if outcome.terminated or outcome.truncated:
@@ -199,8 +199,8 @@ def play(game: Game, agent: Agent, seed: int, *, max_turns: int = 1000) -> list[
     return turns
 
 
-def random_agent(seed: int) -> Agent:
-    """An agent that does anything legal.
+def random_player(seed: int) -> Player:
+    """A player that does anything legal.
 
     Args:
         seed: of its choices.
@@ -209,8 +209,8 @@ def random_agent(seed: int) -> Agent:
     return lambda game, state: generator.choice(game.legal_actions(state))
 
 
-def expert(seed: int) -> Agent:
-    """An agent that does the best there is, any one of several.
+def expert(seed: int) -> Player:
+    """A player that does the best there is, any one of several.
 
     Args:
         seed: of its choices between actions that are equally good.

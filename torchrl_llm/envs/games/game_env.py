@@ -27,7 +27,7 @@ from torchrl_llm.envs.actions import (
     ActionParser,
     make_action_parser,
 )
-from torchrl_llm.envs.games.game import Agent, Game, IllegalAction, play
+from torchrl_llm.envs.games.game import Game, IllegalAction, Player, play
 from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -93,27 +93,28 @@ class GameSteps(WorldTransform):
         return [self._play(texts[turn.row], turn) for turn in turns]
 
     def _play(self, text: str, turn: ModelTurn) -> _Played:
-        action = ""
+        action, for_form = "", 0.0
         try:
             state = self.game.load(text)
             try:
-                action = self._action(turn)
+                action, for_form = self.parser.read(self.answer(turn))
+                action = self.game.normalize(action)
                 outcome = self.game.step(state, action)
-            except (ActionError, IllegalAction) as error:
-                return self._invalid(text, action, str(error))
+            except ActionError as error:
+                return self._invalid(text, action, str(error), error.reward)
+            except IllegalAction as error:
+                return self._invalid(text, action, str(error), for_form)
             told = {**outcome._asdict(), "state": self.game.dump(outcome.state)}
-            return _Played(**told, action=action)
+            return _Played(**told, action=action, for_form=for_form)
         except Exception as error:  # a game that fails is data, whatever it raised
             told = "The game has failed."
             return _Played(observation=told, error=error, state=text, action=action, legal=False)
 
-    def _action(self, turn: ModelTurn) -> str:
-        return self.game.normalize(self.parser.parse(self.answer(turn)))
-
-    def _invalid(self, state: str, action: str, why: str) -> _Played:
+    def _invalid(self, state: str, action: str, why: str, for_form: float) -> _Played:
         return _Played(
             observation=why if self.stop_on_invalid else f"{why} {self.parser.help}",
             reward=self.invalid_reward,
+            for_form=for_form,
             terminated=self.stop_on_invalid,
             state=state,
             action=action,
@@ -174,7 +175,8 @@ class GameEnv(WorldEnv):
     Args:
         game: the rules.
         actions: how an answer says its action: ``"tag"`` (``<move>5</move>``), ``"call"`` (a tool
-            call) or ``"bare"`` (the whole answer).
+            call), ``"bare"`` (the whole answer), ``"boxed"``, or a parser of your own or a
+            :class:`~torchrl_llm.envs.actions.ParserChain`, whose rewards are added to the game's.
         invalid_reward: reward of a turn without a legal action; the game's own if not given, which
             is as bad as the worst end where such a turn ends the game.
         stop_on_invalid: let such a turn end the game.
@@ -216,7 +218,7 @@ class GameEnv(WorldEnv):
         self,
         game: Game,
         *,
-        actions: ActionForm = "tag",
+        actions: ActionForm | ActionParser = "tag",
         invalid_reward: float | None = None,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
@@ -227,7 +229,11 @@ class GameEnv(WorldEnv):
         system_prompt: str | None = None,
         **kwargs: Any,
     ) -> None:
-        parser = make_action_parser(actions, game.action_name, game.action_help)
+        parser = (
+            actions
+            if isinstance(actions, ActionParser)
+            else make_action_parser(actions, game.action_name, game.action_help)
+        )
         if invalid_reward is None:
             invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
         rows = self.read_rows(dataset, data_files, split, columns=("seed",))
@@ -254,14 +260,14 @@ class GameEnv(WorldEnv):
         """The rules."""
         return self.steps.game
 
-    def demonstrate(self, agent: Agent, seed: int) -> list[dict[str, Any]]:
+    def demonstrate(self, player: Player, seed: int) -> list[dict[str, Any]]:
         """A game that someone plays, as the conversation of a model that plays it like that.
 
         What it returns, for many seeds, is data to imitate: the messages are those that the
         environment writes in history mode, answers in the form that it asks for.
 
         Args:
-            agent: chooses the actions, all of them legal.
+            player: chooses the actions, all of them legal.
             seed: of the game.
 
         Returns:
@@ -277,7 +283,7 @@ class GameEnv(WorldEnv):
         parser, system = self.steps.parser, self.base_env.system_prompt
         chat = [] if system is None else [{"role": "system", "content": system}]
         told = {"role": self.base_env.user_role}
-        for turn in play(self.game, agent, seed):
+        for turn in play(self.game, player, seed):
             answer = parser.message(turn.action)
             chat += [{**told, "content": turn.observation}, answer]
             reply = self.steps.reply(ModelTurn(0, answer, False, False), "")

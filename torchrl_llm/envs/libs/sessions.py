@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
-from torchrl_llm.envs.actions import ActionError, ActionParser
+from torchrl_llm.envs.actions import ActionError, ActionParser, Parsed
 from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
@@ -106,7 +106,7 @@ class SessionSteps(WorldTransform):
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.open_session = open_session
-        self.read_action = parser.parse if read_action is None else read_action
+        self.read_action = parser.read if read_action is None else read_action
         self.data_key = data_key
         self.invalid_reward = invalid_reward
         self.max_concurrency = max_concurrency
@@ -171,15 +171,19 @@ class SessionSteps(WorldTransform):
             error = lost or WorkerError("this row has no session: reset it, also after a resume")
             return Reaction(observation="There is nothing here.", error=error)
         try:
-            seen = _checked(session.step(self.read_action(self.answer(turn))))
+            action, for_form = self.read_action(self.answer(turn)), 0.0
+            if isinstance(action, Parsed):
+                action, for_form = action
+            seen = _checked(session.step(action))
         except ActionError as error:
             told = f"{error} {self.parser.help}"
-            return Reaction(observation=told, reward=self.invalid_reward)
+            return Reaction(observation=told, reward=self.invalid_reward, for_form=error.reward)
         except Exception as error:  # a world that fails is an error of its row
             self._drop(turn.row, error)
             return Reaction(observation="The world has failed.", error=error)
         text, *rest = seen
-        return Reaction(observation=text, **dict(zip(Observed._fields[1:], rest, strict=True)))
+        told = dict(zip(Observed._fields[1:], rest, strict=True))
+        return Reaction(observation=text, for_form=for_form, **told)
 
     def close(self) -> None:
         """Close all sessions; a reset opens new ones."""
