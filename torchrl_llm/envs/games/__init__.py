@@ -12,7 +12,10 @@ from torchrl_llm.envs.games.game import (
 )
 from torchrl_llm.envs.games.game_env import GameEnv, GameSteps
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
+from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
+from torchrl_llm.envs.games.table_game import TableGame, TableOutcome, play_table
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
+from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
 
 __all__ = [
     "Game",
@@ -23,10 +26,15 @@ __all__ = [
     "KeyDoorEnv",
     "Outcome",
     "Player",
+    "PrisonersDilemma",
+    "TableGame",
+    "TableOutcome",
     "TicTacToe",
     "TicTacToeEnv",
+    "TicTacToeForTwo",
     "Turn",
     "expert",
     "play",
+    "play_table",
     "random_player",
 ]

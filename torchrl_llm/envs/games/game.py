@@ -56,8 +56,8 @@ class Turn(NamedTuple):
     outcome: Outcome
 
 
-class Game(ABC, Generic[State]):
-    """The rules of a game for one player; opponents are a part of it.
+class Rules(ABC, Generic[State]):
+    """What rules for one player and for several share: names, and states as text.
 
     Attributes:
         name: name of the game.
@@ -65,10 +65,6 @@ class Game(ABC, Generic[State]):
         rules: the rules in a few sentences, for the player; they say nothing of forms of answers.
         action_name: what an action is called, ``"move"``; one word.
         action_help: how an action is written, for the player.
-        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
-            game is given up, it must add up to no more than the worst end: answering nonsense
-            must not pay.
-        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.
     """
@@ -77,8 +73,6 @@ class Game(ABC, Generic[State]):
     version: ClassVar[int] = 1
     action_name: ClassVar[str] = "action"
     action_help: ClassVar[str]
-    invalid_reward: ClassVar[float] = -0.1
-    forfeit_reward: ClassVar[float] = -0.1
     state_type: ClassVar[type]
 
     @property
@@ -88,53 +82,11 @@ class Game(ABC, Generic[State]):
 
     @abstractmethod
     def reset(self, seed: int) -> State:
-        """The first state in which the player acts, a function of the seed."""
-
-    @abstractmethod
-    def observe(self, state: State) -> str:
-        """What the player is told before acting."""
-
-    @abstractmethod
-    def legal_actions(self, state: State) -> tuple[str, ...]:
-        """The actions that the rules allow; none where the game is over."""
-
-    @abstractmethod
-    def best_actions(self, state: State) -> tuple[str, ...]:
-        """The legal actions that no other is better than; none where the game is over."""
-
-    @abstractmethod
-    def _apply(self, state: State, action: str) -> Outcome:
-        """The outcome of a legal action."""
+        """The first state in which a player acts, a function of the seed."""
 
     def normalize(self, action: str) -> str:
-        """An action as the player wrote it, in the spelling of :meth:`legal_actions`."""
+        """An action as the player wrote it, in the spelling of ``legal_actions``."""
         return action.strip().lower()
-
-    def explain(self, state: State, action: str) -> str:
-        """Why an action is not legal, for the player."""
-        allowed = ", ".join(self.legal_actions(state))
-        return f"{_short(action)} is not possible now. Possible: {allowed}."
-
-    def step(self, state: State, action: str) -> Outcome:
-        """Act.
-
-        Args:
-            state: a state in which the game is not over.
-            action: what the player does.
-
-        Returns:
-            What it leads to; ``state`` itself is unchanged.
-
-        Raises:
-            IllegalAction: the rules do not allow it; nothing has happened.
-        """
-        legal = self.legal_actions(state)
-        if not legal:
-            raise IllegalAction("the game is over")
-        action = self.normalize(action)
-        if action not in legal:
-            raise IllegalAction(self.explain(state, action))
-        return self._apply(state, action)
 
     def dump(self, state: State) -> str:
         """A state as text, with the name and version of its game."""
@@ -161,6 +113,62 @@ class Game(ABC, Generic[State]):
             return self.state_type(**{key: _frozen(value) for key, value in fields.items()})
         except TypeError as error:
             raise DataError(f"{_short(text)} is no state of {self.name!r}: {error}") from error
+
+
+class Game(Rules[State]):
+    """The rules of a game for one player; opponents are a part of it.
+
+    Attributes:
+        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
+            game is given up, it must add up to no more than the worst end: answering nonsense
+            must not pay.
+        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
+    """
+
+    invalid_reward: ClassVar[float] = -0.1
+    forfeit_reward: ClassVar[float] = -0.1
+
+    @abstractmethod
+    def observe(self, state: State) -> str:
+        """What the player is told before acting."""
+
+    @abstractmethod
+    def legal_actions(self, state: State) -> tuple[str, ...]:
+        """The actions that the rules allow; none where the game is over."""
+
+    @abstractmethod
+    def best_actions(self, state: State) -> tuple[str, ...]:
+        """The legal actions that no other is better than; none where the game is over."""
+
+    @abstractmethod
+    def _apply(self, state: State, action: str) -> Outcome:
+        """The outcome of a legal action."""
+
+    def explain(self, state: State, action: str) -> str:
+        """Why an action is not legal, for the player."""
+        allowed = ", ".join(self.legal_actions(state))
+        return f"{_short(action)} is not possible now. Possible: {allowed}."
+
+    def step(self, state: State, action: str) -> Outcome:
+        """Act.
+
+        Args:
+            state: a state in which the game is not over.
+            action: what the player does.
+
+        Returns:
+            What it leads to; ``state`` itself is unchanged.
+
+        Raises:
+            IllegalAction: the rules do not allow it; nothing has happened.
+        """
+        legal = self.legal_actions(state)
+        if not legal:
+            raise IllegalAction("the game is over")
+        action = self.normalize(action)
+        if action not in legal:
+            raise IllegalAction(self.explain(state, action))
+        return self._apply(state, action)
 
 
 def play(game: Game, player: Player, seed: int, *, max_turns: int = 1000) -> list[Turn]:

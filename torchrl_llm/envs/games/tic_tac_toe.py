@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Game, Outcome
 from torchrl_llm.envs.games.game_env import GameEnv
+from torchrl_llm.envs.games.nine_cells import (
+    EMPTY,
+    best_cells,
+    drawn,
+    free_cells,
+    is_over,
+    other_mark,
+    put,
+    winner,
+)
 from torchrl_llm.errors import ConfigError
 
 Opponent = Literal["random", "minimax"]
-
-_LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
-_EMPTY = "." * 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +37,6 @@ class TicTacToeState:
     board: str
     player: str
     seed: int
-
-
-@cache
-def _winner(board: str) -> str | None:
-    for a, b, c in _LINES:
-        if board[a] != "." and board[a] == board[b] == board[c]:
-            return board[a]
-    return None
-
-
-def _free(board: str) -> list[int]:
-    return [cell for cell, mark in enumerate(board) if mark == "."]
-
-
-def _over(board: str) -> bool:
-    return _winner(board) is not None or "." not in board
-
-
-def _put(board: str, cell: int, mark: str) -> str:
-    return board[:cell] + mark + board[cell + 1 :]
-
-
-def _other(mark: str) -> str:
-    return "O" if mark == "X" else "X"
-
-
-@cache
-def _value(board: str, mark: str) -> int:
-    """What perfect play gives ``mark``, whose turn it is: 1 wins, 0 draws, -1 loses."""
-    if _over(board):
-        return 0 if _winner(board) is None else -1
-    return max(-_value(_put(board, cell, mark), _other(mark)) for cell in _free(board))
-
-
-def _best(board: str, mark: str) -> list[int]:
-    values = {cell: -_value(_put(board, cell, mark), _other(mark)) for cell in _free(board)}
-    return [cell for cell, value in values.items() if value == max(values.values())]
 
 
 class TicTacToe(Game[TicTacToeState]):
@@ -114,22 +83,24 @@ class TicTacToe(Game[TicTacToeState]):
     def reset(self, seed: int) -> TicTacToeState:
         """An empty board, or one with the opponent's first move."""
         player = self.player or random.Random(f"{seed} player").choice("XO")
-        state = TicTacToeState(_EMPTY, player, seed)
+        state = TicTacToeState(EMPTY, player, seed)
         return state if player == "X" else TicTacToeState(self._reply(state)[0], player, seed)
 
     def observe(self, state: TicTacToeState) -> str:
         """The board, with the numbers of the free cells, and whose turn it is."""
-        return f"{_drawn(state.board)}\nYou are {state.player}. Your move."
+        return f"{drawn(state.board)}\nYou are {state.player}. Your move."
 
     def legal_actions(self, state: TicTacToeState) -> tuple[str, ...]:
         """The free cells."""
-        return () if _over(state.board) else tuple(str(cell + 1) for cell in _free(state.board))
+        if is_over(state.board):
+            return ()
+        return tuple(str(cell + 1) for cell in free_cells(state.board))
 
     def best_actions(self, state: TicTacToeState) -> tuple[str, ...]:
         """The cells of perfect play."""
-        if _over(state.board):
+        if is_over(state.board):
             return ()
-        return tuple(str(cell + 1) for cell in _best(state.board, state.player))
+        return tuple(str(cell + 1) for cell in best_cells(state.board, state.player))
 
     def explain(self, state: TicTacToeState, action: str) -> str:
         """Whether a cell is taken, or there is none of that name."""
@@ -139,36 +110,31 @@ class TicTacToe(Game[TicTacToeState]):
         return f"There is no such cell. Free cells: {free}."
 
     def _reply(self, state: TicTacToeState) -> tuple[str, int]:
-        mark = _other(state.player)
+        mark = other_mark(state.player)
         perfect = self.opponent == "minimax"
-        cells = _best(state.board, mark) if perfect else _free(state.board)
+        cells = best_cells(state.board, mark) if perfect else free_cells(state.board)
         cell = random.Random(f"{state.seed} {state.board}").choice(cells)
-        return _put(state.board, cell, mark), cell
+        return put(state.board, cell, mark), cell
 
     def _apply(self, state: TicTacToeState, action: str) -> Outcome:
-        board = _put(state.board, int(action) - 1, state.player)
+        board = put(state.board, int(action) - 1, state.player)
         told = ""
-        if not _over(board):
+        if not is_over(board):
             board, cell = self._reply(TicTacToeState(board, state.player, state.seed))
-            told = f"{_other(state.player)} takes {cell + 1}.\n"
+            told = f"{other_mark(state.player)} takes {cell + 1}.\n"
         after = TicTacToeState(board, state.player, state.seed)
-        if not _over(board):
+        if not is_over(board):
             return Outcome(after, told + self.observe(after))
-        winner = _winner(board)
-        won, drawn = winner == state.player, winner is None
-        text = "You win." if won else "A draw." if drawn else "You lose."
+        line = winner(board)
+        won, draw = line == state.player, line is None
+        text = "You win." if won else "A draw." if draw else "You lose."
         return Outcome(
             after,
-            f"{told}{_drawn(board)}\n{text}",
-            reward=1.0 if won else 0.0 if drawn else -1.0,
+            f"{told}{drawn(board)}\n{text}",
+            reward=1.0 if won else 0.0 if draw else -1.0,
             terminated=True,
-            success=won or (drawn and self.opponent == "minimax"),
+            success=won or (draw and self.opponent == "minimax"),
         )
-
-
-def _drawn(board: str) -> str:
-    cells = [str(cell + 1) if mark == "." else mark for cell, mark in enumerate(board)]
-    return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 
 @register("tasks", "tic_tac_toe")

@@ -1,0 +1,100 @@
+"""The iterated prisoner's dilemma: two players who decide at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
+from torchrl_llm.errors import ConfigError
+
+# Axelrod, The Evolution of Cooperation (1984): temptation 5, reward 3, punishment 1, sucker 0.
+_PAYOFF = {"CC": (3.0, 3.0), "CD": (0.0, 5.0), "DC": (5.0, 0.0), "DD": (1.0, 1.0)}
+_LETTER = {"cooperate": "C", "defect": "D"}
+
+
+@dataclass(frozen=True, slots=True)
+class DilemmaState:
+    """The rounds so far.
+
+    Args:
+        rounds: two letters a round, ``C`` or ``D``, in the order of the players.
+    """
+
+    rounds: tuple[str, ...] = ()
+
+
+class PrisonersDilemma(TableGame[DilemmaState]):
+    """Both players cooperate or defect, at once, for a number of rounds that they know.
+
+    The payoffs of a round are Axelrod's (1984): 3 each where both cooperate, 1 each where both
+    defect, otherwise 5 to who defects and 0 to who cooperates. The best action is the best one
+    against any fixed action of the other, in a single round: to defect.
+
+    Args:
+        num_rounds: rounds of a game, at least 1.
+
+    Raises:
+        ConfigError: there is no round.
+
+    Example:
+        >>> game = PrisonersDilemma(num_rounds=2)
+        >>> outcome = game.step(game.reset(seed=0), {"A": "cooperate", "B": "defect"})
+        >>> outcome.rewards, game.active(outcome.state)
+        ({'A': 0.0, 'B': 5.0}, ('A', 'B'))
+    """
+
+    name = "prisoners_dilemma"
+    players = ("A", "B")
+    action_name = "decision"
+    action_help = "cooperate or defect"
+    state_type: ClassVar[type] = DilemmaState
+
+    def __init__(self, *, num_rounds: int = 5) -> None:
+        if num_rounds < 1:
+            raise ConfigError(f"num_rounds must be at least 1, got {num_rounds}")
+        self.num_rounds = num_rounds
+
+    @property
+    def rules(self) -> str:
+        """The payoffs and the number of rounds."""
+        rounds = "1 round" if self.num_rounds == 1 else f"{self.num_rounds} rounds"
+        return (
+            f"You and another player decide at the same time, in {rounds}, to cooperate or to "
+            "defect. If both cooperate, each gets 3; if both defect, each gets 1; otherwise the "
+            "one who defects gets 5 and the other 0."
+        )
+
+    def reset(self, seed: int) -> DilemmaState:
+        """No round was played, whatever the seed."""
+        return DilemmaState()
+
+    def active(self, state: DilemmaState) -> tuple[str, ...]:
+        """Both players, until the last round is over."""
+        return self.players if len(state.rounds) < self.num_rounds else ()
+
+    def observe(self, state: DilemmaState, player: str) -> str:
+        """Which round it is."""
+        return f"Round {len(state.rounds) + 1} of {self.num_rounds}. Decide."
+
+    def legal_actions(self, state: DilemmaState, player: str) -> tuple[str, ...]:
+        """Both, while the game goes on."""
+        return tuple(_LETTER) if self.active(state) else ()
+
+    def best_actions(self, state: DilemmaState, player: str) -> tuple[str, ...]:
+        """To defect."""
+        return ("defect",) if self.active(state) else ()
+
+    def _apply(self, state: DilemmaState, actions: Mapping[str, str]) -> TableOutcome:
+        played = "".join(_LETTER[actions[player]] for player in self.players)
+        after = DilemmaState((*state.rounds, played))
+        rewards = dict(zip(self.players, _PAYOFF[played], strict=True))
+        over = not self.active(after)
+        words = {letter: f"{word}s" for word, letter in _LETTER.items()}
+        told = {
+            player: f"The other {words[other]}. You get {rewards[player]:.0f}."
+            + ("" if over else f"\n{self.observe(after, player)}")
+            for player, other in zip(self.players, reversed(played), strict=True)
+        }
+        return TableOutcome(after, told, rewards, terminated=over)

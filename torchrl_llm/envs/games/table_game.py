@@ -1,0 +1,195 @@
+"""The rules of a game for several players as functions of an immutable state.
+
+A :class:`TableGame` says who must act in a state, one player, some or all at once, what each may
+do, and what their actions lead to: what each is told, and the reward of each. :func:`play_table`
+lets scripted players play it.
+
+Next: :mod:`torchrl_llm.envs.games.tic_tac_toe_for_two` takes turns,
+:mod:`torchrl_llm.envs.games.prisoners_dilemma` is simultaneous.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from torchrl_llm.envs.games.game import IllegalAction, Player, Rules, State
+from torchrl_llm.errors import ConfigError
+
+
+class TableOutcome(NamedTuple):
+    """What the actions of a step lead to.
+
+    Attributes:
+        state: the state after it.
+        observations: what each player is told of the step, those who did not act included.
+        rewards: of each player in this step.
+        terminated: the game has ended by its rules.
+        success: players who have done what the game asks for.
+    """
+
+    state: Any
+    observations: Mapping[str, str]
+    rewards: Mapping[str, float]
+    terminated: bool = False
+    success: tuple[str, ...] = ()
+
+
+class TableGame(Rules[State]):
+    """The rules of a game for several players.
+
+    Attributes:
+        players: names of the players, at least two.
+    """
+
+    players: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def active(self, state: State) -> tuple[str, ...]:
+        """The players who must act now, in the order of ``players``; none where it is over."""
+
+    @abstractmethod
+    def observe(self, state: State, player: str) -> str:
+        """What a player is told before acting."""
+
+    @abstractmethod
+    def legal_actions(self, state: State, player: str) -> tuple[str, ...]:
+        """The actions that the rules allow a player; none where it is not the player's turn."""
+
+    @abstractmethod
+    def best_actions(self, state: State, player: str) -> tuple[str, ...]:
+        """The legal actions of a player that no other is better than."""
+
+    @abstractmethod
+    def _apply(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
+        """The outcome of a legal action of each active player."""
+
+    def explain(self, state: State, player: str, action: str) -> str:
+        """Why an action is not legal, for the player."""
+        allowed = ", ".join(self.legal_actions(state, player))
+        shown = action if len(action) <= 40 else action[:40] + "..."
+        return f"{shown!r} is not possible now. Possible: {allowed}."
+
+    def check(self, state: State, player: str, action: str) -> str:
+        """An action in the spelling of the rules.
+
+        Args:
+            state: a state.
+            player: who acts.
+            action: as the player wrote it.
+
+        Raises:
+            ConfigError: there is no such player.
+            IllegalAction: the rules do not allow it, it is another's turn, or the game is over.
+        """
+        if player not in self.players:
+            raise ConfigError(f"{self.name!r} has the players {list(self.players)}, got {player!r}")
+        active = self.active(state)
+        if not active:
+            raise IllegalAction("the game is over")
+        if player not in active:
+            raise IllegalAction(f"it is not the turn of {player}, but of {' and '.join(active)}")
+        action = self.normalize(action)
+        if action not in self.legal_actions(state, player):
+            raise IllegalAction(self.explain(state, player, action))
+        return action
+
+    def step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
+        """Act.
+
+        Args:
+            state: a state in which the game is not over.
+            actions: an action of each active player, and of no other.
+
+        Returns:
+            What they lead to; ``state`` itself is unchanged.
+
+        Raises:
+            ConfigError: there is no such player.
+            IllegalAction: as of :meth:`check`, or an active player does not act; nothing has
+                happened.
+        """
+        checked = {player: self.check(state, player, each) for player, each in actions.items()}
+        if missing := [player for player in self.active(state) if player not in checked]:
+            raise IllegalAction(f"{' and '.join(missing)} must act too")
+        return self._apply(state, checked)
+
+    def seat(self, player: str) -> Seat:
+        """The game as one of its players sees it, for a :data:`Player`.
+
+        Args:
+            player: which.
+
+        Raises:
+            ConfigError: there is no such player.
+        """
+        if player not in self.players:
+            raise ConfigError(f"{self.name!r} has the players {list(self.players)}, got {player!r}")
+        return Seat(self, player)
+
+
+class Seat(NamedTuple):
+    """A game as one of its players sees it.
+
+    Attributes:
+        game: the rules.
+        player: who sits here.
+    """
+
+    game: TableGame
+    player: str
+
+    def legal_actions(self, state: Any) -> tuple[str, ...]:
+        """See :meth:`TableGame.legal_actions`."""
+        return self.game.legal_actions(state, self.player)
+
+    def best_actions(self, state: Any) -> tuple[str, ...]:
+        """See :meth:`TableGame.best_actions`."""
+        return self.game.best_actions(state, self.player)
+
+
+class TableStep(NamedTuple):
+    """A step of a game that was played: who did what, and what came of it."""
+
+    actions: Mapping[str, str]
+    outcome: TableOutcome
+
+
+def play_table(
+    game: TableGame, seats: Mapping[str, Player], seed: int, *, max_steps: int = 1000
+) -> list[TableStep]:
+    """Play one game to its end.
+
+    Args:
+        game: the rules.
+        seats: a player for each name.
+        seed: seed of the game.
+        max_steps: steps after which to stop.
+
+    Returns:
+        The steps; the last one's outcome says how it ended.
+
+    Raises:
+        ConfigError: a seat is empty, or there is none of that name.
+        IllegalAction: a player does something that the rules do not allow.
+
+    Example:
+        >>> from torchrl_llm.envs.games import TicTacToeForTwo, expert
+        >>> steps = play_table(TicTacToeForTwo(), {"X": expert(0), "O": expert(1)}, seed=3)
+        >>> steps[-1].outcome.rewards
+        {'X': 0.0, 'O': 0.0}
+    """
+    if max_steps < 1:
+        raise ConfigError(f"max_steps must be at least 1, got {max_steps}")
+    if set(seats) != set(game.players):
+        raise ConfigError(
+            f"{game.name!r} needs a player for each of {list(game.players)}, got {sorted(seats)}"
+        )
+    state, steps = game.reset(seed), []
+    while len(steps) < max_steps and (active := game.active(state)):
+        actions = {player: seats[player](game.seat(player), state) for player in active}
+        outcome = game.step(state, actions)
+        steps.append(TableStep(actions, outcome))
+        state = outcome.state
+    return steps

@@ -1,0 +1,98 @@
+"""Tic-tac-toe for two players, who take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchrl_llm.envs.games.nine_cells import (
+    EMPTY,
+    best_cells,
+    drawn,
+    free_cells,
+    is_over,
+    other_mark,
+    put,
+    winner,
+)
+from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
+from torchrl_llm.envs.games.tic_tac_toe import TicTacToe
+
+
+@dataclass(frozen=True, slots=True)
+class BoardState:
+    """A position.
+
+    Args:
+        board: nine characters, see :mod:`torchrl_llm.envs.games.nine_cells`.
+    """
+
+    board: str
+
+
+class TicTacToeForTwo(TableGame[BoardState]):
+    """Three in a row on nine cells, numbered 1 to 9 from the top left; ``X`` begins.
+
+    A win is worth 1, a draw 0, a loss -1, for both players in the step that ends the game; so the
+    rewards of a game add up to 0.
+
+    Example:
+        >>> game = TicTacToeForTwo()
+        >>> outcome = game.step(game.reset(seed=0), {"X": "5"})
+        >>> game.active(outcome.state), outcome.observations["O"].splitlines()[0]
+        (('O',), 'X takes 5.')
+    """
+
+    name = "tic_tac_toe_for_two"
+    players = ("X", "O")
+    action_name = TicTacToe.action_name
+    action_help = TicTacToe.action_help
+    rules = TicTacToe.rules
+    state_type: ClassVar[type] = BoardState
+
+    def reset(self, seed: int) -> BoardState:
+        """An empty board, whatever the seed."""
+        return BoardState(EMPTY)
+
+    def active(self, state: BoardState) -> tuple[str, ...]:
+        """Whose turn it is."""
+        return () if is_over(state.board) else (_mover(state.board),)
+
+    def observe(self, state: BoardState, player: str) -> str:
+        """The board, with the numbers of the free cells."""
+        turn = "Your move." if player in self.active(state) else f"{other_mark(player)} moves."
+        return f"{drawn(state.board)}\nYou are {player}. {turn}"
+
+    def legal_actions(self, state: BoardState, player: str) -> tuple[str, ...]:
+        """The free cells."""
+        if player not in self.active(state):
+            return ()
+        return tuple(str(cell + 1) for cell in free_cells(state.board))
+
+    def best_actions(self, state: BoardState, player: str) -> tuple[str, ...]:
+        """The cells of perfect play."""
+        if player not in self.active(state):
+            return ()
+        return tuple(str(cell + 1) for cell in best_cells(state.board, player))
+
+    def _apply(self, state: BoardState, actions: Mapping[str, str]) -> TableOutcome:
+        [(player, action)] = actions.items()
+        other = other_mark(player)
+        after = BoardState(put(state.board, int(action) - 1, player))
+        taken = {player: "", other: f"{player} takes {action}.\n"}
+        if not is_over(after.board):
+            told = {each: taken[each] + self.observe(after, each) for each in self.players}
+            return TableOutcome(after, told, dict.fromkeys(self.players, 0.0))
+        won = winner(after.board)
+        ends = {player: "You win.", other: "You lose."} if won else {}
+        told = {
+            each: f"{taken[each]}{drawn(after.board)}\n{ends.get(each, 'A draw.')}"
+            for each in self.players
+        }
+        rewards = {each: (1.0 if each == won else -1.0) if won else 0.0 for each in self.players}
+        return TableOutcome(after, told, rewards, terminated=True, success=(won,) if won else ())
+
+
+def _mover(board: str) -> str:
+    return "X" if board.count("X") == board.count("O") else "O"
