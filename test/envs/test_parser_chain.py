@@ -19,6 +19,7 @@ from torchrl_llm.envs.actions import (
 from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.envs.games import GameEnv, TicTacToe
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.tasks import check_options
 
 
 def _said(text: str, **more):
@@ -127,3 +128,11 @@ def test_a_plain_task_is_scored_by_what_a_chain_reads():
 def test_a_plain_task_refuses_a_chain_of_calls():
     with pytest.raises(ConfigError, match="tool calls"):
         ParsedScore(CallAction("move", "a cell"), lambda action, answer: 0.0)
+
+
+def test_a_form_that_there_is_not_is_refused_by_the_name_of_its_key():
+    check_options("tic_tac_toe", {"actions": "boxed"})
+    with pytest.raises(
+        ConfigError, match=r"env\.options\.actions must be one of \['tag', .*'boxed'\]"
+    ):
+        check_options("tic_tac_toe", {"actions": "tga"})

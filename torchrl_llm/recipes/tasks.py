@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm._registry import constructor_arguments, find, names
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv, insert_tools
@@ -115,11 +116,20 @@ def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.opt
             raise ConfigError(
                 f"{path}.{option} is no setting of the task {name!r}; it has {sorted(allowed)}"
             )
-        hint = made[option].annotation
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigError(
-                f"{path}.{option} must be one of {list(get_args(hint))}, got {value!r}"
-            )
+        words = _words(made[option].annotation)
+        if words and value not in words:
+            raise ConfigError(f"{path}.{option} must be one of {words}, got {value!r}")
+
+
+def _words(hint: Any) -> list[Any]:
+    """The few values that a setting can have in a file; none where it can have others.
+
+    A class beside them, such as a parser, is for Python only.
+    """
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [part for part in parts if get_origin(part) is Literal]
+    plain = {part for part in parts if part in (str, int, float, bool, NoneType, Any)}
+    return [] if plain else [word for part in literals for word in get_args(part)]
 
 
 def _keywords(cls: type) -> list[str]:
