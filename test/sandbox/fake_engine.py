@@ -5,9 +5,12 @@ It refuses any word that it does not know, so that a test notices what an engine
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 STATE = Path(__file__).parent
@@ -54,7 +57,8 @@ def run(words):
         elif flag not in ("--memory-swap", "--pids-limit", "--shm-size"):
             assert f"{flag}={value}".rstrip("=") in FLAGS, flag
     assert words.pop(0) == "here"
-    process = subprocess.Popen([*line, "--", *limits, *words])
+    line[0] = _called(name)
+    process = subprocess.Popen([*line, "--", *limits, *words], executable=shutil.which("bwrap"))
     (STATE / name).write_text(str(process.pid))
     code = process.wait()
     return code if code >= 0 else 128 - code
@@ -64,10 +68,26 @@ def end(name):
     try:
         os.kill(int((STATE / name).read_text()), 9)
     except ProcessLookupError:
-        return 0
+        pass
     except (OSError, ValueError):
         return 1
+    # As an engine does: the first process of a namespace ends after all others in it.
+    until = time.monotonic() + 20
+    while _is_there(name) and time.monotonic() < until:
+        time.sleep(0.01)
     return 0
+
+
+def _called(name):
+    return f"bwrap of {name}"
+
+
+def _is_there(name):
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if line.read_bytes().startswith(_called(name).encode() + b"\0"):
+                return True
+    return False
 
 
 def inspect(name):

@@ -116,7 +116,7 @@ class TableGame(Rules[State]):
         return self._apply(state, checked)
 
     def seat(self, player: str) -> Seat:
-        """The game as one of its players sees it, for a :data:`Player`.
+        """The game as one of its players sees it, for a scripted player.
 
         Args:
             player: which.
