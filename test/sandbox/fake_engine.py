@@ -6,8 +6,8 @@ It refuses any word that it does not know, so that a test notices what an engine
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -57,8 +57,9 @@ def run(words):
         elif flag not in ("--memory-swap", "--pids-limit", "--shm-size"):
             assert f"{flag}={value}".rstrip("=") in FLAGS, flag
     assert words.pop(0) == "here"
-    line[0] = _called(name)
-    process = subprocess.Popen([*line, "--", *limits, *words], executable=shutil.which("bwrap"))
+    with (STATE / f"{name}.info").open("w") as info:
+        line += ["--info-fd", str(info.fileno())]
+        process = subprocess.Popen([*line, "--", *limits, *words], pass_fds=[info.fileno()])
     (STATE / name).write_text(str(process.pid))
     code = process.wait()
     return code if code >= 0 else 128 - code
@@ -71,21 +72,21 @@ def end(name):
         pass
     except (OSError, ValueError):
         return 1
-    # As an engine does: the first process of a namespace ends after all others in it.
+    # As an engine does: when it returns, nothing runs in the container any more.
     until = time.monotonic() + 20
-    while _is_there(name) and time.monotonic() < until:
+    while _runs(name) and time.monotonic() < until:
         time.sleep(0.01)
     return 0
 
 
-def _called(name):
-    return f"bwrap of {name}"
-
-
-def _is_there(name):
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
+def _runs(name):
+    try:
+        space = json.loads((STATE / f"{name}.info").read_text())["pid-namespace"]
+    except (OSError, ValueError):
+        return False  # it has not begun
+    for process in Path("/proc").glob("[0-9]*/ns/pid"):
         with contextlib.suppress(OSError):
-            if line.read_bytes().startswith(_called(name).encode() + b"\0"):
+            if process.stat().st_ino == space:
                 return True
     return False
 
