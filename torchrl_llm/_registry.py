@@ -19,6 +19,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -36,6 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tasks": ("torchrl_llm.envs.datasets", "torchrl_llm.envs.games"),
     "rewards": ("torchrl_llm.rewards",),
     "tools": ("torchrl_llm.tools",),
+    "agents": ("torchrl_llm.agents",),
     "loggers": ("torchrl_llm.trainers",),
     "weights": ("torchrl_llm.weights",),
     "backends": ("torchrl_llm.modules.backends",),
@@ -211,7 +213,8 @@ def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Param
         function = vars(layer).get("__init__") if inspect.isclass(layer) else layer
         if function is None:
             continue
-        hints = get_type_hints(function)
+        # The hints of a dataclass are those of its fields, each read in the file that has it.
+        hints = get_type_hints(layer if is_dataclass(layer) else function)
         parameters = list(inspect.signature(function).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(layer) else parameters:
             hint = hints.get(parameter.name, Any)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
@@ -24,6 +24,7 @@ from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes import (
+    AgentConfig,
     EnvConfig,
     InferenceModelConfig,
     ModelConfig,
@@ -119,6 +120,7 @@ class DistillationConfig:
         seed: seeds teachers, prompts and sampling.
     """
 
+    agent: ClassVar[AgentConfig] = AgentConfig.of()
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -33,7 +33,7 @@ from torchrl_llm.modules import (
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.modules.policies.chat_server import RESERVED
-from torchrl_llm.recipes import ModelConfig, RewardComponentsConfig
+from torchrl_llm.recipes import AgentConfig, ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.data_config import ROWS, DataConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
@@ -175,6 +175,7 @@ class EvaluateConfig:
 
     Attributes:
         seed: of sampling.
+        agent: who answers, in every task.
         tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
         data_files: file of each task; those without one have data of their own.
         options: settings of each task, and its ``system_prompt`` if not its own.
@@ -184,6 +185,7 @@ class EvaluateConfig:
     """
 
     seed: int = 0
+    agent: AgentConfig = field(default_factory=AgentConfig.of)
     tasks: list[str] = field(default_factory=lambda: ["gsm8k", "ifeval", "humaneval"])
     data_files: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -194,6 +196,8 @@ class EvaluateConfig:
     eval: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        with naming(f"agent={self.agent.type}"):
+            self.agent.build()
         ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")
         twice = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
         ensure(not twice, f"tasks names {twice} more than once: the answers have one file a task")
@@ -275,7 +279,7 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
         settings["reward"] = reward
     repeats = config.eval.repeats
     prompts = max(1, config.eval.batch_size // repeats)
-    env = task_class(task)(
+    env: TaskEnv = task_class(task)(
         **data,
         **settings,
         shuffle=False,
@@ -283,6 +287,8 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
         repeats=repeats,
         tokenizer=tokenizer,
     )
+    with naming(f"agent={config.agent.type}"):
+        config.agent.build().wrap(env)
     alone = task == ROWS and config.reward.function is None  # the components are the reward
     return env if alone else add_components(env, config.reward.components)
 
@@ -326,7 +332,7 @@ def answer_task(
                 env,
                 policy,
                 num_prompts=num_prompts * config.eval.repeats,
-                max_turns=task_class(task).max_turns(config.eval.max_steps) or _MOST_TURNS,
+                max_turns=_max_turns(config, task),
                 on_answer=write,
                 title=task,
             )
@@ -335,6 +341,13 @@ def answer_task(
         finally:
             env.close()
     return records
+
+
+def _max_turns(config: EvaluateConfig, name: str) -> int:
+    """How often the model can be asked in an episode of a task."""
+    task = task_class(name)
+    own, turns = task.MAX_AUXILIARY_TURNS, task.max_turns(config.eval.max_steps) or _MOST_TURNS
+    return -(-turns // (1 + own)) * (1 + config.agent.build().auxiliary_turns(own))
 
 
 def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

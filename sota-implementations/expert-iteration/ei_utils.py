@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tensordict import LazyStackedTensorDict
 
@@ -17,6 +17,7 @@ from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
+    AgentConfig,
     EnvConfig,
     InferenceModelConfig,
     ModelConfig,
@@ -57,6 +58,7 @@ class EIConfig:
         seed: seeds weights of adapters, prompts and sampling.
     """
 
+    agent: ClassVar[AgentConfig] = AgentConfig.of()
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -17,6 +17,7 @@ HOW = {
     "rewards": "reward=NAME, or reward=FILE.py:FUNCTION of your own; several, with weights, by "
     "reward.components.<any name>.type=NAME",
     "tools": "env.tools=[NAME,...], or MODULE:FUNCTION of your own",
+    "agents": "agent=NAME, or agent=MODULE:CLASS of your own",
     "loggers": "logging.backend=[NAME,...]",
     "weights": "weight_sync.type=NAME, with inference_model.backend=vllm",
     "backends": "inference_model.backend=NAME",

@@ -35,6 +35,13 @@ class ActionError(TorchRLLLMError, ValueError):
     reward: float = 0.0
 
 
+class IncompleteCompletion(ActionError):
+    """An answer was cut at its limit of tokens, which is no answer."""
+
+    def __init__(self) -> None:
+        super().__init__("Your answer was cut off.")
+
+
 class Parsed(NamedTuple):
     """What a parser has read.
 

@@ -40,8 +40,9 @@ class ChatEnv(EnvBase):
 
     Reset reads ``query`` and writes ``(input_mode, "prompt")``; step reads ``(input_mode, "full")``
     and writes ``("next", input_mode, "prompt")``. Each row also carries ``"turn"`` (turns of the
-    model so far) and ``"traj_id"`` (unique over workers), int64 ``[B]``, and
-    ``"truncation_reason"``, int8 ``[B, 1]``, codes of
+    model so far), ``"env_step"`` (steps of the environment so far: turns that only called tools to
+    think are parts of one, see :class:`~torchrl_llm.tools.ToolTransform`) and ``"traj_id"`` (unique
+    over workers), int64 ``[B]``, and ``"truncation_reason"``, int8 ``[B, 1]``, codes of
     :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
 
     In history mode the sampled token ids ride inside the conversations. In text and tokens mode
@@ -116,15 +117,10 @@ class ChatEnv(EnvBase):
         size = _batch_size(batch_size)
         super().__init__(device=device, batch_size=size)
         self.input_mode = input_mode
-        self.system_prompt = system_prompt
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.system_role = system_role
-        self._preamble = (
-            None
-            if system_prompt is None
-            else Chat([{"role": system_role, "content": system_prompt}])
-        )
+        self.give_system_prompt(system_prompt)
         self.user_role = user_role
         self.policy_role = policy_role
         if data_key is not None:
@@ -174,6 +170,7 @@ class ChatEnv(EnvBase):
             **self.mode.prompt_specs(size),
             self.data_key: ColumnSpec((size, -1), example_data="A question?"),
             "turn": ids,
+            "env_step": ids.clone(),
             "traj_id": ids.clone(),
             "truncation_reason": Unbounded(shape=(size, 1), dtype=torch.int8, device=self.device),
         }
@@ -197,6 +194,16 @@ class ChatEnv(EnvBase):
             self._make_specs(self.batch_size[0])
             self.empty_cache()
 
+    def give_system_prompt(self, text: str | None) -> None:
+        """Begin conversations with another system prompt; call it before the first reset.
+
+        Args:
+            text: first message of every conversation; ``None`` for none.
+        """
+        self.system_prompt = text
+        message = {"role": self.system_role, "content": text}
+        self._preamble = None if text is None else Chat([message])
+
     # Reset
 
     def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
@@ -219,6 +226,7 @@ class ChatEnv(EnvBase):
         self.mode.reset(out, chats)
         out.set(self.data_key, Column.of(items))
         out.set("turn", torch.zeros(size, dtype=torch.int64, device=self.device))
+        out.set("env_step", torch.zeros(size, dtype=torch.int64, device=self.device))
         ids = torch.full((size,), -1, dtype=torch.int64, device=self.device)
         ids[starts] = self._trajectories.take(sum(starts)).to(ids.device)
         out.set("traj_id", ids)
@@ -250,8 +258,9 @@ class ChatEnv(EnvBase):
         stepped = None if mask is None else mask.reshape(self.batch_size[0], -1).any(-1)
         out = TensorDict(batch_size=self.batch_size, device=self.device)
         self.mode.step(tensordict, out, None if stepped is None else stepped.tolist())
-        turn = tensordict.get("turn")
-        out.set("turn", turn + 1 if stepped is None else turn + stepped.to(turn.dtype))
+        for name in ("turn", "env_step"):
+            if (count := tensordict.get(name, None)) is not None:
+                out.set(name, count + 1 if stepped is None else count + stepped.to(count.dtype))
         out.set("traj_id", tensordict.get("traj_id"))
         queries = tensordict.get(self.data_key, None)
         if queries is not None:

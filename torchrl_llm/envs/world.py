@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -23,34 +23,18 @@ from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Transform, TransformedEnv
 
-from torchrl_llm.data.enums import FinishReason, TruncationReason
+from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.failures import WORLD, Failure, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
-from torchrl_llm.envs.actions import ActionError, ActionParser, ActionTool, call_link
+from torchrl_llm.envs.actions import ActionParser, ActionTool, IncompleteCompletion, call_link
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
+from torchrl_llm.envs.transforms.answer_gates import ModelTurn, read_turns
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards import reward_parser
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
 
 _NUM_TRAIN, _NUM_TEST = 65_536, 1_024
-CUT_OFF = "Your answer was cut off."
-
-
-class ModelTurn(NamedTuple):
-    """What the model did in one row.
-
-    Attributes:
-        row: index of the row.
-        message: what it wrote; ``None`` where it wrote nothing.
-        cut: the answer was cut at its limit of tokens.
-        answered: a tool transform has answered the calls of this turn.
-    """
-
-    row: int
-    message: Mapping[str, Any] | None
-    cut: bool
-    answered: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,17 +139,6 @@ class WorldTransform(Transform):
             reactions: what came of it.
         """
 
-    def _turns(self, td: TensorDictBase, next_td: TensorDictBase) -> list[ModelTurn]:
-        size = next_td.batch_size.numel()
-        messages = self.parent.mode.turns(td)
-        finish = td.get(("tokens", "finish_reason"), None)
-        calls = next_td.get(("tools", "num_calls"), None)
-        nothing = [False] * size
-        cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
-        answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
-        rows = reward_parser.acting_rows(td, next_td)
-        return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
-
     def answer(self, turn: ModelTurn) -> Mapping[str, Any]:
         """The message of a turn.
 
@@ -175,11 +148,7 @@ class WorldTransform(Transform):
         Raises:
             ActionError: there is none, or one that was cut.
         """
-        if turn.message is None:
-            raise ActionError("There is no answer.")
-        if turn.cut and not self.accept_cut:
-            raise ActionError(CUT_OFF)
-        return turn.message
+        return turn.said(accept_cut=self.accept_cut)
 
     def reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
         """The message that tells what came of a turn; a tool's where it answers a call.
@@ -197,7 +166,7 @@ class WorldTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         size = next_tensordict.batch_size.numel()
-        turns = self._turns(tensordict, next_tensordict)
+        turns = read_turns(tensordict, next_tensordict, self.parent.mode)
         reactions = [reaction.checked() for reaction in self.react(tensordict, turns)]
         replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
         by_row: list[Reaction | None] = [None] * size
@@ -208,10 +177,20 @@ class WorldTransform(Transform):
         _write_ends(next_tensordict, by_row)
         if self.with_reward:
             _write_reward(tensordict, next_tensordict, by_row)
+            self._write_cuts(next_tensordict, turns)
         else:
             tell_failures([_told(each) for each in by_row], tensordict.__getitem__, size)
         self.write(tensordict, next_tensordict, turns, reactions)
         return next_tensordict
+
+    def _write_cuts(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> None:
+        """Say of each turn that was cut why it was no action."""
+        if not self.accept_cut and (cut := [turn.row for turn in turns if turn.cut]):
+            failures = reward_parser.written_failures(td)
+            for row in cut:
+                if not failures[row].kind:
+                    failures[row] = Failure.of(IncompleteCompletion(), WORLD)
+            reward_parser.set_errors(td, failures)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -355,10 +334,36 @@ class WorldEnv(TaskEnv):
             )
         return self.insert_transform(worlds[0], transform)
 
+    def read_with(self, parser: ActionParser) -> None:
+        """Read actions with another parser.
+
+        Args:
+            parser: the parser.
+
+        Raises:
+            ConfigError: it reads tool calls, and the texts or tokens of this environment are
+                templated without the tool.
+        """
+        new, mode = call_link(parser), self.base_env.input_mode
+        if new is not None and mode != "history" and call_link(self.world.parser) is None:
+            raise ConfigError(
+                f"{type(new).__name__} reads calls of {new.name!r}, which the prompts of this "
+                f"environment in {mode} mode do not describe; give it the parser when it is made"
+            )
+        old, prompt = self.world.parser, self.base_env.system_prompt
+        self.world.parser = parser
+        if prompt is not None and old.help and prompt.endswith(old.help):
+            self.base_env.give_system_prompt(prompt.removesuffix(old.help) + parser.help)
+
     @property
     def world(self) -> WorldTransform:
         """The transform whose world it is."""
         return next(t for t in self.transform if isinstance(t, WorldTransform))
+
+    @property
+    def acts_by_calls(self) -> bool:
+        """Whether an action is a tool call."""
+        return call_link(self.world.parser) is not None
 
     @property
     def action_tool(self) -> ActionTool:

@@ -20,10 +20,11 @@ _OBJECTIVE = (
 )
 _WHOLE = "AsyncGRPOConfig GRPOConfig GRPOGroups check_arguments load_config"
 
-__all__ = f"{_GROUPS} {_OBJECTIVE} CurriculumConfig DataConfig {_WHOLE} RENAMED".split()
+__all__ = f"{_GROUPS} {_OBJECTIVE} AgentConfig CurriculumConfig DataConfig {_WHOLE} RENAMED".split()
 __getattr__ = lazy(
     __name__,
     {
+        "torchrl_llm.recipes.agent_group": "AgentConfig",
         "torchrl_llm.recipes.groups": _GROUPS,
         "torchrl_llm.recipes.objective_groups": _OBJECTIVE,
         "torchrl_llm.recipes.curriculum_config": "CurriculumConfig",

@@ -28,11 +28,12 @@ from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.datasets.task_env import tool_schemas
-from torchrl_llm.envs.transforms import ContextLimit
+from torchrl_llm.envs.transforms import ContextLimit, CutAnswers
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes import groups
+from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask, Part
 from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
@@ -61,6 +62,7 @@ class RecipeConfig(TrainedConfig, Protocol):
     """And those of one whose model learns from what it samples."""
 
     env: groups.EnvConfig
+    agent: AgentConfig
     data: DataConfig
     model: groups.ModelConfig
     train: groups.TrainConfig
@@ -223,10 +225,11 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
         or task.tool_schemas is not TaskEnv.tool_schemas
         or isinstance(task, ChatEnvTask)  # its transforms say
         or bool(config.env.tools)
+        or config.agent.type != AgentConfig.default
     )
     if not (config.model.is_told_of_tools and has_tools):
         return None
-    env = _with_tools(config, task(**_data(config, task)[0], **_settings(config)))
+    env = _with_agent(config, task(**_data(config, task)[0], **_settings(config)))
     try:
         return (env.tool_schemas if isinstance(env, TaskEnv) else tool_schemas(env)) or None
     finally:
@@ -401,13 +404,16 @@ def max_turns(config: RecipeConfig) -> int:
     Raises:
         ConfigError: the task has no limit of steps, and the configuration gives none.
     """
-    turns = task_class(config.env.dataset).max_turns(config.env.max_steps)
+    task = task_class(config.env.dataset)
+    turns = task.max_turns(config.env.max_steps)
     if turns is None:
         raise ConfigError(
             f"the task {config.env.dataset!r} ends its episodes only when the model does: pass "
             "env.max_steps"
         )
-    return turns * (1 + config.env.max_tool_turns) if config.env.tools else turns
+    thinks = max(task.MAX_AUXILIARY_TURNS, config.env.max_tool_turns if config.env.tools else 0)
+    steps = turns // (1 + task.MAX_AUXILIARY_TURNS)
+    return steps * (1 + config.agent.build().auxiliary_turns(thinks))
 
 
 def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
@@ -451,7 +457,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int, **order: 
         tokenizer=tokenizer,
         **order,
     )
-    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
+    return _with_context_limit(config, _with_components(config, _with_agent(config, env)))
 
 
 def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
@@ -478,7 +484,7 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
         shuffle=False,
         tokenizer=tokenizer,
     )
-    return _with_context_limit(config, _with_components(config, _with_tools(config, env)))
+    return _with_context_limit(config, _with_components(config, _with_agent(config, env)))
 
 
 def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
@@ -499,8 +505,16 @@ def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
     return env
 
 
-def _with_tools(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
-    return add_tools(env, config.env.tools, max_turns=config.env.max_tool_turns)
+def _with_agent(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
+    """The environment with its further tools, and the agent in it."""
+    env = add_tools(env, config.env.tools, max_turns=config.env.max_tool_turns)
+    with naming(f"agent={config.agent.type}"):
+        config.agent.build().wrap(env)
+    if (penalty := getattr(config.reward, "cut_penalty", None)) is not None:
+        for gate in env.transform:
+            if isinstance(gate, CutAnswers):
+                gate.penalty = penalty
+    return env
 
 
 def _settings(config: RecipeConfig) -> dict[str, Any]:

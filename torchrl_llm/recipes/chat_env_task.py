@@ -42,6 +42,7 @@ class ChatEnvTask:
 
     COLUMNS = ()
     NEEDS_LARGER_MODEL = False
+    MAX_AUXILIARY_TURNS = 0
     make_tools = TaskEnv.make_tools
     tool_schemas = TaskEnv.tool_schemas
 

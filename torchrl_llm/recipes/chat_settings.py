@@ -10,6 +10,8 @@ from torchrl._utils import logger as log
 from torchrl_llm import modules
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.evaluation import Conversation
+from torchrl_llm.recipes.agent_group import AgentConfig
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.tasks import task_class, tool_transform
 from torchrl_llm.tools import ToolTransform
 from torchrl_llm.tools.call_parsers import MessageCallParser
@@ -22,7 +24,7 @@ class ChatSettings(NamedTuple):
 
     Attributes:
         system_prompt: first message, ``None`` for none.
-        tools: the task's, and those of ``env.tools``.
+        tools: the task's, those of ``env.tools`` and those of the agent.
         schemas: of the tools that the prompt describes, for a policy's ``tools``; ``None`` for none
             (the model that ships with the package knows its tool without).
         chat_template_name: a family of templates; ``None`` for the tokenizer's own.
@@ -57,6 +59,8 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
     said = (env.get("system_prompt"), (config.get("data") or {}).get("system_prompt"), task_prompt)
     if env.get("tools"):
         tools += (tool_transform(env["tools"], max_turns=env.get("max_tool_turns", 4)),)
+    if (agent := config.get("agent")) and agent.get("type"):
+        tools += tuple(from_mapping(AgentConfig, agent).build().make_transforms())
     told = model.get("show_tools")
     told = model.get("name") is not None if told is None else told
     named = [each for each in tools if isinstance(each.parser, MessageCallParser)]

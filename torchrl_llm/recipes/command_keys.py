@@ -99,6 +99,15 @@ class KeyTable:
             if value == {}:
                 self.open.add(key)
 
+    def is_own(self, group: str, option: Any) -> bool:
+        """Whether an option is a class of the user's, ``module:name``, which has no file.
+
+        Args:
+            group: one whose options ``none`` is one of, so that a class needs no keys of a file.
+            option: what was given for it.
+        """
+        return isinstance(option, str) and ":" in option and "none" in self.groups.get(group, ())
+
     def is_open(self, key: str) -> bool:
         """Whether a key is within a mapping with free names."""
         return key.startswith(tuple(f"{each}." for each in self.open))
@@ -148,6 +157,9 @@ def check_overrides(
         ConfigError: a key is unknown, was renamed, or has no effect with the option that its group
             has been given; an option that there is not; a word that is no override.
     """
+    arguments = list(arguments)
+    pairs = (argument.partition("=") for argument in arguments)
+    own = {key for key, _, value in pairs if table.is_own(key, value)}
     checked, given, before = [], {}, ""
     for argument in arguments:
         key, separator, value = argument.partition("=")
@@ -160,6 +172,12 @@ def check_overrides(
             continue
         if (whole := SHORT.get(name)) in table.plain:
             argument, name = f"{whole}={_as_it_stands(value)}", whole
+        if name in own:
+            checked += [f"{name}=none", f"++{name}.type={_as_it_stands(value)}"]
+            continue
+        if name.partition(".")[0] in own:
+            checked.append(f"++{argument.lstrip('+')}")
+            continue
         given[name] = value
         free = name in table.open or table.is_open(name)
         new = free and not argument.startswith(("+", "~"))
@@ -257,6 +275,7 @@ def check_option(group: str, option: str, table: KeyTable) -> None:
     near = _near(option.lower().replace("+", "_plus"), options)
     hint = f"did you mean {near[0]!r}? " if near else ""
     own = " A task of your own is env.dataset=module:class." if group == "env" else ""
+    own = f" One of your own is {group}=module:class." if "none" in options else own
     raise ConfigError(f"{group}={option}: {hint}There are {', '.join(sorted(options))}.{own}")
 
 

@@ -146,6 +146,8 @@ class _Recipe(ABC):
         files = (launch.PAGES / self.PAGE).parent / "config"
         table = KeyTable.read(files, self.FILE)
         check_overrides([f"{key}={_typed(value)}" for key, value in settings.items()], table)
+        own = {key for key in table.groups if table.is_own(key, settings.get(key))}
+        settings = {f"{key}.type" if key in own else key: v for key, v in settings.items()}
         chosen = [f"{key}={value}" for key, value in settings.items() if key in table.groups]
         composed = launch.compose_files(files, self.FILE, chosen)
         for key, value in settings.items():
@@ -292,7 +294,7 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found[key] = value.item() if number else value
             continue
         own = dict(value)
-        if key in ("loss", "advantage") and "type" in own:
+        if key in ("loss", "advantage", "agent") and "type" in own:
             found[key] = own.pop("type")
         found |= _settings(own, f"{key}.")
     return found
@@ -321,6 +323,7 @@ class GRPO(_Recipe):
         env: a task by its name (``"gsm8k"``), or a class or function that makes an environment.
         loss: name of a loss, or a dict of its settings with ``type``.
         advantage: name of an advantage estimator, or a dict likewise.
+        agent: name of an agent, a class of agents, or a dict of its settings with ``type``.
         folder: of the run; ``outputs/grpo/<date>/<time>`` if not given.
         keys: the recipe's other keys: a dict a group, ``train={"max_steps": 50}``, or dotted,
             ``**{"train.max_steps": 50}``; :doc:`/configuration` has them all.
@@ -355,6 +358,7 @@ class GRPO(_Recipe):
         env: Any = None,
         loss: str | Mapping[str, Any] | None = None,
         advantage: str | Mapping[str, Any] | None = None,
+        agent: str | type | Mapping[str, Any] | None = None,
         folder: str | Path | None = None,
         **keys: Any,
     ) -> None:
@@ -367,7 +371,9 @@ class GRPO(_Recipe):
             **_reward_settings(reward),
             "env.tools": None if tools is None else _tool_paths(tools),
         }
-        chosen = {"loss": loss, "advantage": advantage}
+        if inspect.isclass(agent):
+            agent = given.path_of(agent)
+        chosen = {"loss": loss, "advantage": advantage, "agent": agent}
         super().__init__(own, {k: v for k, v in chosen.items() if v is not None} | keys, folder)
 
 

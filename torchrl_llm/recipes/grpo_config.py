@@ -13,6 +13,7 @@ from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
+from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.command_keys import check_overrides
 from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.data_config import DataConfig, check_data
@@ -47,6 +48,7 @@ class GRPOGroups:
     optimizer: groups.OptimizerConfig = field(default_factory=groups.OptimizerConfig)
     loss: objective.LossConfig = field(default_factory=objective.LossConfig.of)
     advantage: objective.AdvantageConfig = field(default_factory=objective.AdvantageConfig.of)
+    agent: AgentConfig = field(default_factory=AgentConfig.of)
     correction: objective.CorrectionConfig = field(default_factory=objective.CorrectionConfig)
     reward: objective.RewardConfig = field(default_factory=objective.RewardConfig)
     filter: objective.FilterConfig = field(default_factory=objective.FilterConfig)
@@ -157,6 +159,13 @@ class GRPOGroups:
             f"the responses to one prompt; got {group}",
         )
         self._check_credit()
+        penalty, accepts = self.reward.cut_penalty, getattr(self.agent, "accept_cut", False)
+        ensure(
+            penalty is None or not accepts,
+            "reward.cut_penalty has no effect with agent.accept_cut=true, which scores cut answers",
+        )
+        if penalty is None and self.advantage.type == "spo":
+            self.reward.cut_penalty = 0.0  # it tracks rates of success
         cache, longest = self.reward.overlong_cache, self.inference_model.max_tokens
         ensure(
             cache is None or cache < longest,
@@ -182,8 +191,8 @@ class GRPOGroups:
             "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
         )
         # The constructors know best which of their arguments go together.
-        check_loss = partial(self.build_loss, _NoActor())
-        for group, build in (("loss", check_loss), ("advantage", self.build_credit)):
+        parts = {"loss": partial(self.build_loss, _NoActor()), "advantage": self.build_credit}
+        for group, build in (parts | {"agent": self.agent.build}).items():
             with naming(f"{group}={getattr(self, group).type}"):
                 build()
 
@@ -200,6 +209,7 @@ class GRPOGroups:
             f"reward.{name}"
             for name, is_on in (
                 ("overlong_cache", reward.overlong_cache is not None),
+                ("cut_penalty", bool(reward.cut_penalty)),
                 ("kl_coeff", reward.kl_coeff > 0),
             )
             if is_on

@@ -273,6 +273,9 @@ class RewardConfig(RewardComponentsConfig):
     Metrics show the reward without what is added.
 
     Attributes:
+        cut_penalty: what an answer costs that was cut by ``inference_model.max_tokens``, and is not
+            scored; ``None`` for 0.1, or 0 where ``advantage`` is ``spo``. ``agent.accept_cut``
+            scores such answers.
         overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
         kl_coeff: weight of the divergence from ``ref_model`` that is taken off the reward; 0 for
@@ -284,6 +287,7 @@ class RewardConfig(RewardComponentsConfig):
         kl_horizon: responses over which an error of the divergence counts in full.
     """
 
+    cut_penalty: float | None = None
     overlong_cache: int | None = None
     kl_coeff: float = 0.0
     kl_reduction: Literal["sum", "mean", "token"] = "sum"
@@ -296,7 +300,7 @@ class RewardConfig(RewardComponentsConfig):
             self.overlong_cache is None or self.overlong_cache >= 1,
             f"reward.overlong_cache must be at least 1 or null, got {self.overlong_cache}",
         )
-        check_least(self, "reward", 0, "kl_coeff")
+        check_least(self, "reward", 0, "kl_coeff", "cut_penalty")
         check_least(self, "reward", 1, "kl_horizon")
         ensure(
             self.kl_reduction == "sum" or self.kl_coeff > 0,

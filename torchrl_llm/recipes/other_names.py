@@ -42,6 +42,8 @@ RENAMED: Mapping[str, str] = {
     "loss.masking_strategy": "removed: the sampled tokens of every turn are trained",
     "loss.reduction": "loss.aggregation",
     "advantage.group_size": "env.repeats",
+    "agent.system_prompt": "env.system_prompt",
+    "env.options.accept_cut": "agent.accept_cut",
     "advantage.grpo_size": "env.repeats",
     "advantage.trajectory_return": "removed: the rewards of all turns are added up",
     "advantage.truncated": "filter.truncated",

@@ -33,6 +33,7 @@ from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.recipes import builders, groups
+from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
@@ -54,6 +55,7 @@ class CollectionConfig:
     """
 
     env: groups.EnvConfig
+    agent: AgentConfig
     model: groups.ModelConfig
     train: groups.TrainConfig
     train_model: groups.TrainModelConfig
@@ -78,7 +80,7 @@ class CollectionConfig:
             config: the recipe's.
             device: of the collectors; ``auto`` for the GPU that they see, if they see one.
         """
-        names = ("env", "model", "inference_model", "ref_model", "reward", "eval", "seed")
+        names = ("env", "agent", "model", "inference_model", "ref_model", "reward", "eval", "seed")
         names += ("curriculum",)
         own = {name: getattr(config, name) for name in names}
         held = replace(config.train_model, lora=groups.LoraConfig(), gradient_checkpointing=False)

@@ -192,12 +192,7 @@ def tool_transform(names: Sequence[str], *, max_turns: int) -> ToolTransform:
 
 def _make(name: str) -> Tool:
     try:
-        found: Any = find("tools", name)
-        if inspect.isclass(found):
-            if not issubclass(found, Tool):
-                raise ConfigError(f"{found.__name__} is no Tool and no function")
-            return found()
-        return as_tool(found)
+        return as_tool(name)
     except (ConfigError, TypeError) as error:
         named = str(error).startswith(repr(name))
         raise ConfigError(f"env.tools: {error if named else f'{name!r}: {error}'}") from error

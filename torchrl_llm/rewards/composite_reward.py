@@ -39,6 +39,7 @@ from torchrl_llm.rewards.reward_parser import (
     RewardParser,
     RewardScore,
     error_spec,
+    refused_rows,
     set_errors,
     written_failures,
 )
@@ -339,6 +340,8 @@ class CompositeReward(RewardParser):
                     rewards[row] += weight * value
                 elif value is not None:
                     rewards[row][-1:] += weight * value.reward
+        for row in refused_rows(next_td):
+            rewards[row][-1:] += float(next_td.get("reward")[row].sum())
         next_td.set(_TOKEN_NODE, ragged_rows({"total": rewards}))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:

@@ -110,7 +110,8 @@ class RewardParser(Transform):
       empty where all went well.
 
     Rows that are not stepped, and turns that only called tools to think (``("tools",
-    "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on.
+    "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on. Nor are turns
+    that a gate in front has refused (``"reward_refused"``), which keep what it wrote.
 
     Rewards add up, as TorchRL's do: where a row has a reward of this step already, from another
     parser or from the environment, floats and seconds are added to those that are there, a success
@@ -312,6 +313,8 @@ class RewardParser(Transform):
         for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
             outcomes[row] = outcome
         tell_failures([outcome.failure for outcome in outcomes], td.__getitem__, size)
+        if not self._adds:
+            _keep_refused(outcomes, next_td)
         self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
@@ -464,14 +467,35 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
     td.set(name, node)
 
 
+def _keep_refused(outcomes: list[Outcome], td: TensorDictBase) -> None:
+    """Let the rows that a gate has refused keep what it wrote."""
+    refused = refused_rows(td)
+    rewards = td.get("reward").reshape(len(outcomes), -1).sum(-1).tolist() if refused else ()
+    failures = written_failures(td) if refused else ()
+    for row in refused:
+        kind, message, *rest = failures[row]
+        outcomes[row] = Outcome(RewardScore(rewards[row]), kind, message, 0.0, *rest)
+
+
+def refused_rows(td: TensorDictBase) -> list[int]:
+    """The rows whose turn a gate in front of the reward has refused.
+
+    Args:
+        td: what follows a step.
+    """
+    refused = td.get("reward_refused", None)
+    return [] if refused is None else refused.reshape(-1).nonzero().flatten().tolist()
+
+
 def _first_failures(
     td: TensorDictBase, valid: Sequence[bool], failures: Sequence[Failure]
 ) -> list[Failure]:
     """Those of an earlier reward where that failed, else the given ones."""
-    if all(valid) or td.get("error", None) is None:
+    refused = td.get("reward_refused", None)
+    if (all(valid) and refused is None) or td.get("error", None) is None:
         return list(failures)
     rows = zip(written_failures(td), failures, valid, strict=True)
-    return [new if fine else before for before, new, fine in rows]
+    return [new if fine and (new.kind or not before.kind) else before for before, new, fine in rows]
 
 
 def written_failures(td: TensorDictBase) -> list[Failure]:
@@ -510,7 +534,7 @@ def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
 
 
 def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
-    """The rows that were stepped and whose turn is more than a part of thinking.
+    """The rows that were stepped, and whose turn is more than a part of thinking and not refused.
 
     Args:
         td: all rows, as the policy left them.
@@ -523,6 +547,8 @@ def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
         mask &= stepped.reshape(size, -1).any(-1).cpu()
     if auxiliary is not None:
         mask &= ~auxiliary.reshape(size, -1).any(-1).cpu()
+    if (refused := next_td.get("reward_refused", None)) is not None:
+        mask &= ~refused.reshape(size).cpu()
     return mask.nonzero().flatten().tolist()
 
 

@@ -13,6 +13,7 @@ Shape legend: ``B`` rows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
+from torchrl_llm._registry import find
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import tell_failures
@@ -38,7 +40,6 @@ Calls = list[ToolCall | BrokenCall]
 # Names of tools that there are not may be as long as a turn.
 _MOST_NAME_CHARS = 200
 _COUNTS = ("num_calls", "num_failed", "auxiliary_turns")
-_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 _CUT_ANSWER = "No tool was called: your answer was cut before its end."
 
 
@@ -61,11 +62,14 @@ class ToolTransform(Transform):
       and a :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
     - ``"auxiliary_turns"``: int64 ``[B]``, how many such turns there were since the last step.
 
+    ``"env_step"`` does not count such a turn: it has the number of the step that it prepares.
+
     A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
     names, arguments that do not fit, calls that cannot be read. Nothing of it raises; the log shows
     the first failure of each kind of a tool itself, with its traceback and its row. Calls in a
     response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
-    carried out, because the rest of the turn is missing; the answer says so.
+    carried out, because the rest of the turn is missing; the answer says so, and the turn is a
+    step.
 
     Append it in front of rewards and step counters. Tools are started at the first call and closed
     with the environment (``env.close()``). Several of these transforms can stand in one
@@ -85,6 +89,7 @@ class ToolTransform(Transform):
         max_auxiliary_turns: turns that may do nothing but think with tools between two steps of the
             environment. The calls of the turn behind them are refused, and it is a step; so no
             episode goes on for ever.
+        accept_cut: carry out the calls of a response that was cut by its length.
 
     Raises:
         ConfigError: for tools that cannot be described, two of one name, or impossible numbers;
@@ -128,6 +133,7 @@ class ToolTransform(Transform):
         max_calls: int = 16,
         max_result_chars: int = 16_384,
         max_auxiliary_turns: int = 16,
+        accept_cut: bool = False,
     ) -> None:
         super().__init__()
         if max_calls < 1 or max_auxiliary_turns < 1:
@@ -139,6 +145,7 @@ class ToolTransform(Transform):
         self.tool_name = tool_name
         self.max_calls = max_calls
         self.max_auxiliary_turns = max_auxiliary_turns
+        self.accept_cut = accept_cut
         self.executor = ToolExecutor(
             [as_tool(tool) for tool in tools],
             timeout=timeout,
@@ -254,12 +261,20 @@ class ToolTransform(Transform):
                 replace(call, session=session, state=state) if isinstance(call, ToolCall) else call
                 for call in found
             ]
-            more = turns.thought[row] < self.max_auxiliary_turns and not turns.cut[row]
+            cut = self._is_cut(turns, row)
+            more = turns.thought[row] < self.max_auxiliary_turns and not cut
             allowed = self.max_calls if more else 0
             wanted.append(ready[:allowed])
-            refused.append(self._refusal(ready[allowed:], allowed, cut=turns.cut[row]))
+            refused.append(self._refusal(ready[allowed:], allowed, cut=cut))
         answered = self.executor.run(wanted)
         return [a + b for a, b in zip(answered, refused, strict=True)]
+
+    def _is_cut(self, turns: Turns, row: int) -> bool:
+        """Whether the calls of a row are not carried out because its response was cut."""
+        reason = turns.finish[row]
+        return reason == FinishReason.ABORT or (
+            reason == FinishReason.LENGTH and not self.accept_cut
+        )
 
     def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
         """One answer to all calls that are too many, or stand in a response that was cut."""
@@ -317,7 +332,7 @@ class ToolTransform(Transform):
             records, failed = before.get("calls").tolist(), before.get("num_failed").tolist()
         auxiliary, thought = [], []
         for row, found in enumerate(results):
-            refused = turns.thought[row] >= self.max_auxiliary_turns
+            refused = turns.thought[row] >= self.max_auxiliary_turns or self._is_cut(turns, row)
             thinks = not refused and not any(self._acts(result.call) for result in found)
             thinks = (bool(found) or num_before[row] > 0) and thinks
             thinks = thinks and (was[row] or not num_before[row])
@@ -334,6 +349,10 @@ class ToolTransform(Transform):
         rows = zip(records, results, strict=True)
         calls = [(*old, *(result.record() for result in new)) for old, new in rows]
         next_td.set("tools", _node(next_td, calls, counts, auxiliary))
+        if (before := td.get("env_step", None)) is not None:
+            acts = [a and not b for a, b in zip(turns.stepped, auxiliary, strict=True)]
+            acts = torch.tensor(acts, dtype=before.dtype, device=before.device)
+            next_td.set("env_step", before + acts.reshape(before.shape))
 
     def _acts(self, call: ToolCall) -> bool:
         tool = self.tools.get(call.tool)
@@ -367,14 +386,22 @@ class ToolTransform(Transform):
         return observation_spec
 
 
-def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
-    """A tool from a tool or a function.
+def as_tool(tool: Tool | Callable[..., Any] | str) -> Tool:
+    """A tool from a tool, a class of tools, a function, or the name of one of these.
+
+    Args:
+        tool: a name is a registered one or ``"module:name"``.
 
     Raises:
-        ConfigError: it is neither, or cannot be described.
+        ConfigError: it is none of these, or cannot be described.
     """
+    tool = find("tools", tool) if isinstance(tool, str) else tool
     if isinstance(tool, Tool):
         return tool
+    if inspect.isclass(tool):
+        if not issubclass(tool, Tool):
+            raise ConfigError(f"{tool.__name__} is no Tool and no function")
+        return tool()
     if not callable(tool):
         raise ConfigError(f"a tool must be a Tool or a function, got {type(tool).__name__}")
     return FunctionTool(tool)
@@ -385,18 +412,20 @@ class Turns(NamedTuple):
 
     Attributes:
         messages: what the model wrote in each, ``None`` where it did not.
+        stepped: rows that are stepped.
         active: rows that are stepped and not done.
         sessions: ``traj_id`` of each.
         thought: auxiliary turns of each since the last step of the environment.
-        cut: rows whose response was cut, by its length or by an abort.
+        finish: how each response ended.
         rows: a row as the policy left it, by its index.
     """
 
     messages: Sequence[Any]
+    stepped: list[bool]
     active: list[bool]
     sessions: list[int | None]
     thought: list[int]
-    cut: list[bool]
+    finish: list[FinishReason]
     rows: Callable[[int], TensorDictBase]
 
     @classmethod
@@ -409,10 +438,10 @@ class Turns(NamedTuple):
             messages: the model's, of each row.
         """
         size = len(messages)
-        active = [True] * size
+        stepped = active = [True] * size
         mask, done = td.get("_step", None), next_td.get("done", None)
         if mask is not None:
-            active = mask.reshape(size, -1).any(-1).tolist()
+            stepped = active = mask.reshape(size, -1).any(-1).tolist()
         if done is not None:
             over = done.reshape(size, -1).any(-1).tolist()
             active = [a and not b for a, b in zip(active, over, strict=True)]
@@ -420,10 +449,13 @@ class Turns(NamedTuple):
         reasons = read_rows(td, ("tokens", "finish_reason"), None)
         return cls(
             messages,
+            stepped,
             active,
             [None] * size if ids is None else ids.flatten().tolist(),
             [0] * size if thought is None else thought.tolist(),
-            [False] * size if reasons is None else [int(reason) in _CUT for reason in reasons],
+            [FinishReason.STOP] * size
+            if reasons is None
+            else [FinishReason(int(r)) for r in reasons],
             lambda row: td[row].lock_(),
         )
 

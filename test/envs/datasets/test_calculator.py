@@ -124,6 +124,7 @@ def test_tools_stand_before_reward_and_limit_whenever_they_are_appended():
         "DataLoadingPrimer",
         "ToolTransform",
         "ToolTransform",
+        "CutAnswers",
         "ArithmeticRewardParser",
         "StepCounter",
     ]

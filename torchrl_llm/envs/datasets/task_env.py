@@ -15,6 +15,7 @@ from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
+from torchrl_llm.envs.transforms.answer_gates import CUT_PENALTY, AnswerGate, CutAnswers
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.function_reward import as_reward
@@ -57,7 +58,7 @@ def insert_tools(env: DatasetChatEnv, tools: ToolTransform) -> DatasetChatEnv:
 
 def _first_after_tools(env: DatasetChatEnv) -> int | None:
     """Where the first transform is that looks at what tools have said."""
-    after = (RewardParser, StepCounter)
+    after = (AnswerGate, RewardParser, StepCounter)
     return next((i for i, each in enumerate(env.transform) if isinstance(each, after)), None)
 
 
@@ -84,10 +85,14 @@ class TaskEnv(DatasetChatEnv):
             :func:`~torchrl_llm.rewards.as_reward` takes.
         max_steps: turns after which an episode is cut, those that only called tools to think not
             counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
+        accept_cut: score answers that were cut at their limit of tokens as they stand. Otherwise
+            they are no answers, see :class:`~torchrl_llm.envs.transforms.CutAnswers`.
+        cut_penalty: what such an answer costs.
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: when both ``dataset`` and ``data_files`` are given, or what is no reward.
+        ConfigError: when both ``dataset`` and ``data_files`` are given, what is no reward, or a
+            penalty that is negative.
         DataError: for data that is missing, malformed or lacks a column.
     """
 
@@ -109,6 +114,8 @@ class TaskEnv(DatasetChatEnv):
         compute_reward: bool = True,
         reward: Any = None,
         max_steps: int | Literal["task"] | None = "task",
+        accept_cut: bool = False,
+        cut_penalty: float = CUT_PENALTY,
         **kwargs: Any,
     ) -> None:
         if reward is not None and not compute_reward:
@@ -121,6 +128,7 @@ class TaskEnv(DatasetChatEnv):
         for tool in self.make_tools():
             self.append_transform(tool)
         if compute_reward:
+            self.append_transform(CutAnswers(cut_penalty, accept_cut=accept_cut))
             self.append_transform(self.make_reward() if reward is None else as_reward(reward))
         self.limit_steps(max_steps)
 

@@ -106,7 +106,7 @@ class SessionSteps(WorldTransform):
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.open_session = open_session
-        self.read_action = parser.read if read_action is None else read_action
+        self.read_action = read_action
         self.data_key = data_key
         self.invalid_reward = invalid_reward
         self.max_concurrency = max_concurrency
@@ -171,7 +171,8 @@ class SessionSteps(WorldTransform):
             error = lost or WorkerError("this row has no session: reset it, also after a resume")
             return Reaction(observation="There is nothing here.", error=error)
         try:
-            action, for_form = self.read_action(self.answer(turn)), 0.0
+            read = self.parser.read if self.read_action is None else self.read_action
+            action, for_form = read(self.answer(turn)), 0.0
             if isinstance(action, Parsed):
                 action, for_form = action
             seen = _checked(session.step(action))

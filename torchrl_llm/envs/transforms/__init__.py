@@ -7,6 +7,7 @@ from torchrl_llm._imports import lazy
 _LAZY = {
     "torchrl_llm.compat.template_transform": "TemplateTransform",
     "torchrl_llm.compat.text_tokenizer": "Tokenizer",
+    "torchrl_llm.envs.transforms.answer_gates": "AnswerGate CutAnswers ParseAnswers",
     "torchrl_llm.envs.transforms.context_strategy": (
         "ContextStrategy FullDialog SlidingWindow TruncatedThinking"
     ),

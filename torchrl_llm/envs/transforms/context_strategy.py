@@ -108,6 +108,11 @@ class ContextStrategy(Transform):
             return chat
         if not messages:
             raise ConfigError(f"{type(self).__name__} leaves nothing of a conversation")
+        if _broken_calls(messages) > _broken_calls(chat.messages):
+            raise ConfigError(
+                f"{type(self).__name__} takes away a tool call without its result, or a result "
+                "without its call, which no template can write: keep or leave out both"
+            )
         return Chat(messages) if starts else forked(messages, self.cause, before=chat)
 
     def _chats(self, td: TensorDictBase) -> list[Chat]:
@@ -307,6 +312,21 @@ def _asks(messages: Sequence[Message], index: int) -> bool:
     """Whether the user's words begin here, after the model's."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
+
+
+def _broken_calls(messages: Sequence[Message]) -> int:
+    """Messages with calls that no result follows, and results that follow no call."""
+    broken, answered = 0, True  # nothing waits for a result, none may follow
+    for message in messages:
+        role = message.get("role")
+        if role == "tool":
+            broken += answered is None
+            answered = True if answered is False else answered
+            continue
+        broken += answered is False
+        # After a turn of the model a tool may speak, whichever way the call was written.
+        answered = None if role != "assistant" else not message.get("tool_calls")
+    return broken
 
 
 def rows_going_on(td: TensorDictBase, next_td: TensorDictBase) -> list[bool]:

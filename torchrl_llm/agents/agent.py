@@ -1,0 +1,267 @@
+"""An agent: what a model sees, which tools it has, how its answers are read.
+
+An :class:`Agent` is a frozen record without state. :meth:`Agent.wrap` puts its transforms where
+they belong in an environment, :meth:`Agent.policy` tells a policy of its tools; then whatever
+collects, trains or evaluates goes on as without it. What an episode knows is in its rows.
+
+Next: :mod:`torchrl_llm.agents.tool_agent`, :mod:`~torchrl_llm.agents.react_agent` and
+:mod:`~torchrl_llm.agents.retool_agent` are agents that call tools. ``docs/source/howto/agents.rst``
+shows how to write one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
+
+from torchrl_llm._registry import register
+from torchrl_llm.envs.actions import ActionParser
+from torchrl_llm.envs.chat_env import ChatEnv
+from torchrl_llm.envs.datasets.task_env import tool_schemas
+from torchrl_llm.envs.transforms.answer_gates import AnswerGate, CutAnswers, ParseAnswers
+from torchrl_llm.envs.transforms.context_strategy import ContextStrategy
+from torchrl_llm.envs.transforms.episode_limits import StepCounter
+from torchrl_llm.envs.world import WorldEnv, WorldTransform
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import LLMWrapperBase
+from torchrl_llm.rewards import RewardParser
+from torchrl_llm.tools import Tool, ToolTransform
+from torchrl_llm.tools.tool_transform import as_tool
+
+AnyTool = str | Tool | Callable[..., Any]
+# What looks at a turn as a whole, after its tools.
+_AFTER_TOOLS = (AnswerGate, RewardParser, WorldTransform, StepCounter, ContextStrategy)
+
+
+@register("agents", "none")
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """A model that answers, with what is said here and nothing else.
+
+    Args:
+        context: what of a conversation the model sees; all of it if not given.
+        tools: that the model has besides those of the environment: tools, classes of tools,
+            functions, or names of these. One name in both is an error.
+        parser: reads answers. In a world (a game, a session) it reads the action; in a plain task
+            it says what an answer looks like, see
+            :class:`~torchrl_llm.envs.transforms.ParseAnswers`.
+        system_prompt: instead of the environment's own (in a game, the rules are a part of that).
+        accept_cut: take answers that were cut at their limit of tokens like others.
+
+    Raises:
+        ConfigError: what is no tool.
+
+    Example:
+        >>> from torchrl_llm.envs import ArithmeticEnv
+        >>> env = Agent(system_prompt="Add.").wrap(ArithmeticEnv(num_envs=1, shuffle=False))
+        >>> env.reset()["history"].prompt[0, 0].content
+        'Add.'
+    """
+
+    context: ContextStrategy | None = None
+    tools: list[AnyTool] | tuple[AnyTool, ...] = ()
+    parser: ActionParser | None = None
+    system_prompt: str | None = None
+    accept_cut: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
+            raise ConfigError(f"tools is a list, as in tools=[lookup]; got {self.tools!r}")
+        object.__setattr__(self, "tools", tuple(self.tools))
+        self.make_tools()
+
+    # -- tools ------------------------------------------------------------------------------------
+
+    def make_tools(self) -> list[Tool]:
+        """The agent's own tools, made for one environment.
+
+        Raises:
+            ConfigError: one is no tool.
+        """
+        return [copy.deepcopy(as_tool(tool)) for tool in self.tools]
+
+    def make_transforms(self, acting: Sequence[Tool] = ()) -> list[ToolTransform]:
+        """The transforms that answer the calls of the agent, made for one environment.
+
+        Args:
+            acting: tools by which actions are told, of a world whose actions are calls.
+        """
+        tools = self.make_tools()
+        return [self.tool_transform([*tools, *acting])] if tools else []
+
+    def tool_transform(self, tools: Sequence[Tool]) -> ToolTransform:
+        """What answers calls of tools.
+
+        Args:
+            tools: at least one.
+        """
+        return ToolTransform(tools, accept_cut=self.accept_cut)
+
+    def auxiliary_turns(self, own: int) -> int:
+        """Most turns in a row that only call tools.
+
+        Args:
+            own: those that the environment allows by itself.
+        """
+        made = [each.max_auxiliary_turns for each in self.make_transforms()]
+        return max([own, *made])
+
+    # -- environment and policy -------------------------------------------------------------------
+
+    def wrap(self, env: EnvBase) -> TransformedEnv:
+        """Bring the agent into an environment; call it before the first reset.
+
+        Tools come before what scores a turn, the context strategy after it.
+
+        Args:
+            env: of conversations; it is changed.
+
+        Returns:
+            The environment, inside a ``TransformedEnv`` if it was in none.
+
+        Raises:
+            ConfigError: no environment of conversations, a tool of a name that the environment has
+                already, or a setting that it cannot honour.
+
+        Example:
+            >>> from torchrl_llm.envs import CalculatorEnv
+            >>> Agent(tools=["calculator"]).wrap(CalculatorEnv())  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ...
+            torchrl_llm.errors.ConfigError: Agent and CalculatorEnv both have a tool named \
+'calculator'...
+        """
+        base = _chat_env(env)
+        if base is None:
+            raise ConfigError(
+                f"{type(self).__name__} acts in conversations, got {type(env).__name__}: wrap a "
+                "ChatEnv, a task or a game"
+            )
+        if not isinstance(env, TransformedEnv):
+            env = TransformedEnv(env, Compose())
+        acting = _acting_tools(env)
+        made = self.make_transforms(acting)
+        self._check_names(env, acting)
+        if self.system_prompt is not None:
+            base.give_system_prompt(self.system_prompt)
+        if self.parser is not None:
+            self._read_with(env, self.parser)
+        for transform in made:
+            insert(env, transform, before=_AFTER_TOOLS)
+        self._judge_cuts(env)
+        if self.context is not None:
+            env.append_transform(copy.deepcopy(self.context))
+        env.empty_cache()
+        return env
+
+    def policy(self, policy: LLMWrapperBase, env: EnvBase | None = None) -> LLMWrapperBase:
+        """A policy that is told of the tools, in the way of its chat template.
+
+        Args:
+            policy: what answers; it stays as it is, and its weights are shared.
+            env: the environment that the agent was brought into, whose own tools the model is told
+                of too. Without it the model is told of the agent's.
+        """
+        if env is None:
+            made = (each.schemas for each in self.make_transforms())
+            schemas = [schema for found in made for schema in found]
+        else:
+            schemas = env.tool_schemas if hasattr(env, "tool_schemas") else tool_schemas(env)
+        return policy.get_new_version(tools=schemas) if schemas else policy
+
+    def _check_names(self, env: TransformedEnv, acting: Sequence[Tool]) -> None:
+        theirs = {name for each in tool_transforms(env) for name in each.tools}
+        theirs |= {tool.name for tool in acting}
+        for tool in self.make_tools():
+            if tool.name in theirs:
+                raise ConfigError(
+                    f"{type(self).__name__} and {type(env).__name__} both have a tool named "
+                    f"{tool.name!r}; leave it out of the agent's tools, or rename one of them"
+                )
+
+    def _read_with(self, env: TransformedEnv, parser: ActionParser) -> None:
+        if isinstance(env, WorldEnv):
+            env.read_with(parser)
+            return
+        if not any(isinstance(each, RewardParser) for each in transforms_of(env)):
+            raise ConfigError(
+                f"the parser of {type(self).__name__} has no effect in an environment without a "
+                "reward: append that first"
+            )
+        insert(env, ParseAnswers(parser), before=(RewardParser, StepCounter, ContextStrategy))
+
+    def _judge_cuts(self, env: TransformedEnv) -> None:
+        """Let every part of the environment do the same with answers that were cut."""
+        for each in transforms_of(env):
+            if self.accept_cut and hasattr(each, "accept_cut"):
+                each.accept_cut = True
+        kinds = {
+            kind
+            for each in transforms_of(env)
+            for kind in (RewardParser, CutAnswers)
+            if isinstance(each, kind)
+        }
+        if kinds == {RewardParser} and not self.accept_cut:
+            first = (ParseAnswers, RewardParser, StepCounter, ContextStrategy)
+            insert(env, CutAnswers(), before=first)
+
+
+def transforms_of(env: TransformedEnv) -> list[Transform]:
+    """The transforms of an environment, the innermost first.
+
+    Args:
+        env: with one transform or several, or inside others.
+    """
+    found = list(_layers(env))
+    return [each for transform in reversed(found) for each in transform]
+
+
+def _layers(env: EnvBase) -> Iterator[list[Transform]]:
+    while isinstance(env, TransformedEnv):
+        transform = env.transform
+        yield list(transform) if isinstance(transform, Compose) else [transform]
+        env = env.base_env
+
+
+def tool_transforms(env: TransformedEnv) -> list[ToolTransform]:
+    """The transforms of an environment that answer calls.
+
+    Args:
+        env: as of :func:`transforms_of`.
+    """
+    return [each for each in transforms_of(env) if isinstance(each, ToolTransform)]
+
+
+def insert(env: TransformedEnv, transform: Transform, *, before: tuple[type, ...]) -> None:
+    """Put a transform in front of the first of some kinds, or last where there is none.
+
+    Args:
+        env: the environment.
+        transform: the transform.
+        before: classes of transforms.
+    """
+    own = env.transform
+    own = list(own) if isinstance(own, Compose) else [own]
+    place = next((at for at, each in enumerate(own) if isinstance(each, before)), None)
+    if place is None:
+        env.append_transform(transform)
+    else:
+        env.insert_transform(place, transform)
+
+
+def _acting_tools(env: TransformedEnv) -> list[Tool]:
+    """The tool whose call is an action; none where actions are told otherwise."""
+    if isinstance(env, WorldEnv) and env.acts_by_calls:
+        known = {name for each in tool_transforms(env) for name in each.tools}
+        return [] if env.action_tool.name in known else [env.action_tool]
+    return []
+
+
+def _chat_env(env: EnvBase) -> ChatEnv | None:
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env if isinstance(env, ChatEnv) else None

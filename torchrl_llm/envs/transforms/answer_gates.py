@@ -1,0 +1,224 @@
+"""Gates in front of a reward: what is no answer is not scored, costs a penalty, and is told.
+
+:class:`CutAnswers` refuses answers that were cut at their limit of tokens, :class:`ParseAnswers`
+those that a parser cannot read. Worlds (:mod:`torchrl_llm.envs.world`) refuse both themselves,
+because their actions are read anyway.
+
+Shape legend: ``B`` rows.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm._log import tell_once
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.failures import Failure
+from torchrl_llm.data.input_modes import InputMode
+from torchrl_llm.envs.actions import ActionError, ActionParser, IncompleteCompletion, call_link
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards import reward_parser
+
+CUT_PENALTY = 0.1
+"""What an answer that was cut costs, if nothing else is said."""
+
+
+class ModelTurn(NamedTuple):
+    """What the model did in one row.
+
+    Attributes:
+        row: index of the row.
+        message: what it wrote; ``None`` where it wrote nothing.
+        cut: the answer was cut at its limit of tokens.
+        answered: a tool transform has answered the calls of this turn.
+    """
+
+    row: int
+    message: Mapping[str, Any] | None
+    cut: bool
+    answered: bool
+
+    def said(self, *, accept_cut: bool) -> Mapping[str, Any]:
+        """The message.
+
+        Args:
+            accept_cut: take one that was cut like others.
+
+        Raises:
+            ActionError: there is none, or one that was cut.
+        """
+        if self.message is None:
+            raise ActionError("There is no answer.")
+        if self.cut and not accept_cut:
+            raise IncompleteCompletion
+        return self.message
+
+
+def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> list[ModelTurn]:
+    """The turns of the rows that act in a step.
+
+    Args:
+        td: all rows, as the policy left them.
+        next_td: what follows.
+        mode: of the environment.
+    """
+    size = next_td.batch_size.numel()
+    messages = mode.turns(td)
+    finish = td.get(("tokens", "finish_reason"), None)
+    calls = next_td.get(("tools", "num_calls"), None)
+    nothing = [False] * size
+    cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
+    answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
+    rows = reward_parser.acting_rows(td, next_td)
+    return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]
+
+
+class AnswerGate(Transform):
+    """Base of the gates: subclasses write :meth:`read` and name their ``part`` of the reward.
+
+    It looks at the turns that a reward behind it would score. One that is refused is not scored:
+    the model is told why (unless a tool has), and the turn is a step like any other. It writes
+
+    - ``part``, float32 ``[B, 1, 1]``: what the gate adds to ``"reward"``; it is added once;
+    - ``"reward_refused"``, bool ``[B]``: the turn was refused, by this gate or one in front of it;
+    - ``("error", ...)`` of refused turns. Their reward is valid: it is what they are worth.
+    """
+
+    part: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def read(self, turn: ModelTurn) -> float:
+        """What the gate adds to the reward of a turn that passes.
+
+        Args:
+            turn: what the model did.
+
+        Raises:
+            ActionError: the turn is no answer; its ``reward`` is added instead.
+        """
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        size = next_tensordict.batch_size.numel()
+        turns = read_turns(tensordict, next_tensordict, self.parent.mode)
+        values, replies = [0.0] * size, [[] for _ in range(size)]
+        errors: dict[int, ActionError] = {}
+        for turn in turns:
+            try:
+                values[turn.row] = self.read(turn)
+            except ActionError as error:
+                values[turn.row], errors[turn.row] = error.reward, error
+                if not turn.answered and turn.message is not None:
+                    told = {"role": self.parent.user_role, "content": str(error)}
+                    replies[turn.row] = [told]
+        if any(replies):
+            self.parent.mode.append(tensordict, next_tensordict, replies)
+        self._write(next_tensordict, values, errors)
+        return next_tensordict
+
+    def _write(
+        self, td: TensorDictBase, values: list[float], errors: Mapping[int, ActionError]
+    ) -> None:
+        size = len(values)
+        part = torch.tensor(values, dtype=torch.float32, device=td.device).view(size, 1, 1)
+        before = td.get("reward", None)
+        td.set(self.part, part)
+        td.set("reward", part.clone() if before is None else before.reshape(part.shape) + part)
+        refused = torch.tensor([row in errors for row in range(size)], device=td.device)
+        earlier = td.get("reward_refused", None)
+        td.set("reward_refused", refused if earlier is None else refused | earlier)
+        if earlier is None:
+            td.set("success", torch.zeros(size, 1, 1, dtype=torch.bool, device=td.device))
+            td.set("reward_valid", torch.ones(size, dtype=torch.bool, device=td.device))
+            failures = [Failure()] * size
+        else:
+            failures = reward_parser.written_failures(td)
+        for row, error in errors.items():
+            failures[row] = Failure.told(type(error).__name__, str(error), source=self.part)
+        reward_parser.set_errors(td, failures)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the reward and its part."""
+        spec = reward_parser.add_reward_specs(reward_spec, ["reward", self.part], "success")
+        spec["reward_refused"] = Unbounded(
+            shape=spec.shape, dtype=torch.bool, device=reward_spec.device
+        )
+        return spec
+
+
+class CutAnswers(AnswerGate):
+    """Refuses answers that were cut at their limit of tokens (``finish_reason`` ``LENGTH``).
+
+    Args:
+        penalty: what such an answer costs, written as ``"reward_cut"``.
+        accept_cut: score such answers as they stand; nothing is refused then.
+
+    Raises:
+        ConfigError: the penalty is negative or not finite.
+    """
+
+    part = "reward_cut"
+
+    def __init__(self, penalty: float = CUT_PENALTY, *, accept_cut: bool = False) -> None:
+        super().__init__()
+        if not 0 <= penalty < math.inf:
+            raise ConfigError(f"cut_penalty must be a finite number from 0 on, got {penalty}")
+        self.penalty, self.accept_cut = float(penalty), accept_cut
+
+    def read(self, turn: ModelTurn) -> float:
+        """Zero, where the answer was not cut."""
+        if turn.cut and not self.accept_cut:
+            tell_once(
+                "answers that were cut at their limit of tokens are not scored: each costs "
+                f"{self.penalty:g}, and its error is IncompleteCompletion. A larger limit avoids "
+                "that, and accept_cut=True scores them as they stand"
+            )
+            error = IncompleteCompletion()
+            error.reward = -self.penalty
+            raise error
+        return 0.0
+
+
+class ParseAnswers(AnswerGate):
+    """Refuses answers that a parser cannot read, and adds what the parser gives for the form.
+
+    The reward behind it reads the whole answer of a turn that passes.
+
+    Args:
+        parser: reads the text of answers. What it gives is written as ``"reward_parser"``.
+
+    Raises:
+        ConfigError: the parser reads tool calls.
+    """
+
+    part = "reward_parser"
+
+    def __init__(self, parser: ActionParser) -> None:
+        super().__init__()
+        if (calls := call_link(parser)) is not None:
+            raise ConfigError(
+                f"{type(calls).__name__} reads an action, and a plain task has none: give the "
+                "agent the tool, or a parser of text"
+            )
+        self.parser = parser
+
+    def read(self, turn: ModelTurn) -> float:
+        """The parser's reward."""
+        if turn.message is None:
+            return 0.0  # the reward says what is missing
+        try:
+            return self.parser.read(turn.message).reward
+        except ActionError as error:
+            told = ActionError(f"{error} {self.parser.help}")
+            told.reward = error.reward
+            raise told from error

@@ -1,0 +1,31 @@
+"""The group ``agent`` of a recipe: which agent acts, with the arguments of its class as keys."""
+
+from __future__ import annotations
+
+import inspect
+
+from torchrl_llm._registry import find
+from torchrl_llm.agents import Agent
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.strict_config import Component, Variants, variant
+
+
+class AgentConfig(Component):
+    """The agent; ``type`` names it, and its constructor's arguments are the keys.
+
+    ``env.system_prompt`` says the system prompt of any agent, so that is no key here.
+    """
+
+    default = "none"
+
+
+def _agent(name: str) -> type[Component]:
+    target = find("agents", name)
+    if not (inspect.isclass(target) and issubclass(target, Agent)):
+        raise ConfigError(f"agent={name} must be a subclass of Agent, got {target!r}")
+    # The plain agent has no limit of turns for tools; agent=tool has.
+    given = ("system_prompt", "tools") if target is Agent else ("system_prompt",)
+    return variant(AgentConfig, name, target, given=given)
+
+
+AgentConfig.variants = Variants("agents", _agent)
