@@ -326,7 +326,7 @@ def _broken_calls(messages: Sequence[Message]) -> int:
         broken += answered is False
         # After a turn of the model a tool may speak, whichever way the call was written.
         answered = None if role != "assistant" else not message.get("tool_calls")
-    return broken
+    return broken + (answered is False)
 
 
 def rows_going_on(td: TensorDictBase, next_td: TensorDictBase) -> list[bool]:

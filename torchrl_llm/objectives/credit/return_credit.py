@@ -128,17 +128,17 @@ class PerStepReward(CreditAssigner):
 class MonteCarloReturn(CreditAssigner):
     r"""What came after: :math:`A_t = G_t = r_t + \gamma G_{t+1}` over the turns of an episode.
 
-    The discount is one *environment turn*: rows with the same ``"turn"`` (several calls of the
-    model within one) are not discounted against each other, nor are a turn that thought with tools
-    (``("next", "tools", "auxiliary")``) and the one behind it, nor the tokens of a response. (The
-    reference of Ludic discounts once a call.) Rewards per token give each token what comes after
-    it.
+    The discount is one *environment step*: rows with the same ``"env_step"`` (a turn that thought
+    with tools and the one behind it, several calls of the model within one) are not discounted
+    against each other, nor are the tokens of a response. (The reference of Ludic discounts once a
+    call.) Rows without that column are told apart by ``"turn"`` and ``("next", "tools",
+    "auxiliary")``. Rewards per token give each token what comes after it.
 
     An episode that was cut has lost the rewards behind the cut: treating it as ended there is right
     only where running out of time is a failure.
 
     Args:
-        gamma: discount from one turn to the next.
+        gamma: discount from one step to the next.
         truncated: episodes that were cut: ``"keep"`` takes them as ended, ``"drop"`` does not write
             them, ``"bootstrap"`` adds a critic's value of the state behind the cut.
         value_key: that value, a number per row, read of the last row for ``"bootstrap"``.
@@ -210,9 +210,9 @@ def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) 
     """What comes after each turn, or after each token where rewards are per token.
 
     Args:
-        trajectory: with one row per turn, or rows of one turn with the same ``"turn"``; a row that
-            thought with tools is one turn with the next.
-        gamma: discount from one turn to the next.
+        trajectory: with rows of one step by their ``"env_step"``, or else their ``"turn"``, where a
+            row that thought with tools is one turn with the next.
+        gamma: discount from one step to the next.
         bootstrap: value of the state behind the last turn.
 
     Returns:
@@ -239,12 +239,14 @@ def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) 
 
 
 def _turns(trajectory: Trajectory) -> Iterator[list[int]]:
-    """Indices of the rows of each environment turn."""
-    turn, last = [0], leaf(trajectory.rows[0], ("turn",))
-    for i, row in enumerate(trajectory.rows[1:], 1):
-        number = leaf(row, ("turn",))
+    """Indices of the rows of each step of the environment."""
+    steps = [leaf(row, ("env_step",)) for row in trajectory.rows]
+    counted = all(step is not None for step in steps)
+    numbers = steps if counted else [leaf(row, ("turn",)) for row in trajectory.rows]
+    turn, last = [0], numbers[0]
+    for i, number in enumerate(numbers[1:], 1):
         same = number is not None and last is not None and torch.equal(number, last)
-        if not same and not _thought(trajectory.rows[i - 1]):
+        if not same and (counted or not _thought(trajectory.rows[i - 1])):
             yield turn
             turn = []
         turn.append(i)
