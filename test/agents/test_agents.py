@@ -356,7 +356,7 @@ def test_the_parser_of_an_agent_reads_a_game_and_judges_a_plain_answer(tokenizer
     assert [row["next", "game_action"] for row in rows] == ["5", ""]
     assert values(rows, "next", "reward") == pytest.approx([0.375, -0.8])
     prompt = tokenizer.decode(rows[0]["tokens", "prompt"])
-    assert "<cell>" in prompt and "<move>" not in prompt
+    assert ("<cell>" in prompt, "<move>" in prompt) == (True, False)
     boxed = BoxedAction("sum", "it", reward=0.5, penalty=-1.0)
     rows = [{"query": "1+1?", "answer": "2"}]
     env = RowsEnv(dataset=rows, reward=lambda r, answer: 1.0, num_envs=1, max_steps=2)

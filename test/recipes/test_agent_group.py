@@ -115,13 +115,13 @@ def test_a_class_of_the_user_is_chosen_without_a_file(mine):
         "++agent.loud=3",
         "seed=1",
     ]
-    with pytest.raises(ConfigError, match="'react'.*One of your own is agent=module:class"):
+    with pytest.raises(ConfigError, match=r"'react'.*One of your own is agent=module:class"):
         check_overrides(["agent=reakt"], table)
     run = GRPO(env="calculator", agent=importlib.import_module("mine_agents").Mine)
     assert isinstance(run._config.agent.build(), ToolAgent)
     run = GRPO(env="calculator", agent={"type": mine, "loud": 2})
     assert run._config.agent.loud == 2
-    with pytest.raises(ConfigError, match="agent.lod"):
+    with pytest.raises(ConfigError, match=r"agent\.lod"):
         GRPO(env="calculator", agent={"type": mine, "lod": 2})
 
 
