@@ -25,9 +25,10 @@ def played():
     """One wave of games of the embedded model, turn by turn, and as rows to train on."""
     torch.manual_seed(0)
     # One token a move, which is often a digit: the model has learnt to add.
-    options = {"actions": "bare", "accept_cut": True}
+    options = {"actions": "bare"}
     values = {
         "env": {"dataset": "tic_tac_toe", "options": options, "repeats": GROUP},
+        "agent": {"type": "none", "accept_cut": True},
         "train": {"prompts_per_batch": PROMPTS},
         "inference_model": {"max_tokens": 1},
         "eval": {"num_prompts": 0},

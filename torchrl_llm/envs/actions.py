@@ -35,11 +35,14 @@ class ActionError(TorchRLLLMError, ValueError):
     reward: float = 0.0
 
 
+CUT_OFF = "Your answer was cut off."
+
+
 class IncompleteCompletion(ActionError):
     """An answer was cut at its limit of tokens, which is no answer."""
 
     def __init__(self) -> None:
-        super().__init__("Your answer was cut off.")
+        super().__init__(CUT_OFF)
 
 
 class Parsed(NamedTuple):

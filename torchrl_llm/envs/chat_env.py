@@ -136,7 +136,7 @@ class ChatEnv(EnvBase):
             input_mode,
             tokenizer=tokenizer,
             template_kwargs=dict(template_kwargs or {}),
-            example=self._start("A question?"),
+            example=self.start("A question?"),
             policy_role=policy_role,
         )
         self._trajectories = IdCounter("trajectory", worker_id)
@@ -219,8 +219,7 @@ class ChatEnv(EnvBase):
             )
         items = _rows_of(queries, size)
         chats = [
-            self._start(item) if begins else None
-            for item, begins in zip(items, starts, strict=True)
+            self.start(item) if begins else None for item, begins in zip(items, starts, strict=True)
         ]
         out = TensorDict(batch_size=self.batch_size, device=self.device)
         self.mode.reset(out, chats)
@@ -233,7 +232,15 @@ class ChatEnv(EnvBase):
         self._write_flags(out)
         return out
 
-    def _start(self, query: Any) -> Chat:
+    def start(self, query: Any) -> Chat:
+        """The conversation that a row begins with.
+
+        Args:
+            query: what reset reads: a string, message dicts, or a conversation.
+
+        Raises:
+            DataError: it is something else, or empty.
+        """
         if isinstance(query, str):
             chat = Chat([{"role": self.user_role, "content": query}])
         elif isinstance(query, Chat):

@@ -127,16 +127,14 @@ class WorldTransform(Transform):
         self,
         td: TensorDictBase,
         next_td: TensorDictBase,
-        turns: Sequence[ModelTurn],
-        reactions: Sequence[Reaction],
+        reactions: Sequence[Reaction | None],
     ) -> None:
         """Write what else a world of this kind tells; nothing by default.
 
         Args:
             td: all rows.
             next_td: where to write.
-            turns: the rows that acted.
-            reactions: what came of it.
+            reactions: what came of the step in each row; ``None`` for nothing.
         """
 
     def answer(self, turn: ModelTurn) -> Mapping[str, Any]:
@@ -167,21 +165,28 @@ class WorldTransform(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         size = next_tensordict.batch_size.numel()
         turns = read_turns(tensordict, next_tensordict, self.parent.mode)
-        reactions = [reaction.checked() for reaction in self.react(tensordict, turns)]
-        replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
-        by_row: list[Reaction | None] = [None] * size
-        for turn, reaction in zip(turns, reactions, strict=True):
-            replies[turn.row] = [self.reply(turn, reaction.observation)]
-            by_row[turn.row] = reaction
-        self.parent.mode.append(tensordict, next_tensordict, replies)
+        by_row = self._react(tensordict, next_tensordict, turns)
         _write_ends(next_tensordict, by_row)
         if self.with_reward:
             _write_reward(tensordict, next_tensordict, by_row)
             self._write_cuts(next_tensordict, turns)
         else:
             tell_failures([_told(each) for each in by_row], tensordict.__getitem__, size)
-        self.write(tensordict, next_tensordict, turns, reactions)
+        self.write(tensordict, next_tensordict, by_row)
         return next_tensordict
+
+    def _react(
+        self, td: TensorDictBase, next_td: TensorDictBase, turns: Sequence[ModelTurn]
+    ) -> list[Reaction | None]:
+        """What comes of a step in each row, told to those who go on; ``None`` for nothing."""
+        size = next_td.batch_size.numel()
+        replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
+        by_row: list[Reaction | None] = [None] * size
+        for turn, reaction in zip(turns, self.react(td, turns), strict=True):
+            checked = by_row[turn.row] = reaction.checked()
+            replies[turn.row] = [self.reply(turn, checked.observation)]
+        self.parent.mode.append(td, next_td, replies)
+        return by_row
 
     def _write_cuts(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> None:
         """Say of each turn that was cut why it was no action."""

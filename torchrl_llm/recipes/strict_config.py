@@ -69,6 +69,11 @@ class Component:
         """
         return cls.variants[cls.default if type is None else type](**options)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Variants are made, not imported: another process makes its own.
+        group = next(each for each in type(self).__mro__ if "variants" in vars(each))
+        return _remade, (group, self.type, self.options)
+
     @property
     def options(self) -> dict[str, Any]:
         """The arguments that are configured, by name."""
@@ -90,6 +95,10 @@ class Component:
             **given: further ones; they replace what is configured under the same name.
         """
         return type(self).target(*args, **{**self.options, **given})
+
+
+def _remade(group: type[Component], type_: str, options: Mapping[str, Any]) -> Component:
+    return group.of(type_, **options)
 
 
 class Variants(Mapping[str, type[Component]]):

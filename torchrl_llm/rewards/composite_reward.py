@@ -182,7 +182,11 @@ class CompositeReward(RewardParser):
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
         samples = self._samples(td, rows, responses, lengths)
         # Before anything is written: the composite's own reward takes the same place.
-        written = {name: part.outcomes(next_td, rows) for name, part in self._written.items()}
+        everywhere = {
+            name: part.outcomes(next_td, range(len(responses)))
+            for name, part in self._written.items()
+        }
+        written = {name: [column[row] for row in rows] for name, column in everywhere.items()}
         there = [at for at, sample in enumerate(samples) if isinstance(sample, Sample)]
         results = {
             name: [_named(name, o) for o in column]
@@ -194,10 +198,24 @@ class CompositeReward(RewardParser):
                 [outcome.failure for outcome in column], lambda at: td[rows[at]], len(responses)
             )
         total = self._weighted(results, len(rows))
-        self._write_components(results, rows, next_td)
+        self._write_components(results, rows, next_td, everywhere)
         if self.per_token:
             self._write_tokens(results, total, rows, lengths, next_td)
         return self._totals(results, total)
+
+    def _resting(self, next_td: TensorDictBase, size: int) -> list[Outcome]:
+        """What was written of rows that are not scored: by a gate, or by a world of others."""
+        outcomes = super()._resting(next_td, size)
+        for name, part in self._written.items():
+            weight, failures = self.components[name].weight, written_failures(next_td)
+            for row, outcome in enumerate(part.outcomes(next_td, range(size))):
+                if outcome.value is None:
+                    outcomes[row] = outcome
+                    continue
+                score = outcome.value._replace(reward=weight * outcome.value.reward)
+                kind, message, *rest = failures[row]
+                outcomes[row] = Outcome(score, kind, message, outcome.seconds, *rest)
+        return outcomes
 
     def _results(
         self, samples: Sequence[Sample | Exception], there: Sequence[int]
@@ -298,11 +316,12 @@ class CompositeReward(RewardParser):
         results: Mapping[str, Sequence[Outcome]],
         rows: Sequence[int],
         next_td: TensorDictBase,
+        everywhere: Mapping[str, Sequence[Outcome]],
     ) -> None:
         size, device = next_td.batch_size.numel(), next_td.device
         node = TensorDict(batch_size=next_td.batch_size, device=device)
         for name, scored in results.items():
-            outcomes = [_NEUTRAL] * size
+            outcomes = list(everywhere.get(name, [_NEUTRAL] * size))
             for row, outcome in zip(rows, scored, strict=True):
                 outcomes[row] = outcome
             table = torch.tensor([(_value(o), o.seconds) for o in outcomes], dtype=torch.float32)
@@ -340,8 +359,9 @@ class CompositeReward(RewardParser):
                     rewards[row] += weight * value
                 elif value is not None:
                     rewards[row][-1:] += weight * value.reward
+        resting = self._resting(next_td, len(rewards))
         for row in refused_rows(next_td):
-            rewards[row][-1:] += float(next_td.get("reward")[row].sum())
+            rewards[row][-1:] += resting[row].value.reward
         next_td.set(_TOKEN_NODE, ragged_rows({"total": rewards}))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:

@@ -308,13 +308,11 @@ class RewardParser(Transform):
             text.removesuffix(eos) if isinstance(text, str) else text
             for text in self._mode().responses(td)
         ]
-        # The other rows keep a neutral score, as EnvBase gives a row that is not stepped a zero.
-        outcomes = [Outcome(RewardScore(0.0))] * size
-        for row, outcome in zip(rows, self._outcomes(td, next_td, rows, responses), strict=True):
+        outcomes = self._resting(next_td, size)
+        scored = self._outcomes(td, next_td, rows, responses)
+        tell_failures([o.failure for o in scored], lambda at: td[rows[at]], size)
+        for row, outcome in zip(rows, scored, strict=True):
             outcomes[row] = outcome
-        tell_failures([outcome.failure for outcome in outcomes], td.__getitem__, size)
-        if not self._adds:
-            _keep_refused(outcomes, next_td)
         self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
@@ -345,6 +343,11 @@ class RewardParser(Transform):
         next_td.set("reward_valid", valid)
         next_td.set("reward_seconds", _added(before, "reward_seconds", columns[6]))
         set_errors(next_td, failures)
+
+    def _resting(self, next_td: TensorDictBase, size: int) -> list[Outcome]:
+        """What is said of rows that are not scored."""
+        # A neutral score, as EnvBase gives a row that is not stepped a zero.
+        return [Outcome(RewardScore(0.0))] * size
 
     def _right(self, score: RewardScore) -> float:
         """What ``reward_right`` says of a score."""
@@ -465,16 +468,6 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
     for key, texts in zip(ERROR_KEYS, zip(*rows, strict=True), strict=True):
         node.set(key, Column.of(texts))
     td.set(name, node)
-
-
-def _keep_refused(outcomes: list[Outcome], td: TensorDictBase) -> None:
-    """Let the rows that a gate has refused keep what it wrote."""
-    refused = refused_rows(td)
-    rewards = td.get("reward").reshape(len(outcomes), -1).sum(-1).tolist() if refused else ()
-    failures = written_failures(td) if refused else ()
-    for row in refused:
-        kind, message, *rest = failures[row]
-        outcomes[row] = Outcome(RewardScore(rewards[row]), kind, message, 0.0, *rest)
 
 
 def refused_rows(td: TensorDictBase) -> list[int]:

@@ -13,6 +13,7 @@ from torchrl_llm.envs.games.game import (
 from torchrl_llm.envs.games.game_env import GameEnv, GameSteps
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
 from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
+from torchrl_llm.envs.games.table_env import PrisonersDilemmaEnv, TableEnv, TicTacToeForTwoEnv
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome, play_table
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
@@ -27,11 +28,14 @@ __all__ = [
     "Outcome",
     "Player",
     "PrisonersDilemma",
+    "PrisonersDilemmaEnv",
+    "TableEnv",
     "TableGame",
     "TableOutcome",
     "TicTacToe",
     "TicTacToeEnv",
     "TicTacToeForTwo",
+    "TicTacToeForTwoEnv",
     "Turn",
     "expert",
     "play",

@@ -103,7 +103,7 @@ class Rules(ABC, Generic[State]):
             fields = json.loads(text)
             told = (fields.pop("game"), fields.pop("version"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{_short(str(text))} is no state of a game") from error
+            raise DataError(f"{shortened(str(text))} is no state of a game") from error
         if told != (self.name, self.version):
             raise DataError(
                 f"a state of {told[0]!r}, version {told[1]}, cannot be continued by "
@@ -112,7 +112,7 @@ class Rules(ABC, Generic[State]):
         try:
             return self.state_type(**{key: _frozen(value) for key, value in fields.items()})
         except TypeError as error:
-            raise DataError(f"{_short(text)} is no state of {self.name!r}: {error}") from error
+            raise DataError(f"{shortened(text)} is no state of {self.name!r}: {error}") from error
 
 
 class Game(Rules[State]):
@@ -147,7 +147,7 @@ class Game(Rules[State]):
     def explain(self, state: State, action: str) -> str:
         """Why an action is not legal, for the player."""
         allowed = ", ".join(self.legal_actions(state))
-        return f"{_short(action)} is not possible now. Possible: {allowed}."
+        return f"{shortened(action)} is not possible now. Possible: {allowed}."
 
     def step(self, state: State, action: str) -> Outcome:
         """Act.
@@ -231,5 +231,11 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _short(text: str, limit: int = 40) -> str:
+def shortened(text: str, limit: int = 40) -> str:
+    """A text in quotes, for a message.
+
+    Args:
+        text: any text.
+        limit: characters of it that are shown.
+    """
     return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -35,12 +35,20 @@ STATE_KEY = "game_state"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Played(Reaction):
-    """A reaction with the state after it, as text."""
+class Played(Reaction):
+    """A reaction with the state after it, as text.
+
+    Args:
+        state: the state.
+        action: what was done, empty for nothing.
+        legal: the rules allow it.
+        committed: an action that waits for those of others.
+    """
 
     state: str
     action: str = ""
     legal: bool = True
+    committed: str = ""
 
 
 class GameSteps(WorldTransform):
@@ -84,7 +92,7 @@ class GameSteps(WorldTransform):
         self.invalid_reward = invalid_reward
         self.stop_on_invalid = stop_on_invalid
 
-    def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> list[_Played]:
+    def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> list[Played]:
         """See :meth:`~torchrl_llm.envs.world.WorldTransform.react`."""
         states = td.get(STATE_KEY, None)
         if states is None:
@@ -92,7 +100,7 @@ class GameSteps(WorldTransform):
         texts = states.tolist()
         return [self._play(texts[turn.row], turn) for turn in turns]
 
-    def _play(self, text: str, turn: ModelTurn) -> _Played:
+    def _play(self, text: str, turn: ModelTurn) -> Played:
         action, for_form = "", 0.0
         try:
             state = self.game.load(text)
@@ -105,13 +113,13 @@ class GameSteps(WorldTransform):
             except IllegalAction as error:
                 return self._invalid(text, action, str(error), for_form)
             told = {**outcome._asdict(), "state": self.game.dump(outcome.state)}
-            return _Played(**told, action=action, for_form=for_form)
+            return Played(**told, action=action, for_form=for_form)
         except Exception as error:  # a game that fails is data, whatever it raised
             told = "The game has failed."
-            return _Played(observation=told, error=error, state=text, action=action, legal=False)
+            return Played(observation=told, error=error, state=text, action=action, legal=False)
 
-    def _invalid(self, state: str, action: str, why: str, for_form: float) -> _Played:
-        return _Played(
+    def _invalid(self, state: str, action: str, why: str, for_form: float) -> Played:
+        return Played(
             observation=why if self.stop_on_invalid else f"{why} {self.parser.help}",
             reward=self.invalid_reward,
             for_form=for_form,
@@ -127,34 +135,48 @@ class GameSteps(WorldTransform):
         self,
         td: TensorDictBase,
         next_td: TensorDictBase,
-        turns: Sequence[ModelTurn],
-        reactions: Sequence[Reaction],
+        reactions: Sequence[Reaction | None],
     ) -> None:
         """See :meth:`~torchrl_llm.envs.world.WorldTransform.write`."""
         states = td.get(STATE_KEY).tolist()
         actions, legal = [""] * len(states), [True] * len(states)
-        for turn, played in zip(turns, reactions, strict=True):
-            states[turn.row] = played.state
-            actions[turn.row], legal[turn.row] = played.action, played.legal
+        for row, played in enumerate(reactions):
+            if isinstance(played, Played):
+                states[row], actions[row], legal[row] = played.state, played.action, played.legal
         next_td.set(STATE_KEY, Column.of(states))
-        _write_turn(next_td, actions, legal)
+        write_turn(next_td, actions, legal)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         size = tensordict_reset.batch_size.numel()
-        _write_turn(tensordict_reset, [""] * size, [True] * size)
+        write_turn(tensordict_reset, [""] * size, [True] * size)
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds ``game_action`` and ``game_legal``."""
-        shape, device = observation_spec.shape, observation_spec.device
-        observation_spec["game_action"] = ColumnSpec((*shape, -1), example_data="")
-        observation_spec["game_legal"] = Unbounded(shape=shape, dtype=torch.bool, device=device)
-        return observation_spec
+        return add_turn_specs(observation_spec)
 
 
-def _write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
+def add_turn_specs(spec: Composite) -> Composite:
+    """Add the specs of what :func:`write_turn` writes.
+
+    Args:
+        spec: of the observations of ``B`` rows.
+    """
+    spec["game_action"] = ColumnSpec((*spec.shape, -1), example_data="")
+    spec["game_legal"] = Unbounded(shape=spec.shape, dtype=torch.bool, device=spec.device)
+    return spec
+
+
+def write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
+    """Write what was done in a step.
+
+    Args:
+        td: ``B`` rows.
+        actions: of each row, empty for none.
+        legal: whether the rules allow it.
+    """
     td.set("game_action", Column.of(actions))
     td.set("game_legal", torch.tensor(legal, device=td.device))
 

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from torchrl_llm.envs.games.game import IllegalAction, Player, Rules, State
+from torchrl_llm.envs.games.game import IllegalAction, Player, Rules, State, shortened
 from torchrl_llm.errors import ConfigError
 
 
@@ -23,7 +23,8 @@ class TableOutcome(NamedTuple):
 
     Attributes:
         state: the state after it.
-        observations: what each player is told of the step, those who did not act included.
+        observations: what each player is told of the step, those who did not act included; empty
+            for who need not be told.
         rewards: of each player in this step.
         terminated: the game has ended by its rules.
         success: players who have done what the game asks for.
@@ -68,8 +69,7 @@ class TableGame(Rules[State]):
     def explain(self, state: State, player: str, action: str) -> str:
         """Why an action is not legal, for the player."""
         allowed = ", ".join(self.legal_actions(state, player))
-        shown = action if len(action) <= 40 else action[:40] + "..."
-        return f"{shown!r} is not possible now. Possible: {allowed}."
+        return f"{shortened(action)} is not possible now. Possible: {allowed}."
 
     def check(self, state: State, player: str, action: str) -> str:
         """An action in the spelling of the rules.

@@ -82,7 +82,7 @@ class TicTacToeForTwo(TableGame[BoardState]):
         after = BoardState(put(state.board, int(action) - 1, player))
         taken = {player: "", other: f"{player} takes {action}.\n"}
         if not is_over(after.board):
-            told = {each: taken[each] + self.observe(after, each) for each in self.players}
+            told = {player: "", other: taken[other] + self.observe(after, other)}
             return TableOutcome(after, told, dict.fromkeys(self.players, 0.0))
         won = winner(after.board)
         ends = {player: "You win.", other: "You lose."} if won else {}

@@ -332,12 +332,15 @@ def _broken_calls(messages: Sequence[Message]) -> int:
 def rows_going_on(td: TensorDictBase, next_td: TensorDictBase) -> list[bool]:
     """Rows that a step was made in, and that are not done by it.
 
+    Where players share an episode, those whose player must act next.
+
     Args:
         td: all rows, as the policy left them.
         next_td: what follows.
     """
     going = [True] * next_td.batch_size.numel()
-    for rows, key, wanted in ((td, "_step", True), (next_td, "done", False)):
+    acts = (next_td, "active") if next_td.get("active", None) is not None else (td, "_step")
+    for rows, key, wanted in ((*acts, True), (next_td, "done", False)):
         mask = rows.get(key, None)
         if mask is not None:
             flags = (mask.reshape(len(going), -1).any(-1) == wanted).tolist()

@@ -1,0 +1,375 @@
+"""Games of several players as environments: :class:`TableEnv`, and the transform that plays.
+
+The rules are those of a :class:`~torchrl_llm.envs.games.table_game.TableGame`. A seat is a row that
+a policy answers, or a scripted player, who acts within the environment and has no row. What a
+policy plays is the policy's matter: the model that is trained, another one, an earlier checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from tensordict import TensorDictBase
+from torchrl.data import Composite
+
+from torchrl_llm._registry import register
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.row_files import MappedRows
+from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
+from torchrl_llm.envs.games.game import IllegalAction, Player
+from torchrl_llm.envs.games.game_env import STATE_KEY, Played, add_turn_specs, write_turn
+from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
+from torchrl_llm.envs.games.table_game import TableGame
+from torchrl_llm.envs.games.tic_tac_toe import TicTacToe
+from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
+from torchrl_llm.envs.players import (
+    Episode,
+    EpisodeReaction,
+    MultiAgentChatEnv,
+    Opening,
+    PlayersTransform,
+)
+from torchrl_llm.envs.transforms.answer_gates import ModelTurn
+from torchrl_llm.envs.world import Reaction
+from torchrl_llm.errors import ConfigError, DataError
+
+SEED_KEY = "game_seed"
+COMMITTED_KEY = "game_committed"
+SCRIPTED = {"random": "legal_actions", "best": "best_actions"}
+"""Scripted players by name, and which actions they choose from; the seed of the game decides."""
+
+
+class _Progress(NamedTuple):
+    """How far a game has gone by itself: until a player with a row must act, or to its end."""
+
+    state: Any
+    told: dict[str, str]
+    rewards: dict[str, float]
+    success: frozenset[str]
+    active: tuple[str, ...]
+
+
+class TableSteps(PlayersTransform):
+    """Plays a game of several players with the answers of models.
+
+    In addition to what every :class:`~torchrl_llm.envs.players.PlayersTransform` writes:
+
+    - ``"game_state"``, the state after the step, as text, the same in all rows of an episode;
+    - ``"game_action"``, the action of the row's player in this step, empty where there was none,
+      and ``"game_legal"``, bool ``[B]``;
+    - ``"game_committed"``, an action that waits for those of others who act in the same step.
+
+    A turn without a legal action does not move the game: it costs ``invalid_reward``, the player is
+    told what is wrong and must act again; the actions of the others wait.
+
+    Args:
+        game: the rules.
+        parser: reads actions.
+        seats: scripted players, by the names of players without a row: a function, ``"random"`` or
+            ``"best"``.
+        invalid_reward: reward of a turn without a legal action.
+        accept_cut: read answers that were cut at their limit of tokens like others.
+        with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
+        worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
+
+    Raises:
+        ConfigError: an unknown seat, nobody left to play, no player in a seat, or an
+            ``invalid_reward`` that is not finite.
+    """
+
+    COLUMNS = (STATE_KEY, SEED_KEY, COMMITTED_KEY)
+
+    def __init__(
+        self,
+        game: TableGame,
+        parser: ActionParser,
+        *,
+        seats: Mapping[str, Player | str] | None = None,
+        invalid_reward: float = -0.3,
+        accept_cut: bool = False,
+        with_reward: bool = True,
+        worker_id: int | None = None,
+    ) -> None:
+        seats = dict(seats or {})
+        _check_seats(game, seats)
+        if not abs(invalid_reward) < float("inf"):
+            raise ConfigError(f"invalid_reward must be finite, got {invalid_reward}")
+        super().__init__(
+            [player for player in game.players if player not in seats],
+            parser,
+            with_reward=with_reward,
+            accept_cut=accept_cut,
+            worker_id=worker_id,
+        )
+        self.game, self.seats, self.invalid_reward = game, seats, invalid_reward
+
+    def open(self, row: Mapping[str, Any]) -> Opening:
+        """See :meth:`~torchrl_llm.envs.players.PlayersTransform.open`."""
+        seed = row["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
+        begun = self._advance(self.game.reset(seed), {}, str(seed))
+        seen = {
+            player: begun.told[player] or self.game.observe(begun.state, player)
+            for player in begun.active
+        }
+        columns = {STATE_KEY: self.game.dump(begun.state), SEED_KEY: str(seed), COMMITTED_KEY: ""}
+        return Opening(seen, columns)
+
+    def _advance(self, state: Any, waiting: Mapping[str, str], seed: str) -> _Progress:
+        """Go on while all who must act have an action that waits, or are scripted."""
+        everyone = self.game.players
+        told, rewards = dict.fromkeys(everyone, ""), dict.fromkeys(everyone, 0.0)
+        success: frozenset[str] = frozenset()
+        while active := self.game.active(state):
+            missing = [p for p in active if p not in self.seats and p not in waiting]
+            if missing:
+                return _Progress(state, told, rewards, success, tuple(missing))
+            actions = {
+                p: waiting[p] if p in waiting else self._scripted(p, state, seed) for p in active
+            }
+            outcome, waiting = self.game.step(state, actions), {}
+            state, success = outcome.state, success | frozenset(outcome.success)
+            for player in everyone:
+                told[player] = "\n".join(
+                    text for text in (told[player], outcome.observations.get(player, "")) if text
+                )
+                rewards[player] += outcome.rewards.get(player, 0.0)
+            if outcome.terminated:
+                break
+        return _Progress(state, told, rewards, success, ())
+
+    def _scripted(self, player: str, state: Any, seed: str) -> str:
+        seat, sits = self.game.seat(player), self.seats[player]
+        if not isinstance(sits, str):
+            return sits(seat, state)
+        choices = getattr(seat, SCRIPTED[sits])(state)
+        return random.Random(f"{seed} {player} {self.game.dump(state)}").choice(choices)
+
+    def react_together(
+        self, td: TensorDictBase, episodes: Sequence[Episode]
+    ) -> list[EpisodeReaction]:
+        """See :meth:`~torchrl_llm.envs.players.PlayersTransform.react_together`."""
+        states, seeds = td.get(STATE_KEY).tolist(), td.get(SEED_KEY).tolist()
+        committed = td.get(COMMITTED_KEY).tolist()
+        reactions = []
+        for episode in episodes:
+            first = next(iter(episode.rows.values()))
+            waiting = {
+                player: committed[row] for player, row in episode.rows.items() if committed[row]
+            }
+            try:
+                reactions.append(self._play(states[first], waiting, episode, seeds[first]))
+            except Exception as error:  # a game that fails is data, whatever it raised
+                reactions.append(EpisodeReaction(players={}, error=error))
+        return reactions
+
+    def _play(
+        self, text: str, waiting: dict[str, str], episode: Episode, seed: str
+    ) -> EpisodeReaction:
+        state = self.game.load(text)
+        acted = {
+            player: self._read(state, player, turn, waiting)
+            for player, turn in episode.turns.items()
+        }
+        after = self._advance(state, waiting, seed)
+        text, moved = self.game.dump(after.state), after.state != state
+        players = {}
+        for player in episode.rows:
+            before = acted.get(player, Played(observation="", state=text))
+            players[player] = replace(
+                before,
+                observation="\n".join(filter(None, (before.observation, after.told[player]))),
+                reward=before.reward + after.rewards[player],
+                success=player in after.success,
+                terminated=not after.active,
+                state=text,
+                committed="" if moved else waiting.get(player, ""),
+            )
+        return EpisodeReaction(players=players, active=after.active)
+
+    def _read(self, state: Any, player: str, turn: ModelTurn, waiting: dict[str, str]) -> Played:
+        """What a turn alone comes to; a legal action joins those that wait."""
+        action, for_form = "", 0.0
+        try:
+            action, for_form = self.parser.read(self.answer(turn))
+            action = waiting[player] = self.game.check(state, player, action)
+        except (ActionError, IllegalAction) as error:
+            return Played(
+                observation=f"{error} {self.parser.help}",
+                reward=self.invalid_reward,
+                for_form=error.reward if isinstance(error, ActionError) else for_form,
+                state="",
+                action=action,
+                legal=False,
+            )
+        return Played(observation="", for_form=for_form, state="", action=action)
+
+    # Columns
+
+    def write(
+        self,
+        td: TensorDictBase,
+        next_td: TensorDictBase,
+        reactions: Sequence[Reaction | None],
+    ) -> None:
+        """See :meth:`~torchrl_llm.envs.world.WorldTransform.write`."""
+        states, committed = td.get(STATE_KEY).tolist(), td.get(COMMITTED_KEY).tolist()
+        actions, legal = [""] * len(states), [True] * len(states)
+        for row, played in enumerate(reactions):
+            if isinstance(played, Played):
+                states[row], committed[row] = played.state, played.committed
+                actions[row], legal[row] = played.action, played.legal
+        next_td.set(STATE_KEY, Column.of(states))
+        next_td.set(COMMITTED_KEY, Column.of(committed))
+        write_turn(next_td, actions, legal)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        size = tensordict_reset.batch_size.numel()
+        write_turn(tensordict_reset, [""] * size, [True] * size)
+        return super()._reset(tensordict, tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the columns of the game."""
+        return add_turn_specs(super().transform_observation_spec(observation_spec))
+
+
+def _check_seats(game: TableGame, seats: Mapping[str, Player | str]) -> None:
+    if unknown := sorted(set(seats) - set(game.players)):
+        raise ConfigError(f"{game.name!r} has the players {list(game.players)}, got {unknown}")
+    if len(seats) == len(game.players):
+        raise ConfigError("all seats are scripted: leave one to a policy")
+    for player, sits in seats.items():
+        if not callable(sits) and sits not in SCRIPTED:
+            raise ConfigError(
+                f"the seat {player!r} needs a function of (game, state) or one of "
+                f"{list(SCRIPTED)}, got {sits!r}"
+            )
+
+
+class TableEnv(MultiAgentChatEnv):
+    """A game of several players that language models play, a row for each of them.
+
+    Each drawn row is a seed: it starts a game, in which every policy's seat has a row of its own,
+    with a system prompt of the rules and the form of an answer. Who must act is told what has
+    happened since; see :class:`~torchrl_llm.envs.players.PlayersTransform` for rewards and ends,
+    and :class:`TableSteps` for what is written. All games of a drawn row are the same game.
+
+    Args:
+        game: the rules.
+        seats: see :class:`TableSteps`.
+        actions: as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        invalid_reward: reward of a turn without a legal action.
+        accept_cut: read answers that were cut at their limit of tokens like others.
+        dataset: rows with a ``seed``, as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        data_files: a JSON-lines file of such rows, or several.
+        split: ``"train"`` or ``"test"``.
+        compute_reward: write the reward.
+        system_prompt: instead of the rules and the form of an answer.
+        worker_id: number of this worker for ids.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.players.MultiAgentChatEnv`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+
+    Example:
+        >>> env = TableEnv(TicTacToeForTwo(), shuffle=False)
+        >>> td = env.reset()
+        >>> list(td["agent"]), td["active"].flatten().tolist()
+        (['X', 'O'], [True, False])
+    """
+
+    MAX_STEPS: ClassVar[int | None] = 64
+
+    def __init__(
+        self,
+        game: TableGame,
+        *,
+        seats: Mapping[str, Player | str] | None = None,
+        actions: ActionForm | ActionParser = "tag",
+        invalid_reward: float = -0.3,
+        accept_cut: bool = False,
+        dataset: Any = None,
+        data_files: str | Path | list[str | Path] | None = None,
+        split: str | None = None,
+        compute_reward: bool = True,
+        system_prompt: str | None = None,
+        worker_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parser = (
+            actions
+            if isinstance(actions, ActionParser)
+            else make_action_parser(actions, game.action_name, game.action_help)
+        )
+        steps = TableSteps(
+            game,
+            parser,
+            seats=seats,
+            invalid_reward=invalid_reward,
+            accept_cut=accept_cut,
+            with_reward=compute_reward,
+            worker_id=worker_id,
+        )
+        rows = self.read_rows(dataset, data_files, split, columns=("seed",))
+        if system_prompt is None:
+            system_prompt = f"{game.rules} {parser.help}"
+        rows = MappedRows(rows, _with_query)
+        super().__init__(steps, rows, system_prompt=system_prompt, worker_id=worker_id, **kwargs)
+
+    @property
+    def game(self) -> TableGame:
+        """The rules."""
+        return self.world.game
+
+
+def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**row, "query": ""}  # each player's own is written at reset
+
+
+@register("tasks", "tic_tac_toe_for_two")
+class TicTacToeForTwoEnv(TableEnv):
+    """Tic-tac-toe as an environment of conversations, a row for each of two players.
+
+    Args:
+        seats: scripted players, ``{"O": "random"}`` for one.
+        kwargs: arguments of :class:`TableEnv`.
+    """
+
+    MAX_STEPS = 8
+    NEEDS_LARGER_MODEL = True
+    PLAYERS = TicTacToeForTwo.players
+
+    def __init__(self, *, seats: Mapping[str, Player | str] | None = None, **kwargs: Any) -> None:
+        kwargs.setdefault("invalid_reward", TicTacToe.invalid_reward)
+        super().__init__(TicTacToeForTwo(), seats=seats, **kwargs)
+
+
+@register("tasks", "prisoners_dilemma")
+class PrisonersDilemmaEnv(TableEnv):
+    """The iterated prisoner's dilemma as an environment of conversations, a row for each player.
+
+    Args:
+        num_rounds: see :class:`~torchrl_llm.envs.games.PrisonersDilemma`.
+        seats: scripted players, ``{"B": "random"}`` for one.
+        kwargs: arguments of :class:`TableEnv`.
+    """
+
+    MAX_STEPS = 16
+    NEEDS_LARGER_MODEL = True
+    PLAYERS = PrisonersDilemma.players
+
+    def __init__(
+        self,
+        *,
+        num_rounds: int = 5,
+        seats: Mapping[str, Player | str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(PrisonersDilemma(num_rounds=num_rounds), seats=seats, **kwargs)
