@@ -375,6 +375,18 @@ class LLMCollector(BesideTraining, VersionedCollector):
         """How many of them belong to conversations that are in no batch yet."""
         return self._rollout.tokens_in_flight
 
+    def take_absent(self) -> dict[str, tuple[int, float]]:
+        """Players who never acted in an episode, so that they have no row, since the last call.
+
+        Returns:
+            Name of the player to how often that was, and the sum of the rewards.
+        """
+        assembly = getattr(self._rollout, "assembly", None)
+        if assembly is None:
+            return {}
+        absent, assembly.absent = assembly.absent, {}
+        return absent
+
     def increment_version(self) -> None:
         """Count a new version of the policy, in the rows' stamp and in the tokens' trace."""
         self._policy.increment_version()

@@ -10,6 +10,10 @@ chooses one and does the rest:
   nothing is sampled by weights older than the batch;
 - :class:`AsyncTrajectoryRollout`: answers the environments of a pool as they become ready.
 
+Where players share an episode (:mod:`torchrl_llm.envs.players`), only those who must act are
+stepped and answered, and the reward and the end of a step in which a player did not act are brought
+to the player's last own row.
+
 Shape legend: ``B`` rows of the environment, ``T`` steps.
 """
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -206,6 +210,19 @@ class Lockstep(Rollout):
         self._dropping, self.carrier = False, None
         return True
 
+    def _mark_active(self, running: Tensor | None = None) -> None:
+        """Let those be stepped who are running, and where players share an episode, who must act.
+
+        Args:
+            running: bool ``[B]``; all if not given.
+        """
+        active = self.carrier.get("active", None)
+        steps = None if running is None else running.unsqueeze(-1).to(self.carrier.device)
+        if active is not None:
+            steps = active.clone() if steps is None else active & steps
+        if steps is not None:
+            self.carrier.set("_step", steps)
+
     def _step(self) -> TensorDictBase | None:
         """One step of all rows; the carrier moves on only when it has succeeded.
 
@@ -215,6 +232,7 @@ class Lockstep(Rollout):
         """
         if self.carrier is None:
             self.carrier = self.env.reset()
+        self._mark_active()
         acted = self._act(self.carrier)
         if acted is None:
             return None
@@ -253,6 +271,7 @@ class StepRollout(Lockstep):
 
     def __init__(self, *args: Any, reset_first: bool, flatten: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        refuse_players(self.env, "batches of a fixed number of turns")
         self.reset_first, self.flatten = reset_first, flatten
         self.steps: list[TensorDictBase] = []
 
@@ -288,12 +307,33 @@ class StepRollout(Lockstep):
         self.steps = list(state["steps"])
 
 
+def refuse_players(env: EnvBase, what: str) -> None:
+    """Refuse an environment of several players.
+
+    Args:
+        env: the environment.
+        what: how it would be rolled out.
+
+    Raises:
+        ConfigError: its players share episodes.
+    """
+    if "active" in env.full_observation_spec.keys():
+        raise ConfigError(
+            f"{what} cannot hold the episodes of several players, whose rewards come after their "
+            "last turn: pass yield_completed_trajectories=True, and one batched environment"
+        )
+
+
 class Assembly:
     """Rows by place in the environment until their trajectory is done.
 
     Args:
         num_places: rows of the environment.
         last_only: keep the last row of each trajectory only.
+
+    Attributes:
+        absent: name of each player who never acted in an episode, to how often that was and the sum
+            of the rewards.
     """
 
     def __init__(self, num_places: int, last_only: bool) -> None:
@@ -301,16 +341,65 @@ class Assembly:
         self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
         self.open_tokens = 0
         self.finished: deque[tuple[int, list[TensorDict]]] = deque()
+        self.absent: dict[str, tuple[int, float]] = {}
+        # Rewards of players before their first turn.
+        self._early = [0.0] * num_places
+
+    def add_step(self, step: TensorDictBase, running: Sequence[bool] | None = None) -> None:
+        """Add the turns of a step of all rows.
+
+        Args:
+            step: ``[B]``; rows that ``"_step"`` leaves out are no turns.
+            running: rows whose trajectory goes on; all if not given.
+        """
+        acts = step.get("_step", None)
+        acts = None if acts is None else acts.reshape(step.batch_size[0], -1).any(-1).tolist()
+        for place, row in enumerate(split_batch(step.exclude("_step"))):
+            if running is not None and not running[place]:
+                continue
+            if acts is None or acts[place]:
+                self.add(place, row)
+            else:
+                self.bring(place, row)
 
     def add(self, place: int, row: TensorDict) -> None:
         """Add a turn; one that is done finishes its trajectory."""
-        held = self.open[place]
-        held.append(row)
+        if early := self._take_early(place):
+            reward = row.get(("next", "reward"))
+            row = row.copy().set("next", row.get("next").copy().set("reward", reward + early))
+        self.open[place].append(row)
         self.open_tokens += sampled_tokens(row)
         if ends_trajectory(row):
-            self.open_tokens -= sum(map(sampled_tokens, held))
-            self.finished.append((len(held), held[-1:] if self.last_only else held))
-            self.open[place] = []
+            self._finish(place)
+
+    def bring(self, place: int, late: TensorDict) -> None:
+        """Bring the reward and the end of a step without a turn to the last own row.
+
+        Args:
+            place: of the row.
+            late: the row of that step.
+        """
+        held = self.open[place]
+        if held:
+            held[-1] = with_late(held[-1], late)
+            if ends_trajectory(held[-1]):
+                self._finish(place)
+            return
+        reward = late.get(("next", "reward"), None)
+        self._early[place] += 0.0 if reward is None else float(reward.sum())
+        if ends_trajectory(late):
+            times, total = self.absent.get(late.get("agent"), (0, 0.0))
+            self.absent[late.get("agent")] = (times + 1, total + self._take_early(place))
+
+    def _take_early(self, place: int) -> float:
+        early, self._early[place] = self._early[place], 0.0
+        return early
+
+    def _finish(self, place: int) -> None:
+        held = self.open[place]
+        self.open_tokens -= sum(map(sampled_tokens, held))
+        self.finished.append((len(held), held[-1:] if self.last_only else held))
+        self.open[place] = []
 
     @property
     def tokens(self) -> int:
@@ -321,6 +410,7 @@ class Assembly:
     def clear_open(self) -> None:
         """Forget the trajectories that have not ended."""
         self.open = [[] for _ in self.open]
+        self._early = [0.0] * len(self.open)
         self.open_tokens = 0
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
@@ -346,16 +436,54 @@ class Assembly:
             "open": [len(held) for held in self.open],
             "finished": [(number, len(trajectory)) for number, trajectory in finished],
             "rows": pack_rows(rows),
+            "absent": dict(self.absent),
+            "early": list(self._early),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         rows = iter(unpack_row_list(state["rows"]))
+        self.absent, self._early = dict(state["absent"]), list(state["early"])
         self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
         self.open_tokens = sum(sampled_tokens(row) for held in self.open for row in held)
         self.finished = deque(
             (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
         )
+
+
+# What a late step adds to a row: sums, flags that either sets, flags that both need.
+_LATE_SUMS, _LATE_FLAGS = ("reward",), ("done", "terminated", "truncated", "success")
+
+
+def with_late(row: TensorDict, late: TensorDict) -> TensorDict:
+    """A row with the reward and the end of a later step, in which its player did not act.
+
+    Args:
+        row: the player's last own row; not changed.
+        late: the row of the later step.
+
+    Returns:
+        The row, or a copy where something is to be brought to it.
+    """
+    now, then = row.get("next"), late.get("next")
+    changed = {}
+    for name in (*_LATE_SUMS, *_LATE_FLAGS, "reward_valid", "truncation_reason", "error"):
+        new, old = then.get(name, None), now.get(name, None)
+        if new is None or old is None:
+            continue
+        if name in _LATE_SUMS:
+            changed[name] = old + new
+        elif name in _LATE_FLAGS:
+            changed[name] = old | new
+        elif name == "reward_valid":
+            changed[name] = old & new
+        elif name == "truncation_reason":
+            changed[name] = new if bool(then.get("done").any()) else old
+        elif not bool(then.get("reward_valid").all()):
+            changed[name] = new
+    row = row.copy()
+    row.set("next", now.copy().update(changed))
+    return row
 
 
 class TrajectoryRollout(Lockstep):
@@ -382,8 +510,8 @@ class TrajectoryRollout(Lockstep):
             if self._drop_now():
                 self.assembly.clear_open()
             step = self._step()
-            for place, row in enumerate([] if step is None else split_batch(step)):
-                self.assembly.add(place, row)
+            if step is not None:
+                self.assembly.add_step(step)
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
@@ -436,6 +564,7 @@ class WaveRollout(TrajectoryRollout):
     def _step_running(self) -> None:
         if self.carrier is None:
             self.carrier = self.env.reset()
+        self._mark_active(None if self.running.all() else self.running)
         acted = self._act(self.carrier)
         if acted is None:  # given up before the policy had answered
             return
@@ -447,10 +576,8 @@ class WaveRollout(TrajectoryRollout):
         carrier = None
         if still.any():
             carrier = self.without_stale(self.env.step_mdp(stepped))
-            carrier.set("_step", still.view_as(stepped.get(("next", "done"))).to(carrier.device))
-        for place, row in enumerate(split_batch(stepped.exclude("_step"))):
-            if running[place]:
-                self.assembly.add(place, row)
+        # Of a wave, rows that have ended are not stepped either.
+        self.assembly.add_step(stepped, running)
         self.carrier, self.running = carrier, still
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,6 +605,7 @@ class AsyncTrajectoryRollout(Rollout):
 
     def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        refuse_players(self.env, "an AsyncEnvPool, whose members are one row each,")
         if len(self.env.batch_size) != 2 or self.env.batch_size[1] != 1:
             # TorchRL's pool takes the rows of a larger member for members.
             raise ConfigError(

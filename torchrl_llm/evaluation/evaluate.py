@@ -170,21 +170,31 @@ def _play(
     }
     rows: list[tuple[TensorDictBase, int]] = []
     running = torch.arange(size) < wanted
-    if wanted < size:
-        td.set("_step", running.to(td.device) if td.device else running)
-    for _ in range(max_turns):
+    rows = [(td.reshape(size), i) for i in range(min(wanted, size))]
+    turns = torch.zeros(size, dtype=torch.int64)
+    while True:
+        # Where players share an episode, a row is asked when its player must act.
+        active = td.get("active", None)
+        acting = running if active is None else running & active.reshape(size).cpu()
+        if not acting.any():
+            break  # the one who must act has had all turns
+        if not acting.all():
+            td.set("_step", acting.to(td.device) if td.device else acting)
         td = env.step(policy(td))
         turn = _facts(td, size, success_key)
         facts["reward"] += torch.where(running, turn.pop("reward"), 0.0)
         facts["valid"] &= turn.pop("valid") | ~running
+        facts["success"] = torch.where(running, turn.pop("success"), facts["success"])
         for name, values in turn.items():
-            facts[name] = torch.where(running, values, facts[name])
+            facts[name] = torch.where(acting, values, facts[name])
         flat = td.reshape(size)
-        rows = [(flat, i) if on else rows[i] for i, on in enumerate(running.tolist()) if i < wanted]
+        rows = [(flat, i) if acting[i] else row for i, row in enumerate(rows)]
+        turns += acting
         running = running & ~td.get(("next", "done")).reshape(size, -1).any(-1).cpu()
+        running &= turns < max_turns
         if not running.any():
             break
-        td = env.step_mdp(td).set("_step", running.to(td.device) if td.device else running)
+        td = env.step_mdp(td)
     return {name: values[:wanted] for name, values in facts.items()}, rows
 
 
