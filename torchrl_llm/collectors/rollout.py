@@ -388,8 +388,9 @@ class Assembly:
         reward = late.get(("next", "reward"), None)
         self._early[place] += 0.0 if reward is None else float(reward.sum())
         if ends_trajectory(late):
-            times, total = self.absent.get(late.get("agent"), (0, 0.0))
-            self.absent[late.get("agent")] = (times + 1, total + self._take_early(place))
+            name = str(late["agent"])
+            times, total = self.absent.get(name, (0, 0.0))
+            self.absent[name] = (times + 1, total + self._take_early(place))
 
     def _take_early(self, place: int) -> float:
         early, self._early[place] = self._early[place], 0.0

@@ -20,7 +20,7 @@ _LAZY = {
         "context_length empty_model end_token_ids load_model load_tokenizer"
     ),
     "torchrl_llm.modules.policies": (
-        "ChatServerPolicy FakeWrapper LLMWrapperBase LogProbDistribution "
+        "ChatServerPolicy FakeWrapper LLMWrapperBase LogProbDistribution PolicyRouter "
         "RemoteTransformersWrapper TransformersWrapper vLLMWrapper"
     ),
     "torchrl_llm.modules.reference": "AdapterDisabled",

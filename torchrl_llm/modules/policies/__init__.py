@@ -12,6 +12,7 @@ from torchrl_llm.modules.policies.model_wrappers import (
     vLLMWrapper,
 )
 from torchrl_llm.modules.policies.policy_arguments import PolicyOptions
+from torchrl_llm.modules.policies.policy_router import PolicyRouter
 from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenDistribution
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LogProbs",
     "Masks",
     "PolicyOptions",
+    "PolicyRouter",
     "RemoteTransformersWrapper",
     "Text",
     "TokenDistribution",

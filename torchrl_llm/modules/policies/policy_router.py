@@ -1,0 +1,228 @@
+"""Several policies behind one: each row is answered by the policy of its player.
+
+Rows name their player in ``"agent"`` (:mod:`torchrl_llm.envs.players`). :class:`PolicyRouter` looks
+like a policy to collectors, to :func:`~torchrl_llm.evaluation.evaluate` and to weight updaters; the
+policies in it may be different models, adapters on one, or the same one twice.
+
+Shape legend: ``B`` rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+)
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.errors import BackendError, CheckpointError, ConfigError, DataError
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
+
+AGENT_KEY = "agent"
+_NOBODY = -1  # the place of a row that is not answered
+
+
+def derived_seed(seed: int, *parts: Any) -> int:
+    """A seed that follows from another one and from what it is for, by hashing.
+
+    Args:
+        seed: of the run.
+        parts: what it is for: a name, a count.
+
+    Returns:
+        In ``[0, 2**31)``; that of other parts is unrelated.
+
+    Example:
+        >>> derived_seed(0, "X", 1) == derived_seed(0, "X", 1), derived_seed(0, "X", 1) % 1000
+        (True, 742)
+    """
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % 2**31
+
+
+class CallCounts:
+    """How often each player's policy was asked: where the seeds of a router go on after a resume.
+
+    Args:
+        names: of the players.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.counts = dict.fromkeys(names, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self.counts)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where :meth:`state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is of other players.
+        """
+        if set(state) != set(self.counts):
+            raise CheckpointError(
+                f"the router has policies for {sorted(self.counts)}, and the saved one had them "
+                f"for {sorted(state)}"
+            )
+        self.counts = dict(state)
+
+
+class PolicyRouter(TensorDictModuleBase):
+    """Gives each row to the policy of its player.
+
+    Rows that are not to be answered (``"_step"``) get an empty answer, as of any policy. A policy
+    in which nobody acts is not asked.
+
+    Args:
+        policies: the policy of each player, by the player's name. One may stand for several.
+        seed: where the seeds of sampling follow from: each call of each player has one of its own,
+            by hashing. Without it policies sample as they do by themselves.
+
+    Attributes:
+        policies: as given.
+        answering: by name, the wrapper that is asked: it shares weights with the policy.
+        calls: how often each was asked, a part of a checkpoint.
+
+    Raises:
+        ConfigError: no policy, or what is none.
+
+    Example:
+        >>> from torchrl_llm.envs.games import TicTacToeForTwoEnv
+        >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer
+        >>> tokenizer = load_tokenizer()
+        >>> said = {"X": "<move>5</move>", "O": "<move>1</move>"}
+        >>> policies = {name: FakeWrapper(text, tokenizer=tokenizer) for name, text in said.items()}
+        >>> env, router = TicTacToeForTwoEnv(), PolicyRouter(policies)
+        >>> td = env.reset()
+        >>> for _ in range(2):
+        ...     td = env.step_mdp(env.step(router(td.set("_step", td["active"].clone()))))
+        >>> print(td["history"].prompt.chats[0][-1]["content"])
+        O takes 1.
+        O 2 3
+        4 X 6
+        7 8 9
+        You are X. Your move.
+    """
+
+    def __init__(self, policies: Mapping[str, LLMWrapperBase], *, seed: int | None = None) -> None:
+        super().__init__()
+        if not policies:
+            raise ConfigError("a PolicyRouter needs the policy of each player, got none")
+        for name, policy in policies.items():
+            if not isinstance(policy, LLMWrapperBase):
+                raise ConfigError(f"the policy of {name!r} must be a wrapper, got {policy!r}")
+        self.policies = dict(policies)
+        # As parts of this module each is found once: by collectors, and by optimizers.
+        self._distinct = nn.ModuleList(dict.fromkeys(policies.values()))
+        self.answering = {
+            name: policy.get_new_version(inplace=False) for name, policy in policies.items()
+        }
+        self.seed, self.calls = seed, CallCounts(policies)
+        first = next(iter(policies.values()))
+        self.in_keys, self.out_keys = list(first.in_keys), list(first.out_keys)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Answer the rows.
+
+        Args:
+            tensordict: ``[B]``, with ``"agent"``.
+
+        Returns:
+            The same, with what the policies wrote.
+
+        Raises:
+            DataError: the rows have no ``"agent"``.
+            ConfigError: a player has no policy.
+            BackendError: the policy of a player failed; its name is told.
+        """
+        size = tensordict.batch_size.numel()
+        rows = self._rows(tensordict, size)
+        places = [(_NOBODY, 0)] * size
+        answers: list[TensorDictBase] = []
+        for name, theirs in rows.items():
+            for at, row in enumerate(theirs):
+                places[row] = (len(answers), at)
+            answers.append(self._ask(name, tensordict, theirs))
+        if not answers:
+            raise DataError("no row is to be answered: its '_step' is false everywhere")
+        for node in answers[0].keys():
+            tensordict.set(node, _merged([each.get(node) for each in answers], places))
+        return tensordict
+
+    def _rows(self, td: TensorDictBase, size: int) -> dict[str, list[int]]:
+        """The rows that each player has to answer; players without any are left out."""
+        names = td.get(AGENT_KEY, None)
+        if names is None:
+            raise DataError(
+                f"{len(self.policies)} policies wait for the rows of {', '.join(self.policies)}, "
+                "and the rows have no 'agent'; an environment of several players writes it"
+            )
+        names = names.tolist() if hasattr(names, "tolist") else list(names)
+        steps = td.get("_step", None)
+        acts = [True] * size if steps is None else steps.reshape(size, -1).any(-1).tolist()
+        if unknown := sorted(set(names) - set(self.policies)):
+            raise ConfigError(
+                f"the players {unknown} have no policy; there are {', '.join(self.policies)}"
+            )
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(names):
+            if acts[row]:
+                rows.setdefault(name, []).append(row)
+        return rows
+
+    def _ask(self, name: str, td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+        policy, options = self.answering[name], {}
+        # What counts versions counts those of the policies that were given.
+        policy.policy_version = self.policies[name].policy_version
+        if self.seed is not None:
+            options["seed"] = derived_seed(self.seed, name, self.calls.counts[name])
+        self.calls.counts[name] += 1
+        asked = td[torch.tensor(rows)].exclude("_step", "next")
+        try:
+            return policy(asked, **options)
+        except BackendError as error:
+            raise type(error)(f"the policy of {name!r} failed: {error}") from error
+
+
+def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]]) -> Any:
+    """A column of the rows of several answers.
+
+    Args:
+        nodes: of each answer.
+        places: answer and row of it, for each row; rows that nobody answered are empty.
+    """
+    if is_tensorclass(nodes[0]) and not is_non_tensor(nodes[0]):
+        plain = _merged([node._tensordict for node in nodes], places)
+        return type(nodes[0])._from_tensordict(plain)
+    if is_non_tensor(nodes[0]):
+        values = [node.tolist() for node in nodes]
+        return Column.of(values[max(answer, 0)][row] for answer, row in places)
+    if isinstance(nodes[0], Tensor):
+        return torch.stack([nodes[max(answer, 0)][row] for answer, row in places])
+    if isinstance(nodes[0], LazyStackedTensorDict):
+        empty = _emptied(nodes[0].tensordicts[0])
+        rows = [
+            empty.copy() if answer == _NOBODY else nodes[answer].tensordicts[row]
+            for answer, row in places
+        ]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+    merged = {name: _merged([node.get(name) for node in nodes], places) for name in nodes[0].keys()}
+    return TensorDict._new_unsafe(merged, batch_size=torch.Size([len(places)]))
+
+
+def _emptied(row: TensorDictBase) -> TensorDictBase:
+    """A row like another one, without tokens."""
+    return TensorDict(
+        {name: value[:0] if value.ndim else value for name, value in row.items()}, batch_size=[]
+    )
