@@ -352,14 +352,16 @@ class Assembly:
             step: ``[B]``; rows that ``"_step"`` leaves out are no turns.
             running: rows whose trajectory goes on; all if not given.
         """
+        size = step.batch_size[0]
         acts = step.get("_step", None)
-        acts = None if acts is None else acts.reshape(step.batch_size[0], -1).any(-1).tolist()
+        acts = [True] * size if acts is None else acts.reshape(size, -1).any(-1).tolist()
+        brings = None if all(acts) else _brings(step.get("next"), size)
         for place, row in enumerate(split_batch(step.exclude("_step"))):
             if running is not None and not running[place]:
                 continue
-            if acts is None or acts[place]:
+            if acts[place]:
                 self.add(place, row)
-            else:
+            elif brings[place]:
                 self.bring(place, row)
 
     def add(self, place: int, row: TensorDict) -> None:
@@ -450,6 +452,15 @@ class Assembly:
         self.finished = deque(
             (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
         )
+
+
+def _brings(next_td: TensorDictBase, size: int) -> list[bool]:
+    """Rows of a step that have a reward, an end or an error for who did not act."""
+    found = torch.zeros(size, dtype=torch.bool)
+    for name, nothing in (("reward", 0), ("done", 0), ("reward_valid", 1)):
+        if (values := next_td.get(name, None)) is not None:
+            found |= (values.reshape(size, -1) != nothing).any(-1).cpu()
+    return found.tolist()
 
 
 # What a late step adds to a row: sums, flags that either sets, flags that both need.

@@ -12,10 +12,11 @@ Shape legend: ``B`` rows, ``P`` of each episode.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -35,6 +36,7 @@ from torchrl_llm.rewards.reward_parser import raise_flags
 from torchrl_llm.tools.tool_transform import ToolTransform
 
 TOLD_KEY = "untold"
+Rewards = Literal["own", "team"]
 
 
 class Episode(NamedTuple):
@@ -96,12 +98,13 @@ class PlayersTransform(WorldTransform):
     Args:
         players: names of the players with a row, in the order of their rows.
         parser: reads actions.
+        rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         accept_cut: see there.
         worker_id: number of this worker for ``"episode_id"``.
 
     Raises:
-        ConfigError: no player, or a name twice.
+        ConfigError: no player, a name twice, or another word for ``rewards``.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
@@ -112,6 +115,7 @@ class PlayersTransform(WorldTransform):
         players: Sequence[str],
         parser: ActionParser,
         *,
+        rewards: Rewards = "own",
         with_reward: bool = True,
         accept_cut: bool = False,
         worker_id: int | None = None,
@@ -119,7 +123,9 @@ class PlayersTransform(WorldTransform):
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if not players or len(set(players)) < len(players):
             raise ConfigError(f"players are names, each once, got {list(players)}")
-        self.players = tuple(players)
+        if rewards not in get_args(Rewards):
+            raise ConfigError(f"rewards must be one of {get_args(Rewards)}, got {rewards!r}")
+        self.players, self.rewards = tuple(players), rewards
         self._episodes = IdCounter("episode", worker_id)
 
     @abstractmethod
@@ -220,6 +226,9 @@ class PlayersTransform(WorldTransform):
             name: reaction.players.get(name, Reaction(observation="")).checked()
             for name in self.players
         }
+        if self.rewards == "team":
+            total = math.fsum(each.reward for each in given.values())
+            given = {name: replace(each, reward=total) for name, each in given.items()}
         errors = (each.error for each in given.values() if each.error is not None)
         error = reaction.error or next(errors, None)
         if error is not None:

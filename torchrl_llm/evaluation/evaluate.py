@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Evaluation:
         truncated: fraction of last responses cut by their length limit.
         num_prompts: how many prompts were answered; fewer than were wanted where the data has no
             more.
+        shares: of the bool keys that were asked for, the fraction of the turns in which they hold.
         conversations: the first few, as text.
     """
 
@@ -61,12 +62,14 @@ class Evaluation:
     response_length: float
     truncated: float
     num_prompts: int
+    shares: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
         names = ("accuracy", "reward", "invalid", "response_length", "truncated", "num_prompts")
-        return {f"eval/{name}": getattr(self, name) for name in names}
+        own = {f"eval/{name}": getattr(self, name) for name in names}
+        return own | {f"eval/{name}": share for name, share in self.shares.items()}
 
 
 def evaluate(
@@ -79,6 +82,7 @@ def evaluate(
     num_shown: int = 2,
     on_answer: Callable[[TensorDictBase, Outcome], None] | None = None,
     title: str = "evaluating",
+    share_keys: Sequence[str] = (),
 ) -> Evaluation:
     """Answer held-out prompts and count the right answers.
 
@@ -98,6 +102,8 @@ def evaluate(
         on_answer: called for each prompt, in their order, with the row of its last turn and what
             came of the conversation; see :func:`torchrl_llm.evaluation.answer_record`.
         title: what the progress bar says, where there is one.
+        share_keys: bool keys under ``"next"`` of which the fraction of turns is counted in which
+            they hold, such as ``"game_legal"``.
 
     Returns:
         The counts.
@@ -119,7 +125,9 @@ def evaluate(
                 limit = bar.total = min(limit, epoch)
                 if answered == limit:
                     break
-            facts, rows = _play(env, policy, td, limit - answered, max_turns, success_key)
+            facts, rows = _play(
+                env, policy, td, limit - answered, max_turns, success_key, share_keys
+            )
             for name, values in facts.items():
                 columns.setdefault(name, []).append(values)
             answered += len(facts["reward"])
@@ -147,6 +155,9 @@ def evaluate(
         response_length=flat["length"][flat["length"] >= 0].float().mean().item(),
         truncated=flat["cut"].float().mean().item(),
         num_prompts=answered,
+        shares={
+            name: (flat[f"held/{name}"].sum() / flat["turns"].sum()).item() for name in share_keys
+        },
         conversations=tuple(shown),
     )
 
@@ -158,6 +169,7 @@ def _play(
     wanted: int,
     max_turns: int,
     success_key: str,
+    share_keys: Sequence[str],
 ) -> tuple[dict[str, Tensor], list[tuple[TensorDictBase, int]]]:
     """The first conversations of a batch to their end: facts by row, and where its last turn is."""
     size = env.batch_size.numel()
@@ -171,7 +183,9 @@ def _play(
     rows: list[tuple[TensorDictBase, int]] = []
     running = torch.arange(size) < wanted
     rows = [(td.reshape(size), i) for i in range(min(wanted, size))]
-    turns = torch.zeros(size, dtype=torch.int64)
+    counted = {f"held/{name}": torch.zeros(size, dtype=torch.int64) for name in share_keys}
+    turns = facts["turns"] = torch.zeros(size, dtype=torch.int64)
+    facts |= counted
     while True:
         # Where players share an episode, a row is asked when its player must act.
         active = td.get("active", None)
@@ -190,6 +204,9 @@ def _play(
         flat = td.reshape(size)
         rows = [(flat, i) if acting[i] else row for i, row in enumerate(rows)]
         turns += acting
+        for name in share_keys:
+            held = td.get(("next", name)).reshape(size, -1).all(-1).cpu()
+            counted[f"held/{name}"] += held & acting
         running = running & ~td.get(("next", "done")).reshape(size, -1).any(-1).cpu()
         running &= turns < max_turns
         if not running.any():

@@ -416,15 +416,17 @@ def max_turns(config: RecipeConfig) -> int:
     return steps * (1 + config.agent.build().auxiliary_turns(thinks))
 
 
-def make_step_buffer(config: RecipeConfig) -> ReplayBuffer:
+def make_step_buffer(config: RecipeConfig, num_rows: int | None = None) -> ReplayBuffer:
     """A buffer that holds what is trained in one step, each row once an epoch.
 
     A trajectory is one row in it, or as many as turns where its history is rewritten between them.
 
     Args:
         config: the recipe's.
+        num_rows: trajectories of a step; ``rows_per_batch`` if not given.
     """
-    capacity = config.rows_per_batch * max_turns(config)
+    rows = config.rows_per_batch if num_rows is None else num_rows
+    capacity = rows * max_turns(config)
     return ReplayBuffer(
         storage=LazyStackStorage(capacity),
         sampler=SamplerWithoutReplacement(),
@@ -477,6 +479,8 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     task = task_class(config.env.dataset)
     data = _data(config, task)[1]
     num_envs = min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size)
+    players = task.num_players(config.env.options)
+    num_envs = max(players, num_envs - num_envs % players)
     env = task(
         **data,
         **_settings(config),

@@ -45,6 +45,7 @@ class ChatEnvTask:
     MAX_AUXILIARY_TURNS = 0
     make_tools = TaskEnv.make_tools
     tool_schemas = TaskEnv.tool_schemas
+    num_players = TaskEnv.num_players
 
     def __init__(self, name: str, make: Callable[..., Any]) -> None:
         self.name, self.make = name, make

@@ -26,6 +26,7 @@ from torchrl_llm.recipes.strict_config import (
     naming,
     valid_keys,
 )
+from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
 
 
@@ -61,6 +62,16 @@ class GRPOGroups:
     def rows_per_batch(self) -> int:
         """Responses collected in a step."""
         return self.train.prompts_per_batch * self.env.repeats
+
+    @property
+    def num_players(self) -> int:
+        """Rows of an episode; more than one where players share it."""
+        return task_class(self.env.dataset).num_players(self.env.options)
+
+    @property
+    def group_size(self) -> int:
+        """Responses that are compared: those of one player to a prompt."""
+        return self.env.repeats // self.num_players
 
     @property
     def num_updates(self) -> int:
@@ -115,7 +126,7 @@ class GRPOGroups:
         keep, bounds = self.filter.zero_variance == "keep", self.filter.return_bounds
         if self.advantage.compares_group:
             kept = {"keep_zero_variance": keep, "keep_return_bounds": bounds}
-            return self.advantage.build(self.env.repeats, **kept)
+            return self.advantage.build(self.group_size, **kept)
         advice = "it does not compare the responses to one prompt"
         ensure(keep, f"filter.zero_variance has no effect, for {advice}")
         ensure(bounds is None, f"filter.return_bounds has no effect, for {advice}")
@@ -153,10 +164,16 @@ class GRPOGroups:
             "ref_model.num_devices has no effect with LoRA: the reference is the policy itself, "
             "with its adapters off",
         )
+        players = self.num_players
         ensure(
-            group >= 2 or not self.advantage.compares_group,
-            f"env.repeats must be at least 2 for advantage={self.advantage.type}, which compares "
-            f"the responses to one prompt; got {group}",
+            group % players == 0,
+            f"env.repeats={group} counts rows, and an episode of {self.env.dataset} has {players}, "
+            "one for each player: choose a multiple",
+        )
+        ensure(
+            self.group_size >= 2 or not self.advantage.compares_group,
+            f"env.repeats must be at least {2 * players} for advantage={self.advantage.type}, "
+            f"which compares the responses to one prompt; got {group}",
         )
         self._check_credit()
         penalty, accepts = self.reward.cut_penalty, getattr(self.agent, "accept_cut", False)

@@ -7,7 +7,7 @@ A new task is a subclass of :class:`TaskEnv`: where its rows come from, what of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -182,6 +182,15 @@ class TaskEnv(DatasetChatEnv):
         """
         steps = cls.MAX_STEPS if max_steps is None else max_steps
         return None if steps is None else steps * (1 + cls.MAX_AUXILIARY_TURNS)
+
+    @classmethod
+    def num_players(cls, options: Mapping[str, Any]) -> int:
+        """Rows of an episode; more than one where players share it.
+
+        Args:
+            options: arguments of the task.
+        """
+        return 1
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
         """Append a transform; one with tools comes before the reward and the limit of turns.

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
 
 State = TypeVar("State")
-Player = Callable[["Game", Any], str]
-"""A scripted player: game and state to action."""
+Player = Callable[[Any, Any], str]
+"""A scripted player: game (or a seat at a table) and state to action."""
 
 
 class IllegalAction(TorchRLLLMError, ValueError):

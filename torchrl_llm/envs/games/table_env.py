@@ -32,6 +32,7 @@ from torchrl_llm.envs.players import (
     MultiAgentChatEnv,
     Opening,
     PlayersTransform,
+    Rewards,
 )
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn
 from torchrl_llm.envs.world import Reaction
@@ -71,6 +72,7 @@ class TableSteps(PlayersTransform):
         parser: reads actions.
         seats: scripted players, by the names of players without a row: a function, ``"random"`` or
             ``"best"``.
+        rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
         accept_cut: read answers that were cut at their limit of tokens like others.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
@@ -89,6 +91,7 @@ class TableSteps(PlayersTransform):
         parser: ActionParser,
         *,
         seats: Mapping[str, Player | str] | None = None,
+        rewards: Rewards = "own",
         invalid_reward: float = -0.3,
         accept_cut: bool = False,
         with_reward: bool = True,
@@ -101,6 +104,7 @@ class TableSteps(PlayersTransform):
         super().__init__(
             [player for player in game.players if player not in seats],
             parser,
+            rewards=rewards,
             with_reward=with_reward,
             accept_cut=accept_cut,
             worker_id=worker_id,
@@ -264,6 +268,7 @@ class TableEnv(MultiAgentChatEnv):
     Args:
         game: the rules.
         seats: see :class:`TableSteps`.
+        rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         actions: as of :class:`~torchrl_llm.envs.games.GameEnv`.
         invalid_reward: reward of a turn without a legal action.
         accept_cut: read answers that were cut at their limit of tokens like others.
@@ -286,12 +291,15 @@ class TableEnv(MultiAgentChatEnv):
     """
 
     MAX_STEPS: ClassVar[int | None] = 64
+    PLAYERS: ClassVar[tuple[str, ...]] = ()
+    """The players of the game, where the class knows them."""
 
     def __init__(
         self,
         game: TableGame,
         *,
         seats: Mapping[str, Player | str] | None = None,
+        rewards: Rewards = "own",
         actions: ActionForm | ActionParser = "tag",
         invalid_reward: float = -0.3,
         accept_cut: bool = False,
@@ -312,6 +320,7 @@ class TableEnv(MultiAgentChatEnv):
             game,
             parser,
             seats=seats,
+            rewards=rewards,
             invalid_reward=invalid_reward,
             accept_cut=accept_cut,
             with_reward=compute_reward,
@@ -322,6 +331,11 @@ class TableEnv(MultiAgentChatEnv):
             system_prompt = f"{game.rules} {parser.help}"
         rows = MappedRows(rows, _with_query)
         super().__init__(steps, rows, system_prompt=system_prompt, worker_id=worker_id, **kwargs)
+
+    @classmethod
+    def num_players(cls, options: Mapping[str, Any]) -> int:
+        """See :meth:`~torchrl_llm.envs.TaskEnv.num_players`; a scripted seat has no row."""
+        return max(1, len(cls.PLAYERS) - len(options.get("seats") or {}))
 
     @property
     def game(self) -> TableGame:

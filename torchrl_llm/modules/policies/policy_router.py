@@ -91,7 +91,7 @@ class PolicyRouter(TensorDictModuleBase):
 
     Attributes:
         policies: as given.
-        answering: by name, the wrapper that is asked: it shares weights with the policy.
+        asked: the wrappers that answer, one for each different policy, which share its weights.
         calls: how often each was asked, a part of a checkpoint.
 
     Raises:
@@ -122,15 +122,22 @@ class PolicyRouter(TensorDictModuleBase):
         for name, policy in policies.items():
             if not isinstance(policy, LLMWrapperBase):
                 raise ConfigError(f"the policy of {name!r} must be a wrapper, got {policy!r}")
-        self.policies = dict(policies)
-        # As parts of this module each is found once: by collectors, and by optimizers.
-        self._distinct = nn.ModuleList(dict.fromkeys(policies.values()))
-        self.answering = {
-            name: policy.get_new_version(inplace=False) for name, policy in policies.items()
-        }
+        self.seat(policies)
         self.seed, self.calls = seed, CallCounts(policies)
         first = next(iter(policies.values()))
         self.in_keys, self.out_keys = list(first.in_keys), list(first.out_keys)
+
+    def seat(self, policies: Mapping[str, LLMWrapperBase]) -> None:
+        """Give players other policies, between two batches.
+
+        Args:
+            policies: as of the constructor.
+        """
+        self.policies = dict(policies)
+        # As parts of this module each is found once: by collectors, and by optimizers.
+        distinct = list(dict.fromkeys(policies.values()))
+        self._distinct = nn.ModuleList(distinct)
+        self.asked = [policy.get_new_version(inplace=False) for policy in distinct]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Answer the rows.
@@ -182,9 +189,10 @@ class PolicyRouter(TensorDictModuleBase):
         return rows
 
     def _ask(self, name: str, td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
-        policy, options = self.answering[name], {}
+        given, options = self.policies[name], {}
+        policy = self.asked[list(self._distinct).index(given)]
         # What counts versions counts those of the policies that were given.
-        policy.policy_version = self.policies[name].policy_version
+        policy.policy_version = given.policy_version
         if self.seed is not None:
             options["seed"] = derived_seed(self.seed, name, self.calls.counts[name])
         self.calls.counts[name] += 1

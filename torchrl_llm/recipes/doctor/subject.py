@@ -18,6 +18,7 @@ from torchrl_llm.data.column import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.data_config import ROWS
+from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.run_folder import dotted
 
 T = TypeVar("T")
@@ -180,7 +181,8 @@ class Subject:
             envs = {name: make_env(config, name, tokenizer) for name in config.tasks}
             return [self._task(name, env, keys[name], "tasks") for name, env in envs.items()]
         if "env.repeats" in self.keys:
-            config.train.prompts_per_batch = config.env.repeats = 1
+            config.train.prompts_per_batch = 1
+            config.env.repeats = task_class(config.env.dataset).num_players(config.env.options)
             env = builders.make_train_env(config, tokenizer, seed=config.seed)
             held_out = builders.make_eval_env(config, tokenizer)
             return [self._task(config.env.dataset, env, self.data_key, "env.dataset", held_out)]

@@ -1,0 +1,120 @@
+"""Self-play: players of a game learn from the games that they play with each other.
+
+Each player has a policy, a loss, an optimizer and a ledger of its own. A step plays a batch of
+games; each policy is trained on the turns of its player, compared with those of the same player in
+the other games; all are evaluated against a random player.
+
+    python sota-implementations/self-play/self-play.py
+    python sota-implementations/self-play/self-play.py agents.shared=true
+    python sota-implementations/self-play/self-play.py agents.shared=true agents.opponent=checkpoint
+
+Without ``model.name`` all policies begin from the player that imitate.py makes, in a minute.
+Every key is in config/self-play.yaml and config/common.yaml.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm.recipes import launch
+
+if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+    launch.begin(__file__, "self-play")
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from self_play_utils import (
+    Opponent,
+    PlayersEvaluation,
+    SelfPlayConfig,
+    load_config,
+    make_learners,
+    make_policies,
+    metrics_of,
+    shown,
+)
+
+from torchrl_llm.collectors import AgentShares, LLMCollector
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.modules import PolicyRouter
+from torchrl_llm.recipes.builders import autocast, make_train_env, make_watch, minibatches
+from torchrl_llm.trainers import TrainingRun, optimize
+
+
+def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
+    """Train in a folder; the run is given back before the first step, and after each."""
+    policies = make_policies(config, folder)  # by name: that of each player, or one for all
+    players = config.players_of(policies)  # name of each policy to the players that it trains
+    opponent = Opponent(config, policies)  # an earlier policy, which has the other seat then
+    router = PolicyRouter(opponent.seated(policies), seed=config.seed)
+    tokenizer = next(iter(policies.values())).tokenizer
+    collector = LLMCollector(
+        make_train_env(config, tokenizer, seed=config.seed),
+        policy=router,
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+    )
+    shares = AgentShares(collector, players)
+    learners = make_learners(config, policies, shares, players)
+    evaluation = PlayersEvaluation(config, policies, players)
+
+    run = TrainingRun(
+        folder,
+        max_steps=config.train.max_steps,
+        models={
+            name: (policy.model, policy.tokenizer)
+            for name, policy in (policies | opponent.policies).items()
+        },
+        parts={
+            **{f"{part}_{name}": each for name, it in learners.items() for part, each in it.parts},
+            "collector": collector,
+            "shares": shares,
+            "calls": router.calls,
+            "opponent": opponent,
+        },
+        evaluate=evaluation if config.eval.num_prompts != 0 else None,
+        config=config.flat(),
+        logging=config.logging,
+        checkpoint=config.checkpoint,
+        evaluation=config.eval,
+        watch=make_watch(config),
+        shown=shown(config, policies),
+    )
+    yield run
+    for _ in run.steps():
+        with run.timed("sample"), autocast(config):  # the first to ask has the games played
+            rows = {name: learner.source.fill() for name, learner in learners.items()}
+        with run.timed("train"):
+            updates = {
+                name: optimize(
+                    learner.algorithm.loss,
+                    minibatches(learner.buffer, config.train.epochs),
+                    learner.optimizer,
+                    learner.scheduler,
+                    max_norm=config.optimizer.clip_grad_norm,
+                    budget=config.train.micro_token_budget,
+                    layout=config.train.packing,
+                    context=partial(autocast, config),
+                )
+                for name, learner in learners.items()
+            }
+        collector.update_policy_weights_()
+        opponent.follow(run.step, router)
+        metrics = metrics_of(learners, rows, updates, collector.take_absent(), router)
+        run.record(metrics, lazy_rows([row for each in rows.values() for row in each.unbind(0)]))
+        yield run
+    run.finish()
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="self-play")
+@launch.tells_errors
+def main(cfg: DictConfig) -> None:
+    for _ in train(load_config(cfg), HydraConfig.get().runtime.output_dir):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Parts of self-play.py: its configuration, a learner for each policy, and the evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict
+
+from torchrl_llm.algorithms import Algorithm
+from torchrl_llm.collectors import AgentShares
+from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.envs.games.table_env import TableEnv
+from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.modules import PolicyRouter, TransformersWrapper
+from torchrl_llm.recipes import RENAMED, GRPOConfig, launch
+from torchrl_llm.recipes.builders import (
+    autocast,
+    make_policy,
+    make_step_buffer,
+    max_turns,
+    overlong_metrics,
+    seed_everything,
+    set_threads,
+)
+from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.trainers import (
+    BatchSource,
+    make_optimizer,
+    make_scheduler,
+    rollout_metrics,
+    say,
+)
+from torchrl_llm.trainers.run import Shown
+from torchrl_llm.trainers.run_folder import model_folder
+
+SHARED, EARLIER = "player", "opponent"
+
+
+@dataclass(kw_only=True)
+class AgentsConfig:
+    """Who plays.
+
+    Attributes:
+        shared: one policy plays, and is trained on, all seats; otherwise each player has its own.
+        opponent: ``self``: the trained players play each other; ``checkpoint``: one trained policy
+            plays an earlier one of itself, in turns from each seat.
+        opponent_interval: steps after which the earlier policy becomes what the trained one is.
+        imitate_steps: where ``model.name`` names no player, steps of imitation (``imitate.py``)
+            that all policies begin from; 0 begins from the model that ships with the package.
+    """
+
+    shared: bool = False
+    opponent: Literal["self", "checkpoint"] = "self"
+    opponent_interval: int = 10
+    imitate_steps: int = 200
+
+    def __post_init__(self) -> None:
+        ensure(
+            self.opponent == "self" or self.shared,
+            "agents.opponent=checkpoint has one trained policy: choose agents.shared=true",
+        )
+        ensure(
+            self.opponent_interval >= 1 and self.imitate_steps >= 0,
+            "agents.opponent_interval must be at least 1 and agents.imitate_steps not negative, "
+            f"got {self.opponent_interval} and {self.imitate_steps}",
+        )
+        default = type(self).opponent_interval
+        ensure(
+            self.opponent == "checkpoint" or self.opponent_interval == default,
+            "agents.opponent_interval has no effect without agents.opponent=checkpoint",
+        )
+
+
+@dataclass(kw_only=True)
+class SelfPlayConfig(GRPOConfig):
+    """Everything that ``self-play.py`` can be told."""
+
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        task = task_class(self.env.dataset)
+        ensure(
+            isinstance(task, type) and issubclass(task, TableEnv) and self.num_players > 1,
+            f"env.dataset={self.env.dataset} has no two players with a policy: self-play needs a "
+            "game of several, such as env=tic_tac_toe_for_two, and no scripted seats",
+        )
+        ensure(
+            self.inference_model.backend == "transformers",
+            f"inference_model.backend={self.inference_model.backend}: self-play.py samples with "
+            "the trained modules themselves; a PolicyRouter over vLLM policies is in the docs",
+        )
+        ensure(self.loss.type != "ppo", "self-play.py trains no critic: choose another loss")
+        ensure(not self.needs_reference, "self-play.py has no reference policy")
+        ensure(self.train.parallel == "none", "self-play.py trains in one process")
+        ensure(not self.curriculum.follows_results, "self-play.py plays all games alike")
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        """Names of the players that have a policy."""
+        seats = self.env.options.get("seats") or {}
+        return tuple(p for p in task_class(self.env.dataset).PLAYERS if p not in seats)
+
+    def players_of(self, policies: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Name of each policy to the players that it is trained on.
+
+        Args:
+            policies: by name.
+        """
+        if self.agents.shared:
+            return {name: list(self.players) for name in policies}
+        return {name: [name] for name in policies}
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key to value, for the record of a run."""
+        return dotted(asdict(self))
+
+
+def load_config(values: Mapping[str, Any]) -> SelfPlayConfig:
+    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    return from_mapping(SelfPlayConfig, values, renamed=RENAMED)
+
+
+def make_policies(config: SelfPlayConfig, folder: str | Path) -> dict[str, TransformersWrapper]:
+    """A policy for each player, or one for all, with the same weights to begin with.
+
+    Args:
+        config: the recipe's.
+        folder: of the run; a player that is imitated first is kept in it.
+    """
+    set_threads(config)
+    if config.model.name is None and config.agents.imitate_steps:
+        config.model.name = str(_imitated(config, Path(folder) / "imitated"))
+    seed_everything(config.seed)
+    names = [SHARED] if config.agents.shared else config.players
+    return {name: make_policy(config) for name in names}
+
+
+def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
+    """The model that imitates a scripted player; made in the folder where it is not there yet."""
+    page = launch.load_page("sft/imitate.py")
+    steps = config.agents.imitate_steps
+    if not (folder / "checkpoints").is_dir():
+        say(f"model.name names no player: {steps} steps of imitation come first")
+        chosen = [
+            f"train.max_steps={steps}",
+            f"seed={config.seed}",
+            "eval.num_prompts=0",
+            "checkpoint.resume=auto",
+            f"env.options.actions={config.env.options.get('actions', 'tag')}",
+            f"train.num_threads={config.train.num_threads or 'null'}",
+            "logging.progress=false",
+        ]
+        files = launch.PAGES / "sft" / "config"
+        for _ in page.train(
+            page.load_config(launch.compose_files(files, "imitate", chosen)), folder
+        ):
+            pass
+    return model_folder(folder)
+
+
+class Learner(NamedTuple):
+    """What trains one policy."""
+
+    algorithm: Algorithm
+    buffer: ReplayBuffer
+    source: BatchSource
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+
+    @property
+    def parts(self) -> list[tuple[str, Any]]:
+        """What a checkpoint holds of it besides the model."""
+        return [
+            (name, getattr(self, name)) for name in ("optimizer", "scheduler", "buffer", "source")
+        ]
+
+
+def make_learners(
+    config: SelfPlayConfig,
+    policies: Mapping[str, TransformersWrapper],
+    shares: AgentShares,
+    players: Mapping[str, list[str]],
+) -> dict[str, Learner]:
+    """A learner for each policy, on the rows of its players."""
+    learners = {}
+    for name, policy in policies.items():
+        seats = 1 if config.agents.opponent == "checkpoint" else len(players[name])
+        num_rows = config.rows_per_batch * seats // config.num_players
+        algorithm = Algorithm(
+            name=f"{config.loss.type} with {config.advantage.type}",
+            loss=config.build_loss(policy),
+            credit=config.build_credit(),
+        )
+        buffer = algorithm.append_to(make_step_buffer(config, num_rows))
+        optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+        source = BatchSource(
+            shares[name],
+            buffer,
+            credit=algorithm.credit,
+            num_rows=num_rows,
+            length=config.train.length_rule,
+            truncated=config.filter.truncated,
+            max_resamples=config.filter.resamples,
+            rows_per_trajectory=max_turns(config),
+        )
+        scheduler = make_scheduler(
+            optimizer, **config.optimizer.schedule, total_steps=config.num_updates
+        )
+        learners[name] = Learner(algorithm, buffer, source, optimizer, scheduler)
+    return learners
+
+
+class Opponent:
+    """An earlier policy, which plays the other seat where ``agents.opponent=checkpoint``.
+
+    The seat of the trained policy changes with each step.
+
+    Args:
+        config: the recipe's.
+        policies: those that are trained.
+    """
+
+    def __init__(self, config: SelfPlayConfig, policies: Mapping[str, TransformersWrapper]) -> None:
+        self._players, self._interval = config.players, config.agents.opponent_interval
+        self._trained = policies
+        self._shared = config.agents.shared
+        self.policies: dict[str, TransformersWrapper] = {}
+        if config.agents.opponent == "checkpoint":
+            earlier = make_policy(config)
+            earlier.model.requires_grad_(False)
+            self.policies = {EARLIER: earlier}
+        self.step = 0
+
+    def seated(self, policies: Mapping[str, TransformersWrapper]) -> dict[str, TransformersWrapper]:
+        """The policy of each player.
+
+        Args:
+            policies: those that are trained.
+        """
+        if not self._shared:
+            return dict(policies)
+        [trained] = policies.values()
+        seats = dict.fromkeys(self._players, trained)
+        if self.policies:
+            others = [p for p in self._players if p != self.seat]
+            seats |= dict.fromkeys(others, self.policies[EARLIER])
+        return seats
+
+    @property
+    def seat(self) -> str:
+        """The player that is trained in the next step."""
+        return self._players[self.step % len(self._players)]
+
+    def follow(self, step: int, router: PolicyRouter) -> None:
+        """Change seats, and take the trained weights where that is due.
+
+        Args:
+            step: the step that has ended.
+            router: whose policies change seats.
+        """
+        if not self.policies:
+            return
+        self.step = step
+        if step % self._interval == 0:
+            [trained] = self._trained.values()
+            self.policies[EARLIER].model.load_state_dict(copy.deepcopy(trained.model.state_dict()))
+        router.seat(self.seated(self._trained))
+
+    def state_dict(self) -> dict[str, int]:
+        """The step; the earlier weights are one of the run's models."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.step = state["step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayersResult:
+    """What came of the evaluation of each player; see :class:`PlayersEvaluation`."""
+
+    by_player: Mapping[str, Evaluation]
+
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """The first game of each player, as text."""
+        return tuple(text for each in self.by_player.values() for text in each.conversations[:1])
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the games that were won, over all players."""
+        return sum(each.accuracy for each in self.by_player.values()) / len(self.by_player)
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/<player>/won``, ``eval/<player>/legal``, ``eval/<player>/reward``; and means."""
+        found = {}
+        for player, each in self.by_player.items():
+            found |= {
+                f"eval/{player}/won": each.accuracy,
+                f"eval/{player}/legal": each.shares["game_legal"],
+                f"eval/{player}/reward": each.reward,
+            }
+        games = sum(each.num_prompts for each in self.by_player.values())
+        return {"eval/accuracy": self.accuracy, "eval/num_prompts": games, **found}
+
+
+class PlayersEvaluation:
+    """Plays held-out games against the random player, each player from its seat, greedily.
+
+    Args:
+        config: the recipe's; ``eval.num_prompts`` games for each player.
+        policies: those that are trained.
+        players: those of each.
+    """
+
+    def __init__(
+        self,
+        config: SelfPlayConfig,
+        policies: Mapping[str, TransformersWrapper],
+        players: Mapping[str, list[str]],
+    ) -> None:
+        self._config = config
+        arguments = {"max_new_tokens": config.inference_model.max_tokens, "temperature": 0.0}
+        self._seats = {
+            player: (policy.get_new_version(generate_kwargs=arguments), self._env(player, policy))
+            for name, policy in policies.items()
+            for player in players[name]
+        }
+
+    def _env(self, player: str, policy: TransformersWrapper) -> TableEnv:
+        config, task = self._config, task_class(self._config.env.dataset)
+        others = dict.fromkeys((p for p in config.players if p != player), "random")
+        seats = {**(config.env.options.get("seats") or {}), **others}
+        return task(
+            **{**config.env.options, "seats": seats},
+            system_prompt=config.env.system_prompt,
+            split="test",
+            shuffle=False,
+            num_envs=min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size),
+            tokenizer=policy.tokenizer,
+        )
+
+    def __call__(self) -> PlayersResult:
+        """Play."""
+        config, found = self._config, {}
+        for player, (policy, env) in self._seats.items():
+            with autocast(config):
+                found[player] = evaluate(
+                    env,
+                    policy,
+                    num_prompts=config.eval.num_prompts or env.primer.num_rows,
+                    max_turns=max_turns(config),
+                    share_keys=("game_legal",),
+                    title=f"evaluating {player}",
+                )
+        return PlayersResult(by_player=found)
+
+
+def shown(config: SelfPlayConfig, policies: Mapping[str, Any]) -> Shown:
+    """What the run shows: games that the first player has won, and won against the random one."""
+    held_out = {"eval/accuracy": "held-out games won"}
+    held_out |= {f"eval/{player}/won": f"won as {player}" for player in config.players}
+    first = next(iter(policies))
+    return Shown(f"train/{first}/reward", f"reward_{first}", "train/tokens_generated", held_out)
+
+
+def metrics_of(
+    learners: Mapping[str, Learner],
+    rows: Mapping[str, LazyStackedTensorDict],
+    updates: Mapping[str, Mapping[str, float]],
+    absent: Mapping[str, tuple[int, float]],
+    router: PolicyRouter,
+) -> dict[str, float]:
+    """The metrics of a step: those of each policy below ``train/<name>/``.
+
+    ``train/<player>/absent`` is how often a player never acted, and
+    ``train/<player>/reward_absent`` the sum of what such a player got, which no row holds.
+    """
+    found: dict[str, float] = {}
+    for name, learner in learners.items():
+        own = rollout_metrics(rows[name]) | dict(updates[name]) | learner.source.ledger.metrics()
+        own |= learner.source.overlong
+        found |= {f"train/{name}/{key.removeprefix('train/')}": value for key, value in own.items()}
+    for player, (times, reward) in absent.items():
+        found |= {f"train/{player}/absent": times, f"train/{player}/reward_absent": reward}
+    tokens = (learner.source.ledger.totals["generated"] for learner in learners.values())
+    overlong = [overlong_metrics(policy)["train/overlong"] for policy in router.asked]
+    return {"train/tokens_generated": sum(tokens), "train/overlong": sum(overlong), **found}

@@ -1,0 +1,132 @@
+"""The rows of a collector shared out by their players, for learners that each train one policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import row_list, sampled_tokens
+from torchrl_llm.data.wire import pack_rows, unpack_row_list
+from torchrl_llm.errors import ConfigError, DataError
+
+
+class AgentShares:
+    """Shares out the batches of a collector: each learner gets the rows of its players.
+
+    A batch is drawn when a learner asks for one and none waits for it; what of it belongs to others
+    waits for them. Rows of players that no learner has are not given out.
+
+    Args:
+        collector: iterated for batches of rows with ``"agent"``.
+        players: names of the players of each learner.
+
+    Attributes:
+        untrained_tokens: sampled tokens of players that no learner has, so far.
+
+    Raises:
+        ConfigError: a player belongs to two learners, or a learner has none.
+
+    Example:
+        >>> from tensordict import NonTensorData
+        >>> rows = [TensorDict(agent=NonTensorData(name)) for name in ("X", "O", "X")]
+        >>> shares = AgentShares([lazy_rows(rows)], {"first": ["X"], "second": ["O"]})
+        >>> len(next(iter(shares["first"]))), len(next(iter(shares["second"])))
+        (2, 1)
+    """
+
+    def __init__(self, collector: Iterable[Any], players: Mapping[str, Collection[str]]) -> None:
+        self.collector = collector
+        self._learner_of: dict[str, str] = {}
+        for learner, names in players.items():
+            if isinstance(names, str) or not names:
+                raise ConfigError(f"the learner {learner!r} needs a list of players, got {names!r}")
+            for name in names:
+                if self._learner_of.setdefault(name, learner) != learner:
+                    raise ConfigError(f"the player {name!r} belongs to two learners")
+        self._waiting: dict[str, deque[list[TensorDict]]] = {each: deque() for each in players}
+        self._batches: Iterator[Any] | None = None
+        self.untrained_tokens = 0
+
+    def __getitem__(self, learner: str) -> Share:
+        """What a learner iterates, in place of the collector."""
+        return Share(self, learner)
+
+    def next_of(self, learner: str) -> LazyStackedTensorDict:
+        """The rows of a learner in the oldest batch that it has not had.
+
+        Args:
+            learner: its name.
+
+        Raises:
+            StopIteration: the collector has ended.
+            DataError: a batch has no row for the learner, or rows without ``"agent"``.
+        """
+        if not self._waiting[learner]:
+            if self._batches is None:
+                self._batches = iter(self.collector)
+            self._share(next(self._batches))
+        rows = self._waiting[learner].popleft()
+        if not rows:
+            raise DataError(f"no player of {learner!r} has acted in a whole batch")
+        return lazy_rows(rows)
+
+    def _share(self, batch: Any) -> None:
+        shares: dict[str, list[TensorDict]] = {each: [] for each in self._waiting}
+        for row in row_list(batch):
+            if row.get("agent", None) is None:
+                raise DataError(
+                    "several learners wait for the rows of their players, and a row has no "
+                    "'agent'; an environment of several players writes it"
+                )
+            learner = self._learner_of.get(str(row["agent"]))
+            if learner is None:
+                self.untrained_tokens += sampled_tokens(row)
+            else:
+                shares[learner].append(row)
+        for learner, rows in shares.items():
+            self._waiting[learner].append(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that wait; the collector has a state of its own."""
+        waiting = {each: list(batches) for each, batches in self._waiting.items()}
+        rows = [row for batches in waiting.values() for batch in batches for row in batch]
+        sizes = {each: [len(batch) for batch in batches] for each, batches in waiting.items()}
+        packed = pack_rows(rows) if rows else None
+        return {"sizes": sizes, "rows": packed, "untrained": self.untrained_tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        rows = iter([] if state["rows"] is None else unpack_row_list(state["rows"]))
+        self._waiting = {
+            each: deque([next(rows) for _ in range(size)] for size in sizes)
+            for each, sizes in state["sizes"].items()
+        }
+        self.untrained_tokens = state["untrained"]
+
+
+class Share:
+    """The batches of one learner; see :class:`AgentShares`.
+
+    Args:
+        shares: of all learners.
+        learner: name of this one.
+    """
+
+    def __init__(self, shares: AgentShares, learner: str) -> None:
+        self._shares, self._learner = shares, learner
+
+    @property
+    def policy_version(self) -> Any:
+        """The collector's."""
+        return getattr(self._shares.collector, "policy_version", None)
+
+    def __iter__(self) -> Iterator[LazyStackedTensorDict]:
+        while True:
+            try:
+                yield self._shares.next_of(self._learner)
+            except StopIteration:
+                return
