@@ -24,7 +24,6 @@ from torchrl_llm.envs.games.game import IllegalAction, Player
 from torchrl_llm.envs.games.game_env import STATE_KEY, Played, add_turn_specs, write_turn
 from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
 from torchrl_llm.envs.games.table_game import TableGame
-from torchrl_llm.envs.games.tic_tac_toe import TicTacToe
 from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
 from torchrl_llm.envs.players import (
     Episode,
@@ -65,7 +64,8 @@ class TableSteps(PlayersTransform):
     - ``"game_committed"``, an action that waits for those of others who act in the same step.
 
     A turn without a legal action does not move the game: it costs ``invalid_reward``, the player is
-    told what is wrong and must act again; the actions of the others wait.
+    told what is wrong and must act again; the actions of the others wait. With
+    ``stop_on_invalid`` it ends the game instead.
 
     Args:
         game: the rules.
@@ -74,6 +74,7 @@ class TableSteps(PlayersTransform):
             ``"best"``.
         rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
+        stop_on_invalid: let such a turn end the game; the others get nothing for it.
         accept_cut: read answers that were cut at their limit of tokens like others.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
@@ -93,6 +94,7 @@ class TableSteps(PlayersTransform):
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
         invalid_reward: float = -0.3,
+        stop_on_invalid: bool = False,
         accept_cut: bool = False,
         with_reward: bool = True,
         worker_id: int | None = None,
@@ -109,7 +111,8 @@ class TableSteps(PlayersTransform):
             accept_cut=accept_cut,
             worker_id=worker_id,
         )
-        self.game, self.seats, self.invalid_reward = game, seats, invalid_reward
+        self.game, self.seats = game, seats
+        self.invalid_reward, self.stop_on_invalid = invalid_reward, stop_on_invalid
 
     def open(self, row: Mapping[str, Any]) -> Opening:
         """See :meth:`~torchrl_llm.envs.players.PlayersTransform.open`."""
@@ -180,6 +183,12 @@ class TableSteps(PlayersTransform):
             player: self._read(state, player, turn, waiting)
             for player, turn in episode.turns.items()
         }
+        if self.stop_on_invalid and not all(each.legal for each in acted.values()):
+            ended = Played(observation="", state=text, terminated=True)
+            players = {player: acted.get(player, ended) for player in episode.rows}
+            return EpisodeReaction(
+                players={name: replace(each, state=text) for name, each in players.items()}
+            )
         after = self._advance(state, waiting, seed)
         text, moved = self.game.dump(after.state), after.state != state
         players = {}
@@ -204,7 +213,7 @@ class TableSteps(PlayersTransform):
             action = waiting[player] = self.game.check(state, player, action)
         except (ActionError, IllegalAction) as error:
             return Played(
-                observation=f"{error} {self.parser.help}",
+                observation=str(error) if self.stop_on_invalid else f"{error} {self.parser.help}",
                 reward=self.invalid_reward,
                 for_form=error.reward if isinstance(error, ActionError) else for_form,
                 state="",
@@ -270,7 +279,9 @@ class TableEnv(MultiAgentChatEnv):
         seats: see :class:`TableSteps`.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         actions: as of :class:`~torchrl_llm.envs.games.GameEnv`.
-        invalid_reward: reward of a turn without a legal action.
+        invalid_reward: reward of a turn without a legal action; if not given -0.3, or -1 where it
+            ends the game.
+        stop_on_invalid: let such a turn end the game; the others get nothing for it.
         accept_cut: read answers that were cut at their limit of tokens like others.
         dataset: rows with a ``seed``, as of :class:`~torchrl_llm.envs.games.GameEnv`.
         data_files: a JSON-lines file of such rows, or several.
@@ -301,7 +312,8 @@ class TableEnv(MultiAgentChatEnv):
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
         actions: ActionForm | ActionParser = "tag",
-        invalid_reward: float = -0.3,
+        invalid_reward: float | None = None,
+        stop_on_invalid: bool = False,
         accept_cut: bool = False,
         dataset: Any = None,
         data_files: str | Path | list[str | Path] | None = None,
@@ -316,12 +328,15 @@ class TableEnv(MultiAgentChatEnv):
             if isinstance(actions, ActionParser)
             else make_action_parser(actions, game.action_name, game.action_help)
         )
+        if invalid_reward is None:
+            invalid_reward = -1.0 if stop_on_invalid else -0.3
         steps = TableSteps(
             game,
             parser,
             seats=seats,
             rewards=rewards,
             invalid_reward=invalid_reward,
+            stop_on_invalid=stop_on_invalid,
             accept_cut=accept_cut,
             with_reward=compute_reward,
             worker_id=worker_id,
@@ -361,7 +376,6 @@ class TicTacToeForTwoEnv(TableEnv):
     PLAYERS = TicTacToeForTwo.players
 
     def __init__(self, *, seats: Mapping[str, Player | str] | None = None, **kwargs: Any) -> None:
-        kwargs.setdefault("invalid_reward", TicTacToe.invalid_reward)
         super().__init__(TicTacToeForTwo(), seats=seats, **kwargs)
 
 
