@@ -150,6 +150,7 @@ def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
         say(f"model.name names no player: {steps} steps of imitation come first")
         chosen = [
             f"train.max_steps={steps}",
+            f"optimizer.warmup_steps={min(20, steps - 1)}",
             f"seed={config.seed}",
             "eval.num_prompts=0",
             "checkpoint.resume=auto",

@@ -178,7 +178,7 @@ def test_a_game_that_fails_ends_its_episode_and_no_other():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="counts rows.*which is no multiple"):
+    with pytest.raises(ConfigError, match=r"counts rows.*which is no multiple"):
         two(num_envs=3)
     with pytest.raises(ConfigError, match="history"):
         two(input_mode="tokens")
@@ -190,9 +190,10 @@ def test_what_cannot_be_is_refused():
         two(seats={"X": "rando"})
     with pytest.raises(ConfigError, match="rewards must be one of"):
         two(rewards="all")
+    half = TensorDict({"_reset": torch.tensor([[True], [False]])}, batch_size=[2])
+    env = two()
     with pytest.raises(DataError, match="begin together"):
-        env = two()
-        env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, batch_size=[2]))
+        env.reset(half)
 
 
 # -- collectors, evaluation, credit ---------------------------------------------------------------

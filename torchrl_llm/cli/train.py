@@ -17,6 +17,7 @@ from torchrl_llm.recipes import launch
 RECIPES = {
     "grpo": "grpo/grpo-sync.py",
     "grpo-async": "grpo/grpo-async.py",
+    "self-play": "self-play/self-play.py",
     "sft": "sft/sft.py",
     "imitate": "sft/imitate.py",
     "embedded": "sft/embedded.py",

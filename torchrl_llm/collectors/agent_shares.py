@@ -13,6 +13,9 @@ from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
 
+# Batches in which a player may never act, before that is an error.
+_MOST_BATCHES = 16
+
 
 class AgentShares:
     """Shares out the batches of a collector: each learner gets the rows of its players.
@@ -63,16 +66,19 @@ class AgentShares:
 
         Raises:
             StopIteration: the collector has ended.
-            DataError: a batch has no row for the learner, or rows without ``"agent"``.
+            DataError: many batches have no row for the learner, or rows lack ``"agent"``.
         """
-        if not self._waiting[learner]:
-            if self._batches is None:
-                self._batches = iter(self.collector)
-            self._share(next(self._batches))
-        rows = self._waiting[learner].popleft()
-        if not rows:
-            raise DataError(f"no player of {learner!r} has acted in a whole batch")
-        return lazy_rows(rows)
+        for _ in range(_MOST_BATCHES):
+            if not self._waiting[learner]:
+                if self._batches is None:
+                    self._batches = iter(self.collector)
+                self._share(next(self._batches))
+            if rows := self._waiting[learner].popleft():
+                return lazy_rows(rows)
+        raise DataError(
+            f"no player of {learner!r} has acted in {_MOST_BATCHES} batches: the episodes end "
+            "before its turn"
+        )
 
     def _share(self, batch: Any) -> None:
         shares: dict[str, list[TensorDict]] = {each: [] for each in self._waiting}

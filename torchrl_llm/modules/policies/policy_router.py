@@ -164,7 +164,8 @@ class PolicyRouter(TensorDictModuleBase):
         if not answers:
             raise DataError("no row is to be answered: its '_step' is false everywhere")
         for node in answers[0].keys():
-            tensordict.set(node, _merged([each.get(node) for each in answers], places))
+            parts, given = [each.get(node) for each in answers], tensordict.get(node, None)
+            tensordict.set(node, _merged(parts, places, given))
         return tensordict
 
     def _rows(self, td: TensorDictBase, size: int) -> dict[str, list[int]]:
@@ -203,21 +204,33 @@ class PolicyRouter(TensorDictModuleBase):
             raise type(error)(f"the policy of {name!r} failed: {error}") from error
 
 
-def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]]) -> Any:
+def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]], given: Any = None) -> Any:
     """A column of the rows of several answers.
 
     Args:
         nodes: of each answer.
-        places: answer and row of it, for each row; rows that nobody answered are empty.
+        places: answer and row of it, for each row.
+        given: what the rows have there already, if anything; rows that nobody answered keep it, and
+            are empty where there is nothing.
     """
     if is_tensorclass(nodes[0]) and not is_non_tensor(nodes[0]):
-        plain = _merged([node._tensordict for node in nodes], places)
-        return type(nodes[0])._from_tensordict(plain)
+        plain = [node._tensordict for node in nodes]
+        given = given._tensordict if is_tensorclass(given) else given
+        return type(nodes[0])._from_tensordict(_merged(plain, places, given))
     if is_non_tensor(nodes[0]):
         values = [node.tolist() for node in nodes]
-        return Column.of(values[max(answer, 0)][row] for answer, row in places)
+        kept = None if given is None else given.tolist()
+        return Column.of(
+            kept[at] if answer == _NOBODY and kept is not None else values[max(answer, 0)][row]
+            for at, (answer, row) in enumerate(places)
+        )
     if isinstance(nodes[0], Tensor):
-        return torch.stack([nodes[max(answer, 0)][row] for answer, row in places])
+        return torch.stack(
+            [
+                given[at] if answer == _NOBODY and given is not None else nodes[max(answer, 0)][row]
+                for at, (answer, row) in enumerate(places)
+            ]
+        )
     if isinstance(nodes[0], LazyStackedTensorDict):
         empty = _emptied(nodes[0].tensordicts[0])
         rows = [
@@ -225,7 +238,14 @@ def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]]) -> Any:
             for answer, row in places
         ]
         return LazyStackedTensorDict(*rows, stack_dim=0)
-    merged = {name: _merged([node.get(name) for node in nodes], places) for name in nodes[0].keys()}
+    merged = {
+        name: _merged(
+            [node.get(name) for node in nodes],
+            places,
+            None if given is None else given.get(name, None),
+        )
+        for name in nodes[0].keys()
+    }
     return TensorDict._new_unsafe(merged, batch_size=torch.Size([len(places)]))
 
 

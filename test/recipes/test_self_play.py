@@ -1,0 +1,109 @@
+"""Self-play: two policies in one run, resumed bit for bit; who plays whom; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.script import read_metrics, run_main
+from safetensors.torch import load_file
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import launch
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "self-play" / "self-play.py"
+SMALL = [
+    "agents.imitate_steps=0",
+    "train.prompts_per_batch=1",
+    "env.repeats=8",
+    "env.dataset=recipes.pennies:PenniesEnv",
+    "eval.num_prompts=4",
+    "logging.progress=false",
+    "optimizer.scheduler=constant",
+    "optimizer.warmup_steps=0",
+]
+
+
+def run(monkeypatch, folder, *overrides):
+    """Run the page, small; the rows of metrics.csv without what a clock says."""
+    run_main(monkeypatch, SCRIPT, folder, *SMALL, *overrides)
+    return [
+        {name: value for name, value in row.items() if not name.startswith("perf/")}
+        for row in read_metrics(folder)
+    ]
+
+
+def weights(folder, step, name):
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / name / "model.safetensors")
+
+
+def test_two_policies_that_are_stopped_and_resumed_are_those_that_were_not(tmp_path, monkeypatch):
+    whole = run(monkeypatch, tmp_path / "whole", "train.max_steps=3")
+    run(monkeypatch, tmp_path / "parts", "train.max_steps=2", "eval.before_train=true")
+    parts = run(monkeypatch, tmp_path / "parts", "train.max_steps=3", "checkpoint.resume=auto")
+    # The first part was evaluated at its end; what was trained is the same to the last digit.
+    own = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in parts]
+    assert own[:-1] == [{k: row[k] for k in own[0]} for row in whole[:-1]]
+    assert parts[-1] == whole[-1]
+    models = {}
+    for name in ("A", "B"):
+        ours, theirs = (weights(tmp_path / each, 3, name) for each in ("parts", "whole"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        models[name] = theirs
+        generated = [int(row[f"train/{name}/tokens_generated"]) for row in whole[1:]]
+        trained = [int(row[f"train/{name}/tokens_trained"]) for row in whole[1:]]
+        assert 0 < sum(trained) <= sum(generated)
+    # They began alike, and each has learned from rows of its own.
+    assert any(not torch.equal(models["A"][key], models["B"][key]) for key in models["A"])
+    assert {"eval/A/won", "eval/B/legal", "train/A/reward"} <= set(whole[-1])
+
+
+@pytest.mark.parametrize("opponent", ["self", "checkpoint"])
+def test_one_policy_learns_all_seats(tmp_path, monkeypatch, opponent):
+    options = ["agents.shared=true", f"agents.opponent={opponent}", "train.max_steps=3"]
+    if opponent == "checkpoint":
+        options.append("agents.opponent_interval=2")
+    table = run(monkeypatch, tmp_path, *options)
+    assert all(float(row["train/player/reward"]) <= 1 for row in table[1:])
+    if opponent == "checkpoint":
+        now, then = (weights(tmp_path, 3, name) for name in ("player", "opponent"))
+        assert any(not torch.equal(now[key], then[key]) for key in now)
+    # A checkpoint of one policy, loaded for two.
+    with pytest.raises(ConfigError, match=r"agents\.shared: True -> False"):
+        run(monkeypatch, tmp_path, "train.max_steps=4", "checkpoint.resume=auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"agents": {"opponent": "checkpoint"}}, "choose agents.shared=true"),
+        ({"agents": {"opponent_interval": 3}}, "no effect without"),
+        ({"agents": {"shared": True, "opponent": "older"}}, "must be one of"),
+        ({"env": {"dataset": "arithmetic"}}, "game of several"),
+        (
+            {"env": {"dataset": "tic_tac_toe_for_two", "options": {"seats": {"O": "random"}}}},
+            "game of several",
+        ),
+        ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 7}}, "choose a multiple"),
+        ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 2}}, "at least 4"),
+        ({"agents": {"shard": True}}, "agents.shared"),
+        ({"inference_model": {"backend": "vllm"}}, "samples with the trained modules"),
+        ({"train": {"kl_to_ref_coeff": 0.1}}, "no reference"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, why):
+    page = launch.load_page("self-play/self-play.py")
+    settings = {"env": {"dataset": "tic_tac_toe_for_two"}} | settings
+    with pytest.raises(ConfigError, match=why):
+        page.load_config(settings)
+
+
+def test_it_begins_from_a_player_that_is_imitated_once(tmp_path, monkeypatch):
+    options = ["agents.imitate_steps=1", "train.max_steps=1", "eval.num_prompts=0"]
+    run(monkeypatch, tmp_path, *options)
+    made = tmp_path / "imitated" / "checkpoints" / "step_000001"
+    before = made.stat().st_mtime_ns
+    run(monkeypatch, tmp_path, *options[:1], "train.max_steps=2", "checkpoint.resume=auto",
+        "eval.num_prompts=0")  # fmt: skip
+    assert made.stat().st_mtime_ns == before
