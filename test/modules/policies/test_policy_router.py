@@ -62,7 +62,7 @@ def test_who_does_not_act_is_not_asked_and_says_nothing(tokenizer):
 
 def test_a_conversation_stays_its_players_while_others_speak(tokenizer):
     """Whole games through a router are those of one policy that knows both scripts."""
-    script = {"X": ["5", "4", "3", "8"], "O": ["1", "2", "7", "9"]}
+    script = {"X": ["5", "4", "3", "8", "6"], "O": ["1", "2", "7", "9"]}
 
     def says(prompt):
         name = "O" if "You are O" in prompt else "X"
