@@ -157,7 +157,8 @@ def check(batches) -> None:
                 assert all(r["next", "game_legal"] for r in rows)
                 seeds.append(seed)
                 rows = []
-    assert not rows and len(set(seeds)) == len(seeds)
+    assert not rows
+    assert len(set(seeds)) == len(seeds)
 
 
 def main(episodes: int = 256) -> None:
