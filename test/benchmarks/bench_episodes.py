@@ -132,6 +132,7 @@ def collect(episodes: int, *, waves: bool = False, seconds: float = CALL_S) -> R
         reset_at_each_iter=waves,
     )
     gc.collect()
+    gc.freeze()  # as the recipes do
     done, turns, batches = 0, 0, []
     wall, cpu = time.perf_counter(), time.process_time()
     for batch in collector:
