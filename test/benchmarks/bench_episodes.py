@@ -3,12 +3,14 @@
     python test/benchmarks/bench_episodes.py [episodes]
 
 256 episodes of a scripted world, whose lengths follow from their seeds, come in order of completion
-out of one collector with 32 rows: a row that ends begins the next episode. Beside it the collector
-that begins 32 episodes together and waits for the last of them.
+out of collectors with 32 rows: a row that ends begins the next episode. Two collectors share the
+backend, so that one does its own work while the other one waits for its answers. Beside them are
+one collector, and one that begins 32 episodes together and waits for the last of them.
 
 The bound is what nobody can beat: the turns of the episodes, 32 a call, 200 ms each. What a side
 takes on top is the rows that have not ended when the last episode is there (or that wait), and our
-own work between two calls. That work is the CPU time of the process, for a sleep costs none.
+own work where it is not hidden behind a call. That work is the CPU time of the process a turn that
+was answered, for a sleep costs none.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from queue import Queue
 
 import torch
+from tensordict import TensorDictBase
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import FinishReason
@@ -38,6 +45,7 @@ from torchrl_llm.modules.model_loading import load_tokenizer
 
 ROWS, MOST_TURNS, CALL_S = 32, 12, 0.2
 AIM_SHARE, AIM_MS = 0.8, 1.2
+Source = Callable[["Waiting"], Iterator[TensorDictBase]]
 ANSWER = "The next lamp is to my left, so I go there. <move>left</move>"
 
 
@@ -119,31 +127,54 @@ class Run:
         return 1e3 * self.cpu_s / self.asked
 
 
-def collect(episodes: int, *, waves: bool = False, seconds: float = CALL_S) -> Run:
-    """Collect at least so many episodes, in order of completion or in waves, and check each."""
-    tokenizer = load_tokenizer(None)
-    backend = Waiting(tokenizer, seconds)
-    collector = LLMCollector(
-        GameEnv(
-            Lamps(), num_envs=ROWS, shuffle=False, dataset=[{"seed": n} for n in range(10_000)]
-        ),
-        policy=FakeWrapper(backend, tokenizer=tokenizer),
+def make_collector(backend: Waiting, part: int, parts: int, **options) -> LLMCollector:
+    """A collector of 32 rows, with its share of the seeds."""
+    seeds = [{"seed": seed} for seed in range(part, 10_000, parts)]
+    return LLMCollector(
+        GameEnv(Lamps(), num_envs=ROWS, shuffle=False, dataset=seeds),
+        policy=FakeWrapper(backend, tokenizer=backend.tokenizer),
         yield_completed_trajectories=True,
-        reset_at_each_iter=waves,
+        **options,
     )
+
+
+def from_one(backend: Waiting, *, waves: bool = False) -> Iterator[TensorDictBase]:
+    """Batches of one collector; with ``waves`` it begins 32 episodes together."""
+    yield from make_collector(backend, 0, 1, reset_at_each_iter=waves)
+
+
+def from_two(backend: Waiting) -> Iterator[TensorDictBase]:
+    """Batches of two collectors in threads: one works while the backend answers the other."""
+    queue = Queue()
+    collectors = [make_collector(backend, part, 2, queue=queue) for part in range(2)]
+    for collector in collectors:
+        collector.start()
+    try:
+        while True:
+            yield queue.get(timeout=60)
+    finally:
+        for collector in collectors:
+            collector.shutdown()
+
+
+def collect(episodes: int, batches_of: Source, *, seconds: float = CALL_S) -> Run:
+    """Collect at least so many episodes as they come, and check each."""
+    backend = Waiting(load_tokenizer(None), seconds)
     gc.collect()
     gc.freeze()  # as the recipes do
     done, turns, batches = 0, 0, []
     wall, cpu = time.perf_counter(), time.process_time()
-    for batch in collector:
-        batches.append(batch)
-        done += int(batch["next", "done"].sum())
-        turns += batch.numel()
-        if done >= episodes:
-            break
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    with closing(batches_of(backend)) as source:
+        for batch in source:
+            batches.append(batch)
+            done += int(batch["next", "done"].sum())
+            turns += batch.numel()
+            if done >= episodes:
+                break
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        calls = list(backend.asked)
     check(batches)
-    return Run(wall, cpu, len(backend.asked), sum(backend.asked), turns)
+    return Run(wall, cpu, len(calls), sum(calls), turns)
 
 
 def check(batches) -> None:
@@ -163,14 +194,22 @@ def check(batches) -> None:
 
 
 def main(episodes: int = 256) -> None:
-    collect(ROWS, seconds=0.0)
+    for source in (from_one, from_two):
+        collect(ROWS, source, seconds=0.0)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    for name, waves in (("order of completion", False), ("waves of 32", True)):
-        run = collect(episodes, waves=waves)
+    sides = {
+        "two collectors, order of completion": from_two,
+        "one collector, order of completion": from_one,
+        "one collector, waves": partial(from_one, waves=True),
+    }
+    for name, source in sides.items():
+        run = collect(episodes, source)
         print(f"{name}: {run.turns} turns in {run.wall_s:.2f} s, bound {run.bound_s:.2f} s")
-        print(f"  share of the bound {run.share:5.2f}        aim {'-' if waves else AIM_SHARE}")
-        print(f"  own CPU            {run.ms_per_turn:5.2f} ms a turn   aim {AIM_MS}")
-        print(f"  calls of the backend {run.calls}, rows a call {run.asked / run.calls:.1f}")
+        print(f"  share of the bound   {run.share:5.2f}         aim {AIM_SHARE}")
+        print(f"  own CPU              {run.ms_per_turn:5.2f} ms a turn   aim {AIM_MS}")
+        print(
+            f"  calls of the backend {run.calls:5d}         rows a call {run.asked / run.calls:.1f}"
+        )
 
 
 if __name__ == "__main__":
