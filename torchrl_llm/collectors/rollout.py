@@ -30,6 +30,7 @@ from torchrl_llm.collectors.collecting_thread import PauseGate
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch, split_rollout
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
+from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.errors import CheckpointError, ConfigError
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
@@ -187,6 +188,16 @@ def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
     return written - read - known
 
 
+def _is_chat_env(env: EnvBase) -> bool:
+    """Whether an environment is a chat environment of this process, in any transforms.
+
+    Its ``step_and_maybe_reset`` is TorchRL's own: a step, the move to the next one, a reset.
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return isinstance(env, ChatEnv)
+
+
 class Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
 
@@ -194,6 +205,7 @@ class Lockstep(Rollout):
         super().__init__(*args, **kwargs)
         self.carrier: TensorDictBase | None = None
         self._stale = _stale_keys(self.env, self.policy)
+        self._by_parts = _is_chat_env(self.env)
 
     def drop(self) -> None:
         """See :meth:`Rollout.drop`."""
@@ -219,15 +231,26 @@ class Lockstep(Rollout):
         if acted is None:
             return None
         with torch.no_grad():
-            stepped, carrier = self.env.step_and_maybe_reset(acted)
-        self.carrier = self.without_stale(carrier)
+            stepped, carrier = self._step_and_maybe_reset(acted)
+        self.carrier = carrier
         return stepped
 
-    def without_stale(self, carrier: TensorDictBase) -> TensorDictBase:
-        """The carrier without what the policy writes again, in place."""
-        for name in self._stale:
-            carrier.pop(name, None)
-        return carrier
+    def _step_and_maybe_reset(self, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """The environment's method of that name, without what the policy writes again."""
+        env = self.env
+        if not self._by_parts or acted.device != env.device:
+            stepped, carrier = env.step_and_maybe_reset(acted)
+            return stepped, carrier.exclude(*self._stale, inplace=True)
+        # The same parts; what is stale is dropped before it would be copied and reset.
+        stepped = env.step(acted)
+        carrier = self.moved_on(stepped)
+        if env._post_step_mdp_hooks is not None:
+            stepped, carrier = env._post_step_mdp_hooks(stepped, carrier)
+        return stepped, env.maybe_reset(carrier)
+
+    def moved_on(self, stepped: TensorDictBase) -> TensorDictBase:
+        """The carrier of the next step, without what the policy writes again."""
+        return self.env.step_mdp(stepped.exclude(*self._stale))
 
     def state_dict(self) -> dict[str, Any]:
         """The carrier between two steps, the environment's state, and the count of turns."""
@@ -446,7 +469,7 @@ class WaveRollout(TrajectoryRollout):
         still = self.running & ~done
         carrier = None
         if still.any():
-            carrier = self.without_stale(self.env.step_mdp(stepped))
+            carrier = self.moved_on(stepped)
             carrier.set("_step", still.view_as(stepped.get(("next", "done"))).to(carrier.device))
         for place, row in enumerate(split_batch(stepped.exclude("_step"))):
             if running[place]:
