@@ -12,6 +12,7 @@ from tensordict import LazyStackedTensorDict
 from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors.rollout import tokens_of_call
 from torchrl_llm.data import Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -124,6 +125,21 @@ def test_a_rollout_of_the_environment_goes_into_the_buffer_as_it_is(real_policy)
     buffer = ReplayBuffer(transform=JoinTurns())
     buffer.extend(rollout)
     assert [row["num_turns"].item() for row in buffer[:].unbind(0)] == [3, 3]
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_of_a_call_are_those_of_its_rows(tokenizer, mode, padded):
+    answers = ["a", "a longer answer", "an answer", "b"]
+    env = make_env(4, input_mode=mode, tokenizer=tokenizer)
+    td = FakeWrapper(answers, tokenizer=tokenizer, input_mode=mode, pad_output=padded)(env.reset())
+    for source in read_rows(td, ("trace", "source")):
+        source[-1] = Source.FORCED
+    counts = tokens_of_call(td)
+    assert counts == [sampled_tokens(row) for row in split_rollout(td).tensordicts]
+    assert len(set(counts)) > 1
+    assert tokens_of_call(td.unsqueeze(0)) == counts
+    assert tokens_of_call(td.exclude("tokens")) == [0] * 4
 
 
 class Hooked(Transform):

@@ -27,8 +27,14 @@ from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
 from torchrl_llm.collectors.collecting_thread import PauseGate
-from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch, split_rollout
+from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.rollouts import (
+    count_sampled,
+    ends_trajectory,
+    sampled_tokens,
+    split_batch,
+    split_rollout,
+)
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.errors import CheckpointError, ConfigError
@@ -90,6 +96,7 @@ class Rollout(ABC):
     Attributes:
         turns: turns of the batches so far, intermediate turns that were not yielded among them.
         sampled: tokens that the policy has sampled so far.
+        counts: those of its last call, a number for each row.
         after_call: called after each policy call, in the thread that collects; ``None`` for
             nothing.
     """
@@ -107,6 +114,7 @@ class Rollout(ABC):
         self.env, self.policy, self.stamp = env, policy, stamp
         self.turns_per_batch, self.calls, self.verbose = turns_per_batch, calls, verbose
         self.turns, self.sampled = 0, 0
+        self.counts: list[int] = []
         self.after_call: Callable[[], None] | None = None
         self._dropping = False
 
@@ -147,7 +155,8 @@ class Rollout(ABC):
             if self._dropping:
                 return None
             acted = self.policy(self.stamp(carrier))
-        self.sampled += sum(tokens_of_call(acted))
+        self.counts = tokens_of_call(acted)
+        self.sampled += sum(self.counts)
         if self.after_call is not None:
             self.after_call()
         # Answers that were cut short must not become turns: they count as sampled and lost.
@@ -168,10 +177,16 @@ def tokens_of_call(acted: TensorDictBase) -> list[int]:
         A number for each row, as :func:`~torchrl_llm.data.rollouts.sampled_tokens` counts them once
         they are rows; zeros for a policy without tokens.
     """
-    counted = acted.select("tokens", "trace", strict=False)
-    if counted.is_empty():
+    if acted.batch_dims != 1:
+        counted = acted.select("tokens", "trace", strict=False)
+        if counted.is_empty():
+            return [0] * acted.numel()
+        return [sampled_tokens(row) for row in split_rollout(counted).tensordicts]
+    responses = read_rows(acted, ("tokens", "response"), None)
+    if responses is None:
         return [0] * acted.numel()
-    return [sampled_tokens(row) for row in split_rollout(counted).tensordicts]
+    sources = read_rows(acted, ("trace", "source"), None) or [None] * len(responses)
+    return list(map(count_sampled, responses, sources))
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
@@ -322,16 +337,22 @@ class Assembly:
     def __init__(self, num_places: int, last_only: bool) -> None:
         self.last_only = last_only
         self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
-        self.open_tokens = 0
+        self.open_tokens = [0] * num_places
         self.finished: deque[tuple[int, list[TensorDict]]] = deque()
 
-    def add(self, place: int, row: TensorDict) -> None:
-        """Add a turn; one that is done finishes its trajectory."""
+    def add(self, place: int, row: TensorDict, tokens: int) -> None:
+        """Add a turn; one that is done finishes its trajectory.
+
+        Args:
+            place: of its row in the environment.
+            row: the turn.
+            tokens: how many were sampled in it.
+        """
         held = self.open[place]
         held.append(row)
-        self.open_tokens += sampled_tokens(row)
+        self.open_tokens[place] += tokens
         if ends_trajectory(row):
-            self.open_tokens -= sum(map(sampled_tokens, held))
+            self.open_tokens[place] = 0
             self.finished.append((len(held), held[-1:] if self.last_only else held))
             self.open[place] = []
 
@@ -339,12 +360,12 @@ class Assembly:
     def tokens(self) -> int:
         """Sampled tokens of what is here and will be given out or belongs to what will be."""
         finished = (row for _, trajectory in self.finished for row in trajectory)
-        return self.open_tokens + sum(map(sampled_tokens, finished))
+        return sum(self.open_tokens) + sum(map(sampled_tokens, finished))
 
     def clear_open(self) -> None:
         """Forget the trajectories that have not ended."""
         self.open = [[] for _ in self.open]
-        self.open_tokens = 0
+        self.open_tokens = [0] * len(self.open)
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
         """Finished trajectories of at least ``turns`` turns, or all there are."""
@@ -375,7 +396,7 @@ class Assembly:
         """Continue where :meth:`state_dict` was taken."""
         rows = iter(unpack_row_list(state["rows"]))
         self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
-        self.open_tokens = sum(sampled_tokens(row) for held in self.open for row in held)
+        self.open_tokens = [sum(map(sampled_tokens, held)) for held in self.open]
         self.finished = deque(
             (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
         )
@@ -405,8 +426,9 @@ class TrajectoryRollout(Lockstep):
             if self._drop_now():
                 self.assembly.clear_open()
             step = self._step()
-            for place, row in enumerate([] if step is None else split_batch(step)):
-                self.assembly.add(place, row)
+            if step is not None:
+                for place, row in enumerate(split_batch(step)):
+                    self.assembly.add(place, row, self.counts[place])
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
@@ -473,7 +495,7 @@ class WaveRollout(TrajectoryRollout):
             carrier.set("_step", still.view_as(stepped.get(("next", "done"))).to(carrier.device))
         for place, row in enumerate(split_batch(stepped.exclude("_step"))):
             if running[place]:
-                self.assembly.add(place, row)
+                self.assembly.add(place, row, self.counts[place])
         self.carrier, self.running = carrier, still
 
     def state_dict(self) -> dict[str, Any]:
@@ -549,8 +571,8 @@ class AsyncTrajectoryRollout(Rollout):
             stepped, carriers = self.env.async_step_and_maybe_reset_recv(min_get=1)
             for part in stepped.unbind(0):
                 (row,) = split_batch(part.exclude("env_index"))
-                self.assembly.add(self._index(part), row)
-                del self._stepping[self._index(part)]
+                index = self._index(part)
+                self.assembly.add(index, row, self._stepping.pop(index))
             self._send(list(carriers.unbind(0)))
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
@@ -568,7 +590,7 @@ class AsyncTrajectoryRollout(Rollout):
         indices = [self._index(carrier) for carrier in carriers]
         plain = [carrier.exclude("env_index") for carrier in carriers]
         acted = self._act(plain[0] if len(plain) == 1 else torch.cat(plain, 0))
-        self._stepping.update(zip(indices, tokens_of_call(acted), strict=True))
+        self._stepping.update(zip(indices, self.counts, strict=True))
         for place, index in enumerate(indices):
             part = acted[place : place + 1]
             # One send for each, because the pool would lay one index on all rows of a batch.
