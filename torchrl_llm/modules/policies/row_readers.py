@@ -353,12 +353,15 @@ class HistoryRows(RowReader):
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the prompts: reused, extended, or encoded where there is none."""
         chats = self._known(chat_rows(blocks, self.key))
-        records: list[TokenRecord | None] = [
-            self.formatter.continue_record(chat.record, chat)
-            if chat.record is not None and self.prefer_tokens
-            else None
-            for chat in chats
+        records: list[TokenRecord | None] = [None] * len(chats)
+        begun = [
+            row for row, chat in enumerate(chats) if chat.record is not None and self.prefer_tokens
         ]
+        continued = self.formatter.continue_records(
+            [chats[row].record for row in begun], [chats[row] for row in begun]
+        )
+        for row, record in zip(begun, continued, strict=True):
+            records[row] = record
         self._encode_new(chats, records, self._turns(blocks, len(chats)))
         return Prompts(records, chats, [False] * len(chats))
 
