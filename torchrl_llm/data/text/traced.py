@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 _MAX_STRUCTURES, _MAX_WAYS = 256, 8
+# Renderings of a structure before a template is run to follow it, which costs some of them.
+_RARE = 8
 _TEXTS = frozenset(
     {"strip", "lstrip", "rstrip", "lower", "upper", "replace", "removeprefix", "removesuffix"}
 )
@@ -240,6 +242,7 @@ def _true_of_text(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is Unknown or function(value)
 
 
+@lru_cache(maxsize=64)
 def _traceable(template: str) -> Callable[..., Any]:
     """A template of its own, which takes and returns unknowns."""
     compiled = _compile_jinja_template.__wrapped__(template)
@@ -277,13 +280,13 @@ class TracedTemplate:
         self, template: str, variables: Mapping[str, Any], render: Callable[..., str]
     ) -> None:
         self._template, self._variables, self._slow = template, dict(variables), render
-        self._run: Callable[..., Any] | None = None
-        # Ways by structure: none yet for one that was seen once, ``None`` where there is none.
+        # Ways by structure, ``None`` where there is none; and how often others were rendered.
         self._ways: dict[bytes, list[_Way] | None] = {}
+        self._seen: dict[bytes, int] = {}
         self._fixed = not any(callable(value) for value in self._variables.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_ways": {}}
+        return {**self.__dict__, "_ways": {}, "_seen": {}}
 
     def render(self, prepared: list[dict], tools: list[dict] | None, prompt: bool) -> str:
         """What the template makes of these messages.
@@ -303,35 +306,38 @@ class TracedTemplate:
             )
         except ValueError:  # more than JSON
             return self._slow(prepared, tools, prompt)
-        ways = self._ways.get(key, ())
+        ways = self._ways.get(key, [])
         for way in ways or ():
             if way.fits(texts):
                 return _spelled(way.parts, texts)
         text = self._slow(prepared, tools, prompt)
-        if isinstance(ways, list) and self._fixed:
-            self._learn(key, ways, prepared, tools, prompt, texts, text)
-        elif ways == ():  # worth it for what comes again
+        if self._fixed and ways is not None and (ways or self._comes_again(key)):
             if len(self._ways) >= _MAX_STRUCTURES:
                 self._ways.clear()
-            self._ways[key] = []
+            self._ways[key] = self._learned(ways, prepared, tools, prompt, texts, text)
         return text
 
-    def _learn(
+    def _comes_again(self, key: bytes) -> bool:
+        """Whether a structure was rendered so often that more of its kind will come."""
+        if len(self._seen) >= _MAX_STRUCTURES:
+            self._seen.clear()
+        self._seen[key] = seen = self._seen.get(key, 0) + 1
+        return seen > _RARE
+
+    def _learned(
         self,
-        key: bytes,
         ways: list[_Way],
         prepared: list[dict],
         tools: list[dict] | None,
         prompt: bool,
         texts: list[str],
         text: str,
-    ) -> None:
+    ) -> list[_Way] | None:
+        """The ways with that of these messages; ``None`` where it cannot be followed."""
         way = _Way(texts)
         try:
-            if self._run is None:
-                self._run = _traceable(self._template)
             numbers = count()
-            found = self._run(
+            found = _traceable(self._template)(
                 messages=[_with_unknowns(message, way, numbers) for message in prepared],
                 tools=tools,
                 documents=None,
@@ -339,13 +345,11 @@ class TracedTemplate:
                 **self._variables,
             )
         except (Untraceable, Exception):  # whatever the template does with what is no string
-            self._ways[key] = None
-            return
+            return None
         way.parts = found._parts if type(found) is Unknown else (found,)
-        if len(ways) == _MAX_WAYS or _spelled(way.parts, texts) != text:
-            self._ways[key] = None
-            return
-        self._ways[key] = [*ways, way]
+        way.texts = ()
+        followed = len(ways) < _MAX_WAYS and _spelled(way.parts, texts) == text
+        return [*ways, way] if followed else None
 
 
 def _is_text(name: Any, value: Any) -> bool:
