@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 
 import pytest
 import torch
 from collectors.collecting import make_env, make_policy
 from tensordict import LazyStackedTensorDict
+from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.collectors.rollout import tokens_of_call
 from torchrl_llm.data import Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -122,6 +125,52 @@ def test_a_rollout_of_the_environment_goes_into_the_buffer_as_it_is(real_policy)
     buffer = ReplayBuffer(transform=JoinTurns())
     buffer.extend(rollout)
     assert [row["num_turns"].item() for row in buffer[:].unbind(0)] == [3, 3]
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_of_a_call_are_those_of_its_rows(tokenizer, mode, padded):
+    answers = ["a", "a longer answer", "an answer", "b"]
+    env = make_env(4, input_mode=mode, tokenizer=tokenizer)
+    td = FakeWrapper(answers, tokenizer=tokenizer, input_mode=mode, pad_output=padded)(env.reset())
+    for source in read_rows(td, ("trace", "source")):
+        source[-1] = Source.FORCED
+    counts = tokens_of_call(td)
+    assert counts == [sampled_tokens(row) for row in split_rollout(td).tensordicts]
+    assert len(set(counts)) > 1
+    assert tokens_of_call(td.unsqueeze(0)) == counts
+    assert tokens_of_call(td.exclude("tokens")) == [0] * 4
+
+
+class Hooked(Transform):
+    """Changes what is carried into the next step, as TorchRL lets a transform do."""
+
+    def _post_step_mdp_hooks(self, tensordict, tensordict_):
+        tensordict_["turn"] = tensordict_["turn"] + 2
+        return tensordict, tensordict_
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("way", [{}, {"yield_completed_trajectories": True}])
+def test_a_step_that_copies_nothing_stale_is_the_step_of_torchrl(tokenizer, mode, way):
+    def collected(by_parts):
+        torch.manual_seed(0)
+        env = make_env(3, input_mode=mode, tokenizer=tokenizer).append_transform(Hooked())
+        policy = make_policy(tokenizer, input_mode=mode)
+        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=9, **way)
+        assert collector._rollout._by_parts
+        collector._rollout._by_parts = by_parts
+        batches = iter(collector)
+        return [row for _ in range(4) for row in split_rollout(next(batches)).unbind(0)]
+
+    for row, other in zip(collected(True), collected(False), strict=True):
+        leaves, others = (dict(r.items(True, True)) for r in (row, other))
+        assert leaves.keys() == others.keys()
+        for key, value in leaves.items():
+            if {"traj_id", "group_id"} & {key, key[-1]}:  # counted on over collectors
+                continue
+            same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+            assert same(row[key], other[key]), key
 
 
 def test_what_only_the_policy_writes_is_not_carried_into_the_next_step(tokenizer):

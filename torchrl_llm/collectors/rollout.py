@@ -31,9 +31,16 @@ from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
 from torchrl_llm.collectors.collecting_thread import PauseGate
-from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch, split_rollout
+from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.rollouts import (
+    count_sampled,
+    ends_trajectory,
+    sampled_tokens,
+    split_batch,
+    split_rollout,
+)
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
+from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.errors import CheckpointError, ConfigError
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
@@ -93,6 +100,7 @@ class Rollout(ABC):
     Attributes:
         turns: turns of the batches so far, intermediate turns that were not yielded among them.
         sampled: tokens that the policy has sampled so far.
+        counts: those of its last call, a number for each row.
         after_call: called after each policy call, in the thread that collects; ``None`` for
             nothing.
     """
@@ -110,6 +118,7 @@ class Rollout(ABC):
         self.env, self.policy, self.stamp = env, policy, stamp
         self.turns_per_batch, self.calls, self.verbose = turns_per_batch, calls, verbose
         self.turns, self.sampled = 0, 0
+        self.counts: list[int] = []
         self.after_call: Callable[[], None] | None = None
         self._dropping = False
 
@@ -150,7 +159,8 @@ class Rollout(ABC):
             if self._dropping:
                 return None
             acted = self.policy(self.stamp(carrier))
-        self.sampled += sum(tokens_of_call(acted))
+        self.counts = tokens_of_call(acted)
+        self.sampled += sum(self.counts)
         if self.after_call is not None:
             self.after_call()
         # Answers that were cut short must not become turns: they count as sampled and lost.
@@ -171,10 +181,16 @@ def tokens_of_call(acted: TensorDictBase) -> list[int]:
         A number for each row, as :func:`~torchrl_llm.data.rollouts.sampled_tokens` counts them once
         they are rows; zeros for a policy without tokens.
     """
-    counted = acted.select("tokens", "trace", strict=False)
-    if counted.is_empty():
+    if acted.batch_dims != 1:
+        counted = acted.select("tokens", "trace", strict=False)
+        if counted.is_empty():
+            return [0] * acted.numel()
+        return [sampled_tokens(row) for row in split_rollout(counted).tensordicts]
+    responses = read_rows(acted, ("tokens", "response"), None)
+    if responses is None:
         return [0] * acted.numel()
-    return [sampled_tokens(row) for row in split_rollout(counted).tensordicts]
+    sources = read_rows(acted, ("trace", "source"), None) or [None] * len(responses)
+    return list(map(count_sampled, responses, sources))
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
@@ -191,6 +207,16 @@ def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
     return written - read - known
 
 
+def _is_chat_env(env: EnvBase) -> bool:
+    """Whether an environment is a chat environment of this process, in any transforms.
+
+    Its ``step_and_maybe_reset`` is TorchRL's own: a step, the move to the next one, a reset.
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return isinstance(env, ChatEnv)
+
+
 class Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
 
@@ -198,6 +224,7 @@ class Lockstep(Rollout):
         super().__init__(*args, **kwargs)
         self.carrier: TensorDictBase | None = None
         self._stale = _stale_keys(self.env, self.policy)
+        self._by_parts = _is_chat_env(self.env)
 
     def drop(self) -> None:
         """See :meth:`Rollout.drop`."""
@@ -237,15 +264,26 @@ class Lockstep(Rollout):
         if acted is None:
             return None
         with torch.no_grad():
-            stepped, carrier = self.env.step_and_maybe_reset(acted)
-        self.carrier = self.without_stale(carrier)
+            stepped, carrier = self._step_and_maybe_reset(acted)
+        self.carrier = carrier
         return stepped
 
-    def without_stale(self, carrier: TensorDictBase) -> TensorDictBase:
-        """The carrier without what the policy writes again, in place."""
-        for name in self._stale:
-            carrier.pop(name, None)
-        return carrier
+    def _step_and_maybe_reset(self, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """The environment's method of that name, without what the policy writes again."""
+        env = self.env
+        if not self._by_parts or acted.device != env.device:
+            stepped, carrier = env.step_and_maybe_reset(acted)
+            return stepped, carrier.exclude(*self._stale, inplace=True)
+        # The same parts; what is stale is dropped before it would be copied and reset.
+        stepped = env.step(acted)
+        carrier = self.moved_on(stepped)
+        if env._post_step_mdp_hooks is not None:
+            stepped, carrier = env._post_step_mdp_hooks(stepped, carrier)
+        return stepped, env.maybe_reset(carrier)
+
+    def moved_on(self, stepped: TensorDictBase) -> TensorDictBase:
+        """The carrier of the next step, without what the policy writes again."""
+        return self.env.step_mdp(stepped.exclude(*self._stale))
 
     def state_dict(self) -> dict[str, Any]:
         """The carrier between two steps, the environment's state, and the count of turns."""
@@ -339,17 +377,23 @@ class Assembly:
     def __init__(self, num_places: int, last_only: bool) -> None:
         self.last_only = last_only
         self.open: list[list[TensorDict]] = [[] for _ in range(num_places)]
-        self.open_tokens = 0
+        self.open_tokens = [0] * num_places
         self.finished: deque[tuple[int, list[TensorDict]]] = deque()
         self.absent: dict[str, tuple[int, float]] = {}
         # Rewards of players before their first turn.
         self._early = [0.0] * num_places
 
-    def add_step(self, step: TensorDictBase, running: Sequence[bool] | None = None) -> None:
+    def add_step(
+        self,
+        step: TensorDictBase,
+        tokens: Sequence[int],
+        running: Sequence[bool] | None = None,
+    ) -> None:
         """Add the turns of a step of all rows.
 
         Args:
             step: ``[B]``; rows that ``"_step"`` leaves out are no turns.
+            tokens: how many were sampled in each row.
             running: rows whose trajectory goes on; all if not given.
         """
         size = step.batch_size[0]
@@ -360,17 +404,23 @@ class Assembly:
             if running is not None and not running[place]:
                 continue
             if acts[place]:
-                self.add(place, row)
+                self.add(place, row, tokens[place])
             elif brings[place]:
                 self.bring(place, row)
 
-    def add(self, place: int, row: TensorDict) -> None:
-        """Add a turn; one that is done finishes its trajectory."""
+    def add(self, place: int, row: TensorDict, tokens: int) -> None:
+        """Add a turn; one that is done finishes its trajectory.
+
+        Args:
+            place: of its row in the environment.
+            row: the turn.
+            tokens: how many were sampled in it.
+        """
         if early := self._take_early(place):
             reward = row.get(("next", "reward"))
             row = row.copy().set("next", row.get("next").copy().set("reward", reward + early))
         self.open[place].append(row)
-        self.open_tokens += sampled_tokens(row)
+        self.open_tokens[place] += tokens
         if ends_trajectory(row):
             self._finish(place)
 
@@ -400,7 +450,7 @@ class Assembly:
 
     def _finish(self, place: int) -> None:
         held = self.open[place]
-        self.open_tokens -= sum(map(sampled_tokens, held))
+        self.open_tokens[place] = 0
         self.finished.append((len(held), held[-1:] if self.last_only else held))
         self.open[place] = []
 
@@ -408,13 +458,13 @@ class Assembly:
     def tokens(self) -> int:
         """Sampled tokens of what is here and will be given out or belongs to what will be."""
         finished = (row for _, trajectory in self.finished for row in trajectory)
-        return self.open_tokens + sum(map(sampled_tokens, finished))
+        return sum(self.open_tokens) + sum(map(sampled_tokens, finished))
 
     def clear_open(self) -> None:
         """Forget the trajectories that have not ended."""
         self.open = [[] for _ in self.open]
         self._early = [0.0] * len(self.open)
-        self.open_tokens = 0
+        self.open_tokens = [0] * len(self.open)
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
         """Finished trajectories of at least ``turns`` turns, or all there are."""
@@ -448,7 +498,7 @@ class Assembly:
         rows = iter(unpack_row_list(state["rows"]))
         self.absent, self._early = dict(state["absent"]), list(state["early"])
         self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
-        self.open_tokens = sum(sampled_tokens(row) for held in self.open for row in held)
+        self.open_tokens = [sum(map(sampled_tokens, held)) for held in self.open]
         self.finished = deque(
             (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
         )
@@ -523,7 +573,7 @@ class TrajectoryRollout(Lockstep):
                 self.assembly.clear_open()
             step = self._step()
             if step is not None:
-                self.assembly.add_step(step)
+                self.assembly.add_step(step, self.counts)
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
@@ -587,9 +637,9 @@ class WaveRollout(TrajectoryRollout):
         still = self.running & ~done
         carrier = None
         if still.any():
-            carrier = self.without_stale(self.env.step_mdp(stepped))
+            carrier = self.moved_on(stepped)
         # Of a wave, rows that have ended are not stepped either.
-        self.assembly.add_step(stepped, running)
+        self.assembly.add_step(stepped, self.counts, running)
         self.carrier, self.running = carrier, still
 
     def state_dict(self) -> dict[str, Any]:
@@ -666,8 +716,8 @@ class AsyncTrajectoryRollout(Rollout):
             stepped, carriers = self.env.async_step_and_maybe_reset_recv(min_get=1)
             for part in stepped.unbind(0):
                 (row,) = split_batch(part.exclude("env_index"))
-                self.assembly.add(self._index(part), row)
-                del self._stepping[self._index(part)]
+                index = self._index(part)
+                self.assembly.add(index, row, self._stepping.pop(index))
             self._send(list(carriers.unbind(0)))
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
@@ -685,7 +735,7 @@ class AsyncTrajectoryRollout(Rollout):
         indices = [self._index(carrier) for carrier in carriers]
         plain = [carrier.exclude("env_index") for carrier in carriers]
         acted = self._act(plain[0] if len(plain) == 1 else torch.cat(plain, 0))
-        self._stepping.update(zip(indices, tokens_of_call(acted), strict=True))
+        self._stepping.update(zip(indices, self.counts, strict=True))
         for place, index in enumerate(indices):
             part = acted[place : place + 1]
             # One send for each, because the pool would lay one index on all rows of a batch.

@@ -11,7 +11,7 @@ Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one respo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,16 +157,7 @@ class TokenRecord:
             source: integer codes ``[N]``.
             num_messages: messages that old and new ids encode together.
         """
-        count = token_ids.shape[0]
-        more = _unsampled(token_ids, source)
-        return replace(
-            self,
-            **{name: torch.cat([getattr(self, name), column]) for name, column in more.items()},
-            facts=self.facts_with({}, count),
-            support=self.support and Support.join([self.support, Support.whole(count)]),
-            num_messages=num_messages,
-            finish_reason=None,
-        )
+        return extend_records([self], [token_ids], [source], [num_messages])[0]
 
     def respond(
         self,
@@ -249,6 +240,53 @@ def _unsampled(token_ids: Tensor, source: Tensor) -> dict[str, Tensor]:
         name: given[name] if name in given else FACTS[name].filled(length)
         for name in RECORD_COLUMNS
     }
+
+
+def extend_records(
+    records: Sequence[TokenRecord],
+    token_ids: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    num_messages: Sequence[int],
+) -> list[TokenRecord]:
+    """Append tokens that were not sampled to each record, see :meth:`TokenRecord.extend`.
+
+    Args:
+        records: ``B`` records.
+        token_ids: ``B`` int64 tensors ``[N_b]``, the new ids only.
+        sources: ``B`` tensors of integer codes ``[N_b]``.
+        num_messages: ``B`` numbers of messages that old and new ids encode together.
+
+    Returns:
+        ``B`` records, whose tensors are views of one tensor a field.
+    """
+    if not records:
+        return []
+    counts = [ids.shape[0] for ids in token_ids]
+    more = _unsampled(torch.cat(list(token_ids)), torch.cat(list(sources)))
+    lengths = [record.token_ids.shape[0] + n for record, n in zip(records, counts, strict=True)]
+    columns = {
+        name: torch.cat(
+            [
+                part
+                for record, new in zip(records, column.split(counts), strict=True)
+                for part in (getattr(record, name), new)
+            ]
+        ).split(lengths)
+        for name, column in more.items()
+    }
+    return [
+        replace(
+            record,
+            **dict(zip(columns, row, strict=True)),
+            facts=record.facts_with({}, count),
+            support=record.support and Support.join([record.support, Support.whole(count)]),
+            num_messages=number,
+            finish_reason=None,
+        )
+        for record, count, number, row in zip(
+            records, counts, num_messages, zip(*columns.values(), strict=True), strict=True
+        )
+    ]
 
 
 def rebuild_record(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:

@@ -149,7 +149,17 @@ def sampled_tokens(row: TensorDictBase) -> int:
     response = leaf(row, ("tokens", "response"))
     if response is None:
         return 0
-    source = leaf(row, ("trace", "source"))
+    return count_sampled(response, leaf(row, ("trace", "source")))
+
+
+def count_sampled(response: Tensor, source: Tensor | None) -> int:
+    """How many tokens of a response were sampled.
+
+    Args:
+        response: ``[R]``.
+        source: codes of :class:`~torchrl_llm.data.enums.Source` of the whole row, which ends with
+            the response; without them all of it was.
+    """
     if source is None or not response.numel():
         return response.numel()
     return int((source[-response.shape[0] :] == Source.SAMPLED).sum())

@@ -16,6 +16,7 @@ from data.text.zoo import ZOO
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import TemplateError
 
@@ -389,3 +390,40 @@ def test_a_message_that_the_template_refuses_is_an_error_that_says_so():
             [{"role": "tool", "content": "x"}],
             response_start=1,
         )
+
+
+@pytest.mark.parametrize("name", ["faithful", "drops_thoughts", "plain_text", "strips"])
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_many_records_are_continued_as_one_alone(name, kind):
+    formatter = formatter_of(name, kind)
+    records, chats = [None], [Chat([USER])]
+    for number, (_, prompt, turn, tail, finish) in enumerate(cases(formatter, name, kind)):
+        sampled = scenarios.sampled_ids(formatter, prompt, turn) + tail
+        ids = torch.tensor(sampled, dtype=torch.int64)
+        start = formatter.encode(prompt)
+        asked = TokenRecord.from_prompt(start.token_ids, start.source, len(prompt))
+        message = formatter.parse_response(start.token_ids, ids, finish)
+        support = Support.whole(len(ids)) if number % 3 == 0 else None
+        said = asked.respond(ids, torch.full((len(ids),), -0.5), number, finish, support)
+        chat = Chat([*prompt, message])
+        new = scenarios.following(message)
+        records += [said, asked, said]
+        chats += [chat + new, chat + new, chat]
+        if len(new) == 1:  # a prompt that was not answered
+            records.append(formatter.continue_record(said, chat + new))
+            chats.append(chat + new + new)
+    causes = Counter()
+    for one, record, chat in zip(
+        formatter.continue_records(records, chats), records, chats, strict=True
+    ):
+        alone = formatter.continue_record(record, chat)
+        causes[alone.fork_cause] += 1
+        for column, other in zip(one.columns().values(), alone.columns().values(), strict=True):
+            assert torch.equal(column, other)
+            assert column.dtype == other.dtype
+        assert (one.support is None) == (alone.support is None)
+        assert all(map(torch.equal, one.support or (), alone.support or ()))
+        rest = ("num_messages", "finish_reason", "response_start", "fork_cause", "earlier_turns")
+        assert [getattr(one, key) for key in rest] == [getattr(alone, key) for key in rest]
+    assert causes[None] > 20
+    assert formatter.continue_records([], []) == []

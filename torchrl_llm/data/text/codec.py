@@ -167,6 +167,10 @@ class Codec:
     Args:
         tokenizer: a fast Hugging Face tokenizer.
 
+    Attributes:
+        bytewise: each token has bytes of its own, whatever stands beside it, and a text is what
+            the bytes of its tokens spell, U+FFFD where they spell no character.
+
     Raises:
         TokenizerError: the tokenizer is not a fast one.
     """
@@ -181,6 +185,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.lock = _lock_of(tokenizer)
         self._backend = backend
+        self.bytewise = type(backend.decoder).__name__ == "ByteLevel"
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if str(t.content).strip()}
         self.special = {t.content: i for i, t in added.items() if t.special}
         for text in tokenizer.all_special_tokens:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.text import splice
+from torchrl_llm.data.text.codec import Encoding
 from torchrl_llm.data.text.compose import Composed, Composer, Messages
 from torchrl_llm.data.text.renderer import Rendered
 from torchrl_llm.errors import TemplateError, TokenizerError
@@ -48,6 +49,33 @@ class Extension(NamedTuple):
     cause: ForkCause | None
 
 
+class Request(NamedTuple):
+    """What is to be continued; see :meth:`ChatFormatter.extend`."""
+
+    token_ids: Tensor
+    old: Messages
+    finish_reason: FinishReason | None
+    new: Messages
+    response_start: int
+    tools: Sequence[Any] | None
+
+
+class Addition(NamedTuple):
+    """What new messages add to old ids, or with ``forked`` all ids instead of these.
+
+    Attributes:
+        token_ids: int64 ``[N]``.
+        source: int8 ``[N]``, provenance of each.
+        forked: the template rewrote history.
+        cause: see :class:`Extension`.
+    """
+
+    token_ids: Tensor
+    source: Tensor
+    forked: bool
+    cause: ForkCause | None
+
+
 class _Rest(NamedTuple):
     """What is to be encoded: ``composed`` from ``start`` on, of which ``held`` is there already."""
 
@@ -74,35 +102,37 @@ class Continuation:
         self._on_rewrite = on_rewrite
         self._debug = debug
 
-    def extend(
-        self,
-        token_ids: Tensor,
-        old: Messages,
-        finish_reason: FinishReason | None,
-        new: Messages,
-        response_start: int,
-        tools: Sequence[Any] | None,
-    ) -> Extension:
+    def extend(self, request: Request) -> Extension:
         """See :meth:`ChatFormatter.extend`."""
-        tools = self._composer.tools if tools is None else tools
-        response = token_ids[response_start:].tolist()
-        ending = splice.read_ending(response, finish_reason, self._probe, self._codec)
-        rest = self._rest(old, ending, new, tools)
-        encoding = self._codec.encode(self._piece(rest))
+        [added] = self.additions([request])
+        if added.forked:
+            return Extension(added.token_ids, 0, added.source, True, added.cause)
+        kept = request.token_ids
+        whole = torch.cat([kept, added.token_ids])
+        return Extension(whole, kept.shape[0], added.source, False, added.cause)
+
+    def additions(self, requests: Sequence[Request]) -> list[Addition]:
+        """What each is continued by; they are encoded by one call of the tokenizer."""
+        rests = [self._continued(request) for request in requests]
+        encodings = self._codec.encode_batch([self._piece(rest) for rest in rests])
+        return [self._added(*pair) for pair in zip(rests, encodings, strict=True)]
+
+    def _continued(self, request: Request) -> _Rest:
+        tools = self._composer.tools if request.tools is None else request.tools
+        response = request.token_ids[request.response_start :].tolist()
+        ending = splice.read_ending(response, request.finish_reason, self._probe, self._codec)
+        return self._rest(request.old, ending, request.new, tools)
+
+    def _added(self, rest: _Rest, encoding: Encoding) -> Addition:
         source, _ = rest.composed.sources(encoding, rest.start)
         # What the old ids hold already: all of the closer, or the part that they end with.
         ids, held = encoding.ids.tolist(), rest.held
         skip = next((n for n in range(len(held), 0, -1) if ids[:n] == held[-n:]), 0)
-        added, source = torch.from_numpy(encoding.ids[skip:]), torch.from_numpy(source[skip:])
-        if rest.forked:
-            extension = Extension(added, 0, source, True, rest.cause)
-        else:
-            whole = torch.cat([token_ids, added])
-            extension = Extension(whole, token_ids.shape[0], source, False, rest.cause)
         if self._debug:
             self._composer.verify(rest.composed, rest.start, encoding)
-            self._verify_text(rest, encoding.ids.tolist())
-        return extension
+            self._verify_text(rest, ids)
+        added, source = torch.from_numpy(encoding.ids[skip:]), torch.from_numpy(source[skip:])
+        return Addition(added, source, rest.forked, rest.cause)
 
     # -- the decision -----------------------------------------------------------------------------
 

@@ -21,11 +21,18 @@ from torchrl._utils import logger
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
-from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.record import TokenRecord, extend_records
 from torchrl_llm.data.text.call_syntax import NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.data.text.compose import Composer
-from torchrl_llm.data.text.continuation import COUNTED, Continuation, Extension, OnRewrite
+from torchrl_llm.data.text.continuation import (
+    COUNTED,
+    Addition,
+    Continuation,
+    Extension,
+    OnRewrite,
+    Request,
+)
 from torchrl_llm.data.text.probe import THOUGHT, TOOL, USER, Closer, calling, probe_template
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.data.text.respond import ResponseParser
@@ -347,14 +354,13 @@ class ChatFormatter:
             TemplateError: the template refuses the messages, or rewrites history while
                 ``on_rewrite="error"``.
         """
-        old, new = _messages(old_messages), _messages(new_messages)
-        if not old or old[-1].get("role") != "assistant":
-            roles = [m.get("role") for m in old]
-            raise TemplateError(f"the last old message must be the sampled turn, got roles {roles}")
+        old, new = _sampled_last(_messages(old_messages)), _messages(new_messages)
         if not new and finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
             empty = torch.zeros(0, dtype=torch.int8)
             return Extension(token_ids, token_ids.shape[0], empty, False, None)
-        return self._continuation.extend(token_ids, old, finish_reason, new, response_start, tools)
+        return self._continuation.extend(
+            Request(token_ids, old, finish_reason, new, response_start, tools)
+        )
 
     def extend_turn(
         self,
@@ -389,7 +395,9 @@ class ChatFormatter:
             raise TemplateError(COUNTED)
         old = [{"role": "user", "content": "Go on."}, turn]
         new = _messages(new_messages)
-        return self._appending.extend(token_ids, old, finish_reason, new, response_start, tools)
+        return self._appending.extend(
+            Request(token_ids, old, finish_reason, new, response_start, tools)
+        )
 
     def continue_record(
         self, record: TokenRecord | None, chat: Messages, *, tools: Sequence[Any] | None = None
@@ -405,7 +413,56 @@ class ChatFormatter:
             The same record if it is already a prompt for all messages (or an unfinished response to
             be continued), the longer record, or a new one with its ``fork_cause``.
         """
-        messages = _messages(chat)
+        return self.continue_records([record], [chat], tools=tools)[0]
+
+    def continue_records(
+        self,
+        records: Sequence[TokenRecord | None],
+        chats: Sequence[Messages],
+        *,
+        tools: Sequence[Any] | None = None,
+    ) -> list[TokenRecord]:
+        """The records of the next prompts of many conversations, see :meth:`continue_record`.
+
+        Args:
+            records: tokens of the first messages of each, or ``None``.
+            chats: the whole conversations.
+            tools: tools of these conversations instead of the formatter's.
+        """
+        out = [
+            self._known(*pair, tools) for pair in zip(records, map(_messages, chats), strict=True)
+        ]
+        rows = [row for row, record in enumerate(out) if record is None]
+        begun, requests = [], []
+        for row in rows:
+            record, messages = records[row], _messages(chats[row])
+            if record.finish_reason is None:
+                # A prompt that was not answered gets more messages: go on from the last response.
+                record = _last_response(record, messages)
+            covered = record.num_messages
+            begun.append(record)
+            requests.append(
+                Request(
+                    record.token_ids,
+                    _sampled_last(messages[:covered]),
+                    record.finish_reason,
+                    messages[covered:],
+                    record.response_start or 0,
+                    tools,
+                )
+            )
+        added = self._continuation.additions(requests)
+        for row, record in zip(rows, _extended(begun, added, requests), strict=True):
+            out[row] = record
+        return out
+
+    def _known(
+        self,
+        record: TokenRecord | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+    ) -> TokenRecord | None:
+        """The record of the next prompt where nothing has to be put behind a response."""
         if record is None:
             return self._fresh(messages, tools, None, 0)
         covered, finish = record.num_messages, record.finish_reason
@@ -415,27 +472,7 @@ class ChatFormatter:
             return record
         if finish is None and not bool((record.source == Source.SAMPLED).any()):
             return self._fresh(messages, tools, record.fork_cause, record.num_turns)
-        if finish is None:
-            # A prompt that was not answered gets more messages: go on from the last response.
-            record, covered = _last_response(record, messages)
-        extension = self.extend(
-            record.token_ids,
-            messages[:covered],
-            record.finish_reason,
-            messages[covered:],
-            response_start=record.response_start or 0,
-            tools=tools,
-        )
-        if extension.forked:
-            return TokenRecord.from_prompt(
-                extension.token_ids,
-                extension.source,
-                len(messages),
-                fork_cause=extension.cause,
-                earlier_turns=record.num_turns,
-            )
-        added = extension.token_ids[extension.num_kept :]
-        return record.extend(added, extension.source, len(messages))
+        return None
 
     def _fresh(
         self,
@@ -486,16 +523,50 @@ def _ids(ids: Tensor | Sequence[int]) -> list[int]:
     return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
-def _last_response(
-    record: TokenRecord, messages: Sequence[Mapping[str, Any]]
-) -> tuple[TokenRecord, int]:
-    """The record cut behind its last sampled token, and how many messages it then covers."""
+def _sampled_last(old: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages themselves, if the last of them is the model's."""
+    if not old or old[-1].get("role") != "assistant":
+        roles = [m.get("role") for m in old]
+        raise TemplateError(f"the last old message must be the sampled turn, got roles {roles}")
+    return old
+
+
+def _extended(
+    records: Sequence[TokenRecord], added: Sequence[Addition], requests: Sequence[Request]
+) -> list[TokenRecord]:
+    """The records with what is added to them, and new ones where the template forks."""
+    numbers = [len(request.old) + len(request.new) for request in requests]
+    rows = list(zip(records, added, numbers, strict=True))
+    kept = [(record, more, n) for record, more, n in rows if not more.forked]
+    longer = iter(
+        extend_records(
+            [record for record, _, _ in kept],
+            [more.token_ids for _, more, _ in kept],
+            [more.source for _, more, _ in kept],
+            [n for _, _, n in kept],
+        )
+    )
+    return [
+        TokenRecord.from_prompt(
+            more.token_ids,
+            more.source,
+            n,
+            fork_cause=more.cause,
+            earlier_turns=record.num_turns,
+        )
+        if more.forked
+        else next(longer)
+        for record, more, n in rows
+    ]
+
+
+def _last_response(record: TokenRecord, messages: Sequence[Mapping[str, Any]]) -> TokenRecord:
+    """The record cut behind its last sampled token."""
     end = int((record.source == Source.SAMPLED).nonzero()[-1]) + 1
     covered = max(
         i for i, m in enumerate(messages[: record.num_messages]) if m.get("role") == "assistant"
     )
-    cut = record.cut(0, end, num_messages=covered + 1, finish_reason=FinishReason.STOP)
-    return cut, covered + 1
+    return record.cut(0, end, num_messages=covered + 1, finish_reason=FinishReason.STOP)
 
 
 def assistant_mask(

@@ -34,6 +34,7 @@ from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tens
 
 Blocks = Sequence[TensorDictBase]
 _CUT = (FinishReason.LENGTH, FinishReason.ABORT)
+_CUT_CHARACTER = "\ufffd"
 _TOKENIZER = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})
 
 
@@ -111,6 +112,25 @@ class TextCodec:
         different = dict(zip(keys, rows, strict=True))
         texts = {key: self._decode(ids.tolist()) for key, ids in different.items()}
         return [texts[key] for key in keys]
+
+    def decode_longer(
+        self, rows: Sequence[Tensor], known: Sequence[Tensor], texts: Sequence[str]
+    ) -> list[str]:
+        """The text of each row, of whose beginning the text is known.
+
+        Args:
+            rows: ``B`` int64 tensors ``[T_b]``.
+            known: the ids that each row begins with.
+            texts: their texts.
+        """
+        if self._skip or not self._codec.bytewise:
+            return self.decode(rows)
+        more = self.decode([row[ids.shape[0] :] for row, ids in zip(rows, known, strict=True)])
+        return [
+            # A character may be cut in two between what is known and what is not.
+            self._decode(row.tolist()) if _CUT_CHARACTER in text + new else text + new
+            for row, text, new in zip(rows, texts, more, strict=True)
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         if self._skip:
@@ -333,12 +353,15 @@ class HistoryRows(RowReader):
     def read_prompts(self, blocks: Blocks) -> Prompts:
         """Records of the prompts: reused, extended, or encoded where there is none."""
         chats = self._known(chat_rows(blocks, self.key))
-        records: list[TokenRecord | None] = [
-            self.formatter.continue_record(chat.record, chat)
-            if chat.record is not None and self.prefer_tokens
-            else None
-            for chat in chats
+        records: list[TokenRecord | None] = [None] * len(chats)
+        begun = [
+            row for row, chat in enumerate(chats) if chat.record is not None and self.prefer_tokens
         ]
+        continued = self.formatter.continue_records(
+            [chats[row].record for row in begun], [chats[row] for row in begun]
+        )
+        for row, record in zip(begun, continued, strict=True):
+            records[row] = record
         self._encode_new(chats, records, self._turns(blocks, len(chats)))
         return Prompts(records, chats, [False] * len(chats))
 
@@ -555,14 +578,15 @@ def text_node(
     The response is what the whole text adds to the prompt's, for a decoder may drop a space at the
     beginning of what it is given.
     """
-    asked = codec.decode([record.token_ids for record in prompts])
-    whole = codec.decode([record.token_ids for record in records])
+    before = [record.token_ids for record in prompts]
+    asked = codec.decode(before)
+    whole = codec.decode_longer([record.token_ids for record in records], before, asked)
     said = [
         full[len(prompt) :]
         if full.startswith(prompt)
         # A character split between prompt and response spells differently in the whole.
-        else codec.decode([record.token_ids[before.token_ids.shape[0] :]])[0]
-        for prompt, full, before, record in zip(asked, whole, prompts, records, strict=True)
+        else codec.decode([record.token_ids[ids.shape[0] :]])[0]
+        for prompt, full, ids, record in zip(asked, whole, before, records, strict=True)
     ]
     return _text({"prompt": asked, "response": said, "full": whole})
 
