@@ -6,14 +6,22 @@ from itertools import pairwise
 
 import pytest
 import torch
-from modules.backends.vllm.engine_helper import small_engine
+from modules.backends.vllm.engine_helper import shared_tiny, small_engine
 
+from torchrl_llm.agents import ReActAgent
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Source
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.envs.datasets.number_tasks import CalculatorEnv
-from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer, vLLMWrapper
+from torchrl_llm.envs.games import PrisonersDilemmaEnv
+from torchrl_llm.modules import (
+    PolicyRouter,
+    TransformersWrapper,
+    load_model,
+    load_tokenizer,
+    vLLMWrapper,
+)
 
 pytest.importorskip("vllm")
 from torchrl_llm.modules.backends.vllm import VLLMBackend
@@ -159,3 +167,60 @@ def test_weights_that_change_between_two_turns_are_told_apart_token_by_token(eng
         # The weights of turn k are those of call k, and no later call writes over them.
         assert torch.equal(trace["policy_version"][sampled], first + trace["turn"][sampled].int())
         assert (trace["policy_version"][~sampled] == -1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_agent_acts_on_the_engine_as_on_any_policy(engine, tokenizer, mode):
+    torch.manual_seed(0)
+    options = {"input_mode": mode, "generate_kwargs": {"max_new_tokens": 36}}
+    policy = vLLMWrapper(VLLMBackend(engine), tokenizer=tokenizer, **options)
+    agent = ReActAgent(max_auxiliary_turns=1)
+    env = CalculatorEnv(num_envs=NUM_ENVS, seed=0, tokenizer=tokenizer, input_mode=mode)
+    collector = LLMCollector(
+        agent.wrap(env), policy=policy, yield_completed_trajectories=True, reset_at_each_iter=True
+    )
+    rows = row_list(next(iter(collector)))
+    second = [row for row in rows if row["turn"] == 1]
+    assert len(second) > NUM_ENVS // 4
+    assert {int(row["env_step"]) for row in rows} == {0}
+    for row in second:
+        assert agent.last_request in tokenizer.decode(row["tokens", "prompt"])
+        assert row["next", "done"].all()
+    env.close()
+
+
+def test_two_engines_are_the_policies_of_two_players(
+    engine, tokenizer, scorer, make_tiny_model, make_tokenizer
+):
+    theirs = make_tokenizer()
+    other, model = shared_tiny(make_tiny_model, theirs)
+    options = {"generate_kwargs": {"max_new_tokens": 4}}
+    mine = VLLMBackend(engine)
+    policies = {
+        "A": vLLMWrapper(mine, tokenizer=tokenizer, **options),
+        "B": vLLMWrapper(other, tokenizer=theirs, **options),
+    }
+    env = PrisonersDilemmaEnv(num_envs=16, num_rounds=1, max_steps=2, system_prompt="Go.")
+    collector = LLMCollector(
+        env,
+        policy=PolicyRouter(policies, seed=0),
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+    )
+    rows = row_list(next(iter(collector)))
+    assert {str(row["agent"]) for row in rows} == {"A", "B"}
+    tiny = TransformersWrapper(model, tokenizer=theirs).backend
+    for row in rows:
+        mask = row["masks", "all_assistant_mask"]
+        by = scorer if row["agent"] == "A" else tiny
+        scores = by.token_scores([row["tokens", "full"]], [mask]).log_probs.detach()
+        torch.testing.assert_close(scores, row["log_probs", "full"][mask], atol=2e-5, rtol=2e-5)
+    # New weights of one are no new weights of the other.
+    before = max(int(row["trace", "policy_version"].max()) for row in rows if row["agent"] == "B")
+    mine.weights_changed(before + 7)
+    again = row_list(next(iter(collector)))
+    versions = {
+        name: {int(row["trace", "policy_version"].max()) for row in again if row["agent"] == name}
+        for name in "AB"
+    }
+    assert versions == {"A": {before + 7}, "B": {before}}
