@@ -133,3 +133,15 @@ def test_an_empty_seat_or_one_that_there_is_not_is_refused():
         game.seat("Z")
     with pytest.raises(ConfigError, match="num_rounds"):
         PrisonersDilemma(num_rounds=0)
+
+
+def test_openings_follow_from_the_seed_and_end_no_game():
+    game = TicTacToeForTwo(random_plies=4)
+    boards = [game.reset(seed).board for seed in range(200)]
+    assert boards == [game.reset(seed).board for seed in range(200)]
+    moves = [9 - board.count(".") for board in boards]
+    assert set(moves) == {0, 1, 2, 3, 4}
+    assert all(game.active(game.reset(seed)) for seed in range(200))
+    assert {game.active(game.reset(seed)) for seed in range(200)} == {("X",), ("O",)}
+    with pytest.raises(ConfigError, match="from 0 to 4"):
+        TicTacToeForTwo(random_plies=5)

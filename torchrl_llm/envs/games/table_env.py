@@ -368,6 +368,7 @@ class TicTacToeForTwoEnv(TableEnv):
 
     Args:
         seats: scripted players, ``{"O": "random"}`` for one.
+        random_plies: see :class:`~torchrl_llm.envs.games.TicTacToeForTwo`.
         kwargs: arguments of :class:`TableEnv`.
     """
 
@@ -375,8 +376,14 @@ class TicTacToeForTwoEnv(TableEnv):
     NEEDS_LARGER_MODEL = True
     PLAYERS = TicTacToeForTwo.players
 
-    def __init__(self, *, seats: Mapping[str, Player | str] | None = None, **kwargs: Any) -> None:
-        super().__init__(TicTacToeForTwo(), seats=seats, **kwargs)
+    def __init__(
+        self,
+        *,
+        seats: Mapping[str, Player | str] | None = None,
+        random_plies: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(TicTacToeForTwo(random_plies=random_plies), seats=seats, **kwargs)
 
 
 @register("tasks", "prisoners_dilemma")

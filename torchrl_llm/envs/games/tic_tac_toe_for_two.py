@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +19,10 @@ from torchrl_llm.envs.games.nine_cells import (
 )
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe
+from torchrl_llm.errors import ConfigError
+
+# Of the fifth move on, a game may be over.
+_MOST_PLIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,13 @@ class TicTacToeForTwo(TableGame[BoardState]):
     A win is worth 1, a draw 0, a loss -1, for both players in the step that ends the game; so the
     rewards of a game add up to 0.
 
+    Args:
+        random_plies: most moves that are made at random before a game begins; how many, and which,
+            follows from the seed. Players who only ever meet each other see other boards so.
+
+    Raises:
+        ConfigError: a number that is negative or above 4, where a game could be won.
+
     Example:
         >>> game = TicTacToeForTwo()
         >>> outcome = game.step(game.reset(seed=0), {"X": "5"})
@@ -51,9 +63,17 @@ class TicTacToeForTwo(TableGame[BoardState]):
     rules = TicTacToe.rules
     state_type: ClassVar[type] = BoardState
 
+    def __init__(self, *, random_plies: int = 0) -> None:
+        if not 0 <= random_plies <= _MOST_PLIES:
+            raise ConfigError(f"random_plies must be from 0 to {_MOST_PLIES}, got {random_plies}")
+        self.random_plies = random_plies
+
     def reset(self, seed: int) -> BoardState:
-        """An empty board, whatever the seed."""
-        return BoardState(EMPTY)
+        """An empty board, or one with random moves on it."""
+        generator, board = random.Random(seed), EMPTY
+        for _ in range(generator.randint(0, self.random_plies)):
+            board = put(board, generator.choice(free_cells(board)), _mover(board))
+        return BoardState(board)
 
     def active(self, state: BoardState) -> tuple[str, ...]:
         """Whose turn it is."""
