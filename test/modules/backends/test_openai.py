@@ -275,7 +275,7 @@ def test_the_only_model_is_taken_and_one_of_several_must_be_named(serve):
 
 def test_a_server_that_is_not_there_is_an_error_within_the_limit():
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"no answer in .* attempts: ConnectionRefusedError"):
+    with pytest.raises(WorkerError, match=r"no answer (in|within)"):
         connect("http://127.0.0.1:9", start_timeout_s=0.6)
     assert time.monotonic() - start < 2
 
