@@ -17,6 +17,7 @@ SMALL = [
     "agents.imitate_steps=0",
     "train.prompts_per_batch=1",
     "env.repeats=8",
+    "env=own",
     "env.dataset=recipes.pennies:PenniesEnv",
     "eval.num_prompts=4",
     "logging.progress=false",

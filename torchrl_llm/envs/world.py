@@ -26,7 +26,13 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.failures import WORLD, Failure, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
-from torchrl_llm.envs.actions import ActionParser, ActionTool, IncompleteCompletion, call_link
+from torchrl_llm.envs.actions import (
+    CUT_OFF,
+    ActionParser,
+    ActionTool,
+    IncompleteCompletion,
+    call_link,
+)
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn, read_turns
 from torchrl_llm.errors import ConfigError, RewardError
@@ -194,7 +200,9 @@ class WorldTransform(Transform):
             failures = reward_parser.written_failures(td)
             for row in cut:
                 if not failures[row].kind:
-                    failures[row] = Failure.of(IncompleteCompletion(), WORLD)
+                    failures[row] = Failure.told(
+                        IncompleteCompletion.__name__, CUT_OFF, source=WORLD
+                    )
             reward_parser.set_errors(td, failures)
 
     def _reset(

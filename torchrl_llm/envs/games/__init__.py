@@ -13,7 +13,12 @@ from torchrl_llm.envs.games.game import (
 from torchrl_llm.envs.games.game_env import GameEnv, GameSteps
 from torchrl_llm.envs.games.key_door import KeyDoor, KeyDoorEnv
 from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
-from torchrl_llm.envs.games.table_env import PrisonersDilemmaEnv, TableEnv, TicTacToeForTwoEnv
+from torchrl_llm.envs.games.table_env import (
+    PrisonersDilemmaEnv,
+    TableEnv,
+    TableSteps,
+    TicTacToeForTwoEnv,
+)
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome, play_table
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe, TicTacToeEnv
 from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
@@ -32,6 +37,7 @@ __all__ = [
     "TableEnv",
     "TableGame",
     "TableOutcome",
+    "TableSteps",
     "TicTacToe",
     "TicTacToeEnv",
     "TicTacToeForTwo",
