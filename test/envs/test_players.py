@@ -177,6 +177,29 @@ def test_a_game_that_fails_ends_its_episode_and_no_other():
     assert list(seen[1]["error", "type"]) == ["ZeroDivisionError"] * 2 + [""] * 2
 
 
+def test_a_world_that_raises_fails_the_episodes_of_that_step(monkeypatch):
+    env = two(num_envs=4, repeats=2)
+
+    def react_together(td, episodes):
+        raise ZeroDivisionError("by the world")
+
+    monkeypatch.setattr(env.world, "react_together", react_together)
+    [seen] = played(env, ["5"])
+    assert seen["reward_valid"].tolist() == [False] * 4
+    assert flat(seen, "done") == [True] * 4
+    assert list(seen["error", "type"]) == ["ZeroDivisionError"] * 4
+
+
+def test_an_action_of_a_player_whose_turn_it_is_not_is_no_move():
+    env = two()
+    td = env.reset()
+    said = [{"role": "assistant", "content": "5"}]
+    td["history"].full = History.of([chat + said for chat in td["history"].prompt.chats])
+    td = env.step(td)["next"]
+    assert flat(td, "reward") == [0.0, -0.3]
+    assert "it is not the turn of O, but of X" in td["history"].prompt.chats[1][-1]["content"]
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"counts rows.*which is no multiple"):
         two(num_envs=3)

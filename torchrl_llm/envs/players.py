@@ -145,6 +145,10 @@ class PlayersTransform(WorldTransform):
         Args:
             td: all rows, as the policy left them.
             episodes: those in which somebody acted.
+
+        Returns:
+            A reaction for each of ``episodes``; what fails for one is a reaction with an error. An
+            exception fails all of them.
         """
 
     def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> Sequence[Reaction]:
@@ -209,7 +213,10 @@ class PlayersTransform(WorldTransform):
                 theirs = {name: acted[row] for name, row in named.items() if row in acted}
                 had = tuple(name for name, row in named.items() if before[row])
                 episodes.append(Episode(named, theirs, had))
-        reactions = self.react_together(td, episodes)
+        try:
+            reactions = self.react_together(td, episodes)
+        except Exception as error:  # a world that fails is data, whatever it raised
+            reactions = [EpisodeReaction(players={}, error=error)] * len(episodes)
         for episode, reaction in zip(episodes, reactions, strict=True):
             for name, each in self._each(episode, reaction).items():
                 row = episode.rows[name]
