@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
 from torchrl_llm.collectors.collecting_thread import PauseGate
+from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.rollouts import (
     count_sampled,
@@ -41,6 +42,7 @@ from torchrl_llm.data.rollouts import (
 )
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.envs.chat_env import ChatEnv
+from torchrl_llm.envs.delegate import delegates_of
 from torchrl_llm.errors import CheckpointError, ConfigError
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
@@ -223,6 +225,9 @@ class Lockstep(Rollout):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.carrier: TensorDictBase | None = None
+        self._delegates = delegates_of(self.env)
+        for delegate in self._delegates:
+            delegate.use_policy(self._act_for_children, keep_rows=True)
         self._stale = _stale_keys(self.env, self.policy)
         self._by_parts = _is_chat_env(self.env)
 
@@ -236,6 +241,21 @@ class Lockstep(Rollout):
             return False
         self._dropping, self.carrier = False, None
         return True
+
+    def _act_for_children(self, td: TensorDictBase) -> TensorDictBase:
+        """The policy's answers to the children of a step that is under way."""
+        with self.calls.work(), torch.no_grad():
+            acted = self.policy(self.stamp(td))
+        self.sampled += sum(tokens_of_call(acted))
+        return acted
+
+    def take_children(self) -> dict[int, list[ChildRows]]:
+        """The child episodes of the last step, by the row of their parent."""
+        found: dict[int, list[ChildRows]] = {}
+        for delegate in self._delegates:
+            for place, children in delegate.take_rows().items():
+                found.setdefault(place, []).extend(children)
+        return found
 
     def _mark_active(self, running: Tensor | None = None) -> None:
         """Let those be stepped who are running, and where players share an episode, who must act.
@@ -310,6 +330,11 @@ class StepRollout(Lockstep):
     def __init__(self, *args: Any, reset_first: bool, flatten: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_players(self.env, "batches of a fixed number of turns")
+        if self._delegates:
+            raise ConfigError(
+                "batches of a fixed number of turns have no room for the rows of children: pass "
+                "yield_completed_trajectories=True"
+            )
         self.reset_first, self.flatten = reset_first, flatten
         self.steps: list[TensorDictBase] = []
 
@@ -388,6 +413,7 @@ class Assembly:
         step: TensorDictBase,
         tokens: Sequence[int],
         running: Sequence[bool] | None = None,
+        children: Mapping[int, Sequence[ChildRows]] | None = None,
     ) -> None:
         """Add the turns of a step of all rows.
 
@@ -395,8 +421,9 @@ class Assembly:
             step: ``[B]``; rows that ``"_step"`` leaves out are no turns.
             tokens: how many were sampled in each row.
             running: rows whose trajectory goes on; all if not given.
+            children: child episodes of the step, by the row of their parent.
         """
-        size = step.batch_size[0]
+        size, children = step.batch_size[0], children or {}
         acts = step.get("_step", None)
         acts = [True] * size if acts is None else acts.reshape(size, -1).any(-1).tolist()
         brings = None if all(acts) else _brings(step.get("next"), size)
@@ -404,23 +431,36 @@ class Assembly:
             if running is not None and not running[place]:
                 continue
             if acts[place]:
-                self.add(place, row, tokens[place])
+                self.add(place, row, tokens[place], children.get(place, ()))
             elif brings[place]:
                 self.bring(place, row)
 
-    def add(self, place: int, row: TensorDict, tokens: int) -> None:
+    def add(
+        self, place: int, row: TensorDict, tokens: int, children: Sequence[ChildRows] = ()
+    ) -> None:
         """Add a turn; one that is done finishes its trajectory.
 
         Args:
             place: of its row in the environment.
             row: the turn.
             tokens: how many were sampled in it.
+            children: episodes that it has opened.
         """
         if early := self._take_early(place):
             reward = row.get(("next", "reward"))
             row = row.copy().set("next", row.get("next").copy().set("reward", reward + early))
-        self.open[place].append(row)
+        held = self.open[place]
+        held.append(row)
         self.open_tokens[place] += tokens
+        for child in children:
+            rows = list(child.riding(row))
+            if child.trained_by == "own":
+                self.finished.append((len(rows), rows))
+                continue
+            # Behind the row that called, unless that one ends the trajectory.
+            at = len(held) - ends_trajectory(row)
+            held[at:at] = rows
+            self.open_tokens[place] += child.num_tokens
         if ends_trajectory(row):
             self._finish(place)
 
@@ -573,7 +613,7 @@ class TrajectoryRollout(Lockstep):
                 self.assembly.clear_open()
             step = self._step()
             if step is not None:
-                self.assembly.add_step(step, self.counts)
+                self.assembly.add_step(step, self.counts, children=self.take_children())
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
@@ -639,7 +679,7 @@ class WaveRollout(TrajectoryRollout):
         if still.any():
             carrier = self.moved_on(stepped)
         # Of a wave, rows that have ended are not stepped either.
-        self.assembly.add_step(stepped, self.counts, running)
+        self.assembly.add_step(stepped, self.counts, running, self.take_children())
         self.carrier, self.running = carrier, still
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torchrl_llm._progress import ProgressBar
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.envs.delegate import delegates_of
 from torchrl_llm.errors import ConfigError
 
 
@@ -113,6 +114,8 @@ def evaluate(
     """
     if num_prompts < 1:
         raise ConfigError(f"num_prompts must be at least 1, got {num_prompts}")
+    for delegate in delegates_of(env):
+        delegate.use_policy(policy)
     env.reset_dataloader()
     columns: dict[str, list[Tensor]] = {}
     shown: list[str] = []

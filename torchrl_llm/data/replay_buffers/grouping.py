@@ -31,6 +31,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
     Trajectory,
     TrajectoryQueue,
+    agent_of,
     as_path,
     group_value,
 )
@@ -229,8 +230,7 @@ class GroupTransform(Transform):
     def _key(self, row: TensorDict) -> Hashable:
         if self.group_size == 1:
             return None
-        agent = leaf(row, ("agent",))
-        return self._group_of(row), None if agent is None else group_value(agent)
+        return self._group_of(row), agent_of(row)
 
     def _group_of(self, row: TensorDict) -> Hashable:
         if self.prompt_key is not None:

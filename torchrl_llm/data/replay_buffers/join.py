@@ -107,7 +107,7 @@ class JoinTurns(Transform):
             return None
         joined = []
         for turns in self.queue.push(row_list(tensordict)):
-            chains = _chains(turns)
+            chains = [chain for own in _conversations(turns) for chain in _chains(own)]
             self.stats["trajectories"] += 1
             self.stats["turns"] += len(turns)
             self.stats["rows"] += len(chains)
@@ -208,6 +208,15 @@ def _span(turn: TensorDict) -> tuple[int, int]:
     """Where a turn's response begins and ends in ``tokens.full``."""
     end = turn.get(("tokens", "full")).shape[0]
     return end - turn.get(("tokens", "response")).shape[0], end
+
+
+def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
+    """The turns of a trajectory, and those of each child whose rows ride in it."""
+    by_child: dict[int, list[TensorDict]] = {}
+    for turn in turns:
+        child = leaf(turn, ("child_id",))
+        by_child.setdefault(-1 if child is None else int(child), []).append(turn)
+    return list(by_child.values())
 
 
 def _chains(turns: list[TensorDict]) -> list[list[TensorDict]]:

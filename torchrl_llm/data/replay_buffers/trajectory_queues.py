@@ -73,10 +73,21 @@ def trajectory_of(row: TensorDictBase) -> tuple[Hashable, Hashable] | None:
     Args:
         row: with ``traj_id``, and ``agent`` where there are several.
     """
-    trajectory, agent = leaf(row, ("traj_id",)), leaf(row, ("agent",))
-    if trajectory is None:
-        return None
-    return group_value(trajectory), None if agent is None else group_value(agent)
+    trajectory = leaf(row, ("traj_id",))
+    return None if trajectory is None else (group_value(trajectory), agent_of(row))
+
+
+def agent_of(row: TensorDictBase, key: NestedKey = "agent") -> Hashable:
+    """Whose trajectory a row is in; ``None`` where there is one agent only.
+
+    Args:
+        row: without batch dimension. The ``"agent"`` of a child is a path of names, and its row is
+            in the trajectory of the first (:mod:`torchrl_llm.data.child_rows`).
+        key: where the name is.
+    """
+    agent = leaf(row, as_path(key))
+    name = None if agent is None else group_value(agent)
+    return name.partition("/")[0] or None if isinstance(name, str) else name
 
 
 @dataclass(slots=True)
@@ -200,8 +211,7 @@ class TrajectoryQueue:
                     finished.append(loose)
                     loose = []
                 continue
-            agent = leaf(row, agent_path)
-            key = group_value(identifier), None if agent is None else group_value(agent)
+            key = group_value(identifier), agent_of(row, agent_path)
             held = self.open.get(key)
             if done.any():
                 if held is not None:

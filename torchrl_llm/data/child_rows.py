@@ -1,0 +1,113 @@
+"""Rows of child episodes: what they say of their parent, and how they are trained with it.
+
+A child that is trained by its parent's return rides in the parent's trajectory: its rows stand
+among the parent's, with the same ``"traj_id"``, so that estimators give them the parent's
+advantage, and :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of each
+conversation by itself. Every row of a child has
+
+- ``"child_id"``, int64, its conversation, and ``"parent_id"``, the ``traj_id`` of its parent;
+- ``"depth"``, int64, 1 for a child of a parent that is none itself;
+- ``"agent"``, a path of names, ``"/delegate"``: what stands before the first slash is the parent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from torch import Tensor
+
+from torchrl_llm.data.rollouts import sampled_tokens
+
+# Of these the child has its own, whatever the parent's row says; the rest is the parent's.
+_ENDS = ("done", "terminated", "truncated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildRows:
+    """The rows of one child episode.
+
+    Args:
+        rows: in the order of its turns, without batch dimension.
+        child_id: number of the conversation.
+        parent_id: ``traj_id`` of the parent; -1 where it has none.
+        depth: 1 for a child of a parent that is none itself.
+        agent: path of names.
+        trained_by: ``"parent"``, ``"own"`` or ``"both"``.
+    """
+
+    rows: list[TensorDict]
+    child_id: int
+    parent_id: int
+    depth: int
+    agent: str
+    trained_by: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all rows."""
+        return sum(map(sampled_tokens, self.rows))
+
+    def riding(self, parent: TensorDict) -> Iterator[TensorDict]:
+        """The rows as part of the parent's trajectory, or as one of their own.
+
+        Args:
+            parent: the row of the parent that called; columns that a child lacks are neutral ones
+                like its.
+        """
+        rides = self.trained_by != "own"
+        agent = str(parent["agent"]) if "agent" in parent.keys() else ""
+        for row in self.rows:
+            made = _filled(row, parent)
+            made.set("child_id", torch.tensor(self.child_id))
+            made.set("parent_id", torch.tensor(self.parent_id))
+            made.set("depth", torch.tensor(self.depth))
+            made.set("agent", NonTensorData(f"{agent}{self.agent}"))
+            for name in ("group_id", "policy_version"):
+                if (value := parent.get(name, None)) is not None and name not in row.keys():
+                    made.set(name, value)
+            if rides:
+                self._ride(made, parent)
+            elif (value := made.get("traj_id", None)) is not None:
+                made.set("traj_id", torch.full_like(value, -2 - self.child_id))
+            yield made
+
+    def _ride(self, row: TensorDict, parent: TensorDict) -> None:
+        for name in ("traj_id", "env_step"):
+            if (value := parent.get(name, None)) is not None:
+                row.set(name, value)
+        after = row.get("next")
+        for name in _ENDS:
+            if (flag := after.get(name, None)) is not None:
+                after.set(name, torch.zeros_like(flag))
+        if self.trained_by == "parent" and (reward := after.get("reward", None)) is not None:
+            after.set("reward", torch.zeros_like(reward))
+
+
+def _filled(row: TensorDict, like: TensorDict) -> TensorDict:
+    """A row with the columns of another one that it lacks, neutral: nothing happened there."""
+    made = row.copy()
+    for name, value in like.items():
+        if name == "next":
+            made.set("next", _filled(row.get("next"), value))
+        elif name not in row.keys():
+            made.set(name, _neutral(name, value))
+    return made
+
+
+def _neutral(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.ones_like(value) if name == "reward_valid" else torch.zeros_like(value)
+    if is_non_tensor(value):
+        kind = type(getattr(value, "data", ""))
+        return NonTensorData(kind() if kind in (str, tuple, list, dict) else value.data)
+    if is_tensorclass(value):
+        return value
+    if isinstance(value, TensorDictBase):
+        return TensorDict(
+            {key: _neutral(key, value.get(key)) for key in value.keys()}, batch_size=[]
+        )
+    return value

@@ -1,0 +1,341 @@
+"""Delegation: a tool by which a model hands a task to a sub-agent, whose episode is a child's.
+
+The calls of all rows of a step open their child episodes together, in one batched environment that
+the same policy answers. A child's last answer is the result of the call; its rows leave with those
+of its parent.
+
+Next: :mod:`torchrl_llm.data.child_rows` has what becomes of the rows of children.
+
+Shape legend: ``B`` rows of the parents, ``N`` children of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import Compose, EnvBase, TransformedEnv
+
+from torchrl_llm.data.child_rows import ChildRows
+from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.failures import Failure
+from torchrl_llm.data.input_modes import message_text
+from torchrl_llm.data.rollouts import split_batch
+from torchrl_llm.envs.chat_env import ChatEnv
+from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs.transforms.context_strategy import chat_env_of
+from torchrl_llm.envs.transforms.episode_limits import StepCounter
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.tools.tool import Tool
+from torchrl_llm.tools.tool_call import ToolCall, ToolResult
+from torchrl_llm.tools.tool_transform import Calls, ToolTransform, Turns
+
+TrainedBy = Literal["parent", "own", "both"]
+Policy = Callable[[TensorDictBase], TensorDictBase]
+_OUT_OF_DEPTH = "Nobody was asked: tasks may be handed on {depth} deep, so solve this one yourself."
+_RAN_OUT = "The sub-agent came to no answer in {turns} turns."
+
+
+class TaskTool(Tool):
+    """What the model calls; the task is carried out by :class:`Delegate`.
+
+    Args:
+        name: name of the tool.
+        argument: name of its argument, the task.
+        description: what the model reads about it.
+    """
+
+    def __init__(self, name: str, argument: str, description: str) -> None:
+        self.name, self.argument, self.description = name, argument, description
+        text = {"type": "string", "description": "what is to be done"}
+        self.parameters = {"type": "object", "properties": {argument: text}, "required": [argument]}
+
+    def run(self, call: ToolCall) -> str:
+        """The task."""
+        return str(call.args[self.argument])
+
+
+@dataclass
+class _Child:
+    """One child episode: the row that called, and what came of it."""
+
+    row: int
+    task: Any
+    rows: list[TensorDict]
+    answer: str = ""
+    error: str = ""
+    failure: Failure | None = None
+
+
+class Delegate(ToolTransform):
+    """A tool that hands a task to a sub-agent.
+
+    Whoever asks the policy lends it: :class:`~torchrl_llm.collectors.LLMCollector` and
+    :func:`~torchrl_llm.evaluation.evaluate` do, by :meth:`use_policy`. A child that fails, comes to
+    no answer, or asks for a child beyond ``max_depth`` is a result that says so.
+
+    Args:
+        make_env: makes the environment of ``N`` children, whose conversations begin with
+            ``"query"``; a :class:`~torchrl_llm.envs.ChatEnv` of one answer if not given.
+        agent: how children act: anything with ``wrap(env)``, such as an
+            :class:`~torchrl_llm.agents.Agent`.
+        name: name of the tool, and of the sub-agent.
+        argument: name of the tool's argument.
+        description: what the model reads about it.
+        template: the child's first message, with ``{task}`` in it.
+        system_prompt: of a child, in the environment that is made where none is given.
+        max_turns: most turns of a child.
+        max_depth: how deep tasks may be handed on; a child's own call is refused at 1.
+        trained_by: what the rows of a child are trained by: the return of its ``"parent"``; its
+            ``"own"`` rewards, as a trajectory of its own; or ``"both"``, added up.
+        inherits_context: a child begins with the conversation of its parent, and the parent sees
+            only what it returns (context folding); history mode only.
+        kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`, such as
+            ``max_calls`` of a turn and ``max_auxiliary_turns``.
+
+    Raises:
+        ConfigError: an impossible number or word, a template without ``{task}``; at the first call,
+            no policy, or an environment of children that cannot be made.
+
+    Example:
+        >>> from torchrl_llm.data.history import History
+        >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(Delegate())
+        >>> policy = FakeWrapper("It is 4.", tokenizer=load_tokenizer())
+        >>> delegates_of(env)[0].use_policy(policy)
+        >>> td = env.reset(TensorDict({"query": ["What is 2+2?"]}, batch_size=(1,)))
+        >>> call = {"function": {"name": "delegate", "arguments": {"task": "Add 2 and 2."}}}
+        >>> turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        >>> td["history"].full = History.of([td["history"].prompt.chats[0] + [turn]])
+        >>> env.step(td)["next", "history"].prompt.chats[0][-1]["content"]
+        'It is 4.'
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[int], EnvBase] | None = None,
+        *,
+        agent: Any = None,
+        name: str = "delegate",
+        argument: str = "task",
+        description: str = "Hands a task to an assistant and returns the answer.",
+        template: str = "{task}",
+        system_prompt: str | None = None,
+        max_turns: int = 8,
+        max_depth: int = 1,
+        trained_by: TrainedBy = "parent",
+        inherits_context: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__([TaskTool(name, argument, description)], **kwargs)
+        if max_turns < 1 or max_depth < 1:
+            raise ConfigError(
+                f"max_turns and max_depth must be at least 1, got {max_turns} and {max_depth}"
+            )
+        if trained_by not in get_args(TrainedBy):
+            raise ConfigError(
+                f"trained_by must be one of {get_args(TrainedBy)}, got {trained_by!r}"
+            )
+        if "{task}" not in template:
+            raise ConfigError(f"the template must have {{task}} in it, got {template!r}")
+        self._make_env, self._agent, self.name = make_env, agent, name
+        self.template, self.system_prompt = template, system_prompt
+        self.max_turns, self.max_depth, self.depth = max_turns, max_depth, 0
+        self.trained_by, self.inherits_context = trained_by, inherits_context
+        self._options = {"argument": argument, "description": description, **kwargs}
+        self._policy: Policy | None = None
+        self._keeps_rows = False
+        self._path = ""
+        self._born: dict[int, list[ChildRows]] = {}
+        self._children = IdCounter("child")
+        self._before: TensorDictBase | None = None
+
+    def use_policy(self, policy: Policy | None, *, keep_rows: bool = False) -> None:
+        """Lend the policy that answers children.
+
+        Args:
+            policy: tensordict to tensordict; ``None`` takes it back.
+            keep_rows: keep the rows of children until :meth:`take_rows`; otherwise they are
+                forgotten.
+        """
+        self._policy, self._keeps_rows = policy, keep_rows
+
+    def take_rows(self) -> dict[int, list[ChildRows]]:
+        """The rows of the children that have ended since the last call, by their parent's row."""
+        born, self._born = self._born, {}
+        return born
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._before = tensordict
+        try:
+            return super()._step(tensordict, next_tensordict)
+        finally:
+            self._before = None
+
+    def _answer(self, calls: Sequence[Calls], turns: Turns) -> list[list[ToolResult]]:
+        results = super()._answer(calls, turns)
+        places = [
+            (row, at)
+            for row, found in enumerate(results)
+            for at, result in enumerate(found)
+            if result.ok and result.call.tool == self.name
+        ]
+        if not places:
+            return results
+        if self.depth >= self.max_depth:
+            refused = _OUT_OF_DEPTH.format(depth=self.max_depth)
+            for row, at in places:
+                call = results[row][at].call
+                results[row][at] = ToolResult(call, refused, error="TooDeep")
+            return results
+        children = [_Child(row, results[row][at].content, []) for row, at in places]
+        self._run(children)
+        for (row, at), child in zip(places, children, strict=True):
+            answered = replace(
+                results[row][at], content=child.answer, error=child.error, failure=child.failure
+            )
+            results[row][at] = answered
+            if self._keeps_rows and child.rows:
+                self._born.setdefault(row, []).append(self._rows_of(child, turns))
+        return results
+
+    def _run(self, children: Sequence[_Child]) -> None:
+        if self._policy is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no policy for its children: LLMCollector and evaluate "
+                "lend theirs; call use_policy(policy) where you step the environment yourself"
+            )
+        queries = [self._query(child) for child in children]
+        env = self._env(len(children))
+        try:
+            self._play(env, queries, children)
+        except ConfigError:
+            raise
+        except Exception as error:  # what a child fails at is data
+            for child in children:
+                child.rows.clear()
+                child.answer, child.error = "The sub-agent failed.", type(error).__name__
+                child.failure = Failure.of(error, f"tool {self.name!r}")
+        finally:
+            env.close()
+
+    def _query(self, child: _Child) -> Any:
+        text = self.template.format(task=child.task)
+        if not self.inherits_context:
+            return text
+        base = chat_env_of(self)
+        if base.mode.name != "history":
+            raise ConfigError("inherits_context is for history mode, where conversations are kept")
+        chat = self._before.get(("history", "prompt")).chats[child.row]
+        return chat + [{"role": base.user_role, "content": text}]
+
+    def _env(self, num: int) -> EnvBase:
+        base = chat_env_of(self)
+        if self._make_env is not None:
+            env = self._make_env(num)
+        else:
+            env = ChatEnv(
+                input_mode=base.input_mode,
+                batch_size=(num,),
+                system_prompt=None if self.inherits_context else self.system_prompt,
+                tokenizer=base.tokenizer,
+                template_kwargs=base.template_kwargs,
+                worker_id=0,
+            ).append_transform(StepCounter(max_steps=1))
+        if self._agent is not None:
+            env = self._agent.wrap(env)
+        if env.batch_size.numel() != num:
+            raise ConfigError(
+                f"make_env({num}) made an environment of {env.batch_size.numel()} rows"
+            )
+        self._hand_on(env)
+        return env
+
+    def _hand_on(self, env: EnvBase) -> None:
+        """Let children delegate as deep as is allowed, and be told where it is not."""
+        for each in delegates_of(env):
+            each.depth, each.max_depth = self.depth + 1, self.max_depth
+            each._path = f"{self._path}/{self.name}"
+            each.use_policy(self._policy, keep_rows=self._keeps_rows)
+
+    def _play(self, env: EnvBase, queries: Sequence[Any], children: Sequence[_Child]) -> None:
+        size = len(children)
+        chats = all(isinstance(query, Chat) for query in queries)
+        column = Column.of(queries) if not chats else Column.of(list(queries))
+        td = env.reset(TensorDict({"query": column}, batch_size=[size]))
+        running = torch.ones(size, dtype=torch.bool)
+        mode = _mode(env)
+        for turn in range(self.max_turns):
+            if turn:
+                td.set("_step", running.unsqueeze(-1))
+            td = env.step(self._policy(td))
+            messages = mode.turns(td)
+            over = td.get(("next", "done")).reshape(size, -1).any(-1)
+            for place, row in enumerate(split_batch(td.exclude("_step"))):
+                if running[place]:
+                    children[place].rows.append(row)
+                    self._note(children[place], row, messages[place])
+            running = running & ~over
+            if not running.any():
+                break
+            td = env.step_mdp(td)
+
+    def _note(self, child: _Child, row: TensorDict, message: Any) -> None:
+        """What the child's last turn says, or that it is no answer."""
+        auxiliary = row.get(("next", "tools", "auxiliary"), None)
+        cut = int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+        unfinished = message is None or cut or (auxiliary is not None and bool(auxiliary.any()))
+        child.answer = "" if message is None else message_text(message)
+        child.error = "NoAnswer" if unfinished or not child.answer.strip() else ""
+        if child.error:
+            child.answer = _RAN_OUT.format(turns=len(child.rows))
+
+    def _rows_of(self, child: _Child, turns: Turns) -> ChildRows:
+        parent = turns.sessions[child.row]
+        return ChildRows(
+            rows=child.rows,
+            child_id=self._children.next_id(),
+            parent_id=-1 if parent is None else parent,
+            depth=self.depth + 1,
+            agent=f"{self._path}/{self.name}",
+            trained_by=self.trained_by,
+        )
+
+    # -- resume -----------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The counter of children."""
+        return {"children": self._children.state_dict()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        self._children.load_state_dict(state["children"])
+
+
+def _mode(env: EnvBase) -> Any:
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    if not isinstance(env, ChatEnv):
+        raise ConfigError(f"children live in a chat environment, got {type(env).__name__}")
+    return env.mode
+
+
+def delegates_of(env: EnvBase) -> list[Delegate]:
+    """The transforms of an environment that hand on tasks.
+
+    Args:
+        env: with transforms, or without.
+    """
+    found: list[Delegate] = []
+    while isinstance(env, TransformedEnv):
+        stack = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        found += [transform for transform in stack if isinstance(transform, Delegate)]
+        env = env.base_env
+    return found
