@@ -12,7 +12,7 @@ Shape legend: ``B`` rows of the parents, ``N`` children of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -65,7 +65,9 @@ class _Child:
 
     row: int
     task: Any
-    rows: list[TensorDict]
+    child_id: int
+    rows: list[TensorDict] = field(default_factory=list)
+    below: list[ChildRows] = field(default_factory=list)
     answer: str = ""
     error: str = ""
     failure: Failure | None = None
@@ -195,7 +197,9 @@ class Delegate(ToolTransform):
                 call = results[row][at].call
                 results[row][at] = ToolResult(call, refused, error="TooDeep")
             return results
-        children = [_Child(row, results[row][at].content, []) for row, at in places]
+        children = [
+            _Child(row, results[row][at].content, self._children.next_id()) for row, at in places
+        ]
         self._run(children)
         for (row, at), child in zip(places, children, strict=True):
             answered = replace(
@@ -203,7 +207,7 @@ class Delegate(ToolTransform):
             )
             results[row][at] = answered
             if self._keeps_rows and child.rows:
-                self._born.setdefault(row, []).append(self._rows_of(child, turns))
+                self._born.setdefault(row, []).extend([self._rows_of(child, turns), *child.below])
         return results
 
     def _run(self, children: Sequence[_Child]) -> None:
@@ -221,6 +225,7 @@ class Delegate(ToolTransform):
         except Exception as error:  # what a child fails at is data
             for child in children:
                 child.rows.clear()
+                child.below.clear()
                 child.answer, child.error = "The sub-agent failed.", type(error).__name__
                 child.failure = Failure.of(error, f"tool {self.name!r}")
         finally:
@@ -276,6 +281,10 @@ class Delegate(ToolTransform):
             if turn:
                 td.set("_step", running.unsqueeze(-1))
             td = env.step(self._policy(td))
+            for delegate in delegates_of(env):
+                for place, found in delegate.take_rows().items():
+                    owner = children[place]
+                    owner.below += [replace(each, parent_id=owner.child_id) for each in found]
             messages = mode.turns(td)
             over = td.get(("next", "done")).reshape(size, -1).any(-1)
             for place, row in enumerate(split_batch(td.exclude("_step"))):
@@ -301,7 +310,7 @@ class Delegate(ToolTransform):
         parent = turns.sessions[child.row]
         return ChildRows(
             rows=child.rows,
-            child_id=self._children.next_id(),
+            child_id=child.child_id,
             parent_id=-1 if parent is None else parent,
             depth=self.depth + 1,
             agent=f"{self._path}/{self.name}",

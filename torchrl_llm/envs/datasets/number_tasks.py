@@ -20,7 +20,6 @@ from torchrl.envs import Transform
 from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
-from torchrl_llm.envs.delegate import Delegate
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import number_rewards
 from torchrl_llm.rewards.number_rewards import CountdownProblem
@@ -178,69 +177,6 @@ class CalculatorEnv(TaskEnv):
     def make_tools(self) -> Sequence[Transform]:
         """The calculator."""
         return [ToolTransform([Calculator()], max_auxiliary_turns=self.MAX_AUXILIARY_TURNS)]
-
-
-# What children add must be a sum that the model of the package knows: of two numbers of two digits.
-_SUMMANDS = range(10, 50)
-_DELEGATION_SEED = 20_261_127
-
-
-@register("tasks", "delegation")
-class DelegationEnv(TaskEnv):
-    """Sums of three numbers, ``What is 12+34+56?``, whose two additions are for children to do.
-
-    The model hands an addition on by calling ``calculator``; a child with no tool is asked ``What
-    is 12+34?``, and its answer is the result of the call. Whoever hands on ``46+56`` next has split
-    the sum over two children. There are 143,488 problems to train on and 512 held out
-    (``split="test"``).
-
-    Args:
-        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
-            :class:`~torchrl_llm.envs.DatasetChatEnv`.
-
-    Example:
-        >>> env = DelegationEnv(num_envs=1, split="test", shuffle=False)
-        >>> td = env.reset()
-        >>> td["query"][0], td["answer"][0]
-        ('What is 29+42+24?', '95')
-    """
-
-    COLUMNS = ("query", "answer")
-    REWARD = number_rewards.ArithmeticRewardParser
-    SYSTEM_PROMPT = "Use the calculator."
-    MAX_AUXILIARY_TURNS = 3
-
-    @classmethod
-    def generate(cls, split: str) -> GeneratedRows:
-        """The problems of a split."""
-        numbers = _shuffled(split, len(_SUMMANDS) ** 2 * 90, _DELEGATION_SEED)
-        return GeneratedRows(lambda index: _three_numbers(int(numbers[index])), len(numbers))
-
-    def make_tools(self) -> Sequence[Transform]:
-        """What hands an addition on."""
-        tool = Delegate(
-            name="calculator",
-            argument="expression",
-            description="Computes an expression, such as 12+34.",
-            template="What is {task}?",
-            max_turns=1,
-            max_calls=2,
-            max_auxiliary_turns=self.MAX_AUXILIARY_TURNS,
-        )
-        return [tool]
-
-    @classmethod
-    def max_turns(cls, max_steps: int | None = None) -> int | None:
-        """Rows of an episode, those of its children included."""
-        turns = super().max_turns(max_steps)
-        return None if turns is None else turns * (1 + cls.MAX_AUXILIARY_TURNS)
-
-
-def _three_numbers(number: int) -> Mapping[str, str]:
-    rest, third = divmod(number, 90)
-    first, second = (10 + each for each in divmod(rest, len(_SUMMANDS)))
-    summands = first, second, 10 + third
-    return {"query": f"What is {'+'.join(map(str, summands))}?", "answer": str(sum(summands))}
 
 
 _NUM_ROWS = {"train": 2**18, "test": 1024}
