@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.envs import ChatEnv
+from torchrl_llm.envs.datasets.number_tasks import DelegationEnv
 from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.envs.delegate import Delegate, delegates_of
 from torchrl_llm.envs.transforms import StepCounter
@@ -308,3 +310,27 @@ def test_a_conversation_of_ones_own_goes_on_by_hand(tokenizer):
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     td["history"].full = History.of([td["history"].prompt.chats[0] + [turn]])
     assert env.step(td)["next", "history"].prompt.chats[0][-1]["content"] == "4"
+
+
+def test_the_task_hands_expressions_to_a_child_that_has_the_calculator(tokenizer):
+    env = DelegationEnv(num_envs=4, repeats=2, split="test", shuffle=False)
+    expressions = {}
+
+    def answers(prompt):
+        asked = re.findall(r"What is ([\d*-]+)\?", prompt)[-1]
+        if "<tool_response>" in prompt:
+            return prompt.rpartition("<tool_response>\n")[2].partition("\n<")[0]
+        expressions[asked] = expressions.get(asked, 0) + 1
+        call = json.dumps({"name": "calculator", "arguments": {"expression": asked}})
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+    collector = LLMCollector(
+        env, policy=FakeWrapper(answers, tokenizer=tokenizer), yield_completed_trajectories=True,
+        reset_at_each_iter=True,
+    )  # fmt: skip
+    rows = row_list(next(iter(collector)))
+    assert (len(rows), len(children_of(rows))) == (16, 8)
+    # Each expression was called for by two parents, and by the child of each.
+    assert set(expressions.values()) == {4}
+    assert all(float(row["next", "reward"]) == 1.0 for row in rows if row["next", "done"].all())
+    assert len(rows) <= 4 * DelegationEnv.max_turns()

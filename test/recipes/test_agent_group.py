@@ -47,6 +47,13 @@ def test_the_recipe_trains_with_an_agent(tmp_path, monkeypatch):
     assert len(column(table, "train/reward")) == 1
 
 
+def test_the_recipe_trains_children_with_their_parents(tmp_path, monkeypatch):
+    [row] = run_script(monkeypatch, tmp_path, "env=delegation", "train.max_steps=1")[1:]
+    # The ledger has closed, so that every token of parents and children was counted once.
+    assert int(row["train/tokens_trained"]) > 0
+    assert int(row["train/tokens_generated"]) >= int(row["train/tokens_trained"])
+
+
 @pytest.mark.parametrize(
     ("agent", "turns"),
     [

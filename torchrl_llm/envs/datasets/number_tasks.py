@@ -11,15 +11,16 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchrl.envs import Transform
+from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
+from torchrl_llm.envs.delegate import Delegate
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import number_rewards
 from torchrl_llm.rewards.number_rewards import CountdownProblem
@@ -177,6 +178,59 @@ class CalculatorEnv(TaskEnv):
     def make_tools(self) -> Sequence[Transform]:
         """The calculator."""
         return [ToolTransform([Calculator()], max_auxiliary_turns=self.MAX_AUXILIARY_TURNS)]
+
+
+class _WithCalculator:
+    """How a child of :class:`DelegationEnv` acts: it may call the calculator before it answers."""
+
+    def wrap(self, env: TransformedEnv) -> TransformedEnv:
+        """Put the calculator in front of the limit of turns."""
+        tools = ToolTransform([Calculator()], max_auxiliary_turns=CalculatorEnv.MAX_AUXILIARY_TURNS)
+        return env.insert_transform(0, tools)
+
+
+@register("tasks", "delegation")
+class DelegationEnv(CalculatorEnv):
+    """The problems of :class:`CalculatorEnv`, which a sub-agent computes.
+
+    What the model calls ``calculator`` is a :class:`~torchrl_llm.envs.delegate.Delegate`: it opens
+    a child episode that is asked ``What is <expression>?``. The child has the calculator, and
+    answers what the parent then reads as the result of its call. Parent and child are one model,
+    and both are trained by the parent's answer.
+
+    Args:
+        kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
+            :class:`~torchrl_llm.envs.DatasetChatEnv`.
+
+    Example:
+        >>> env = DelegationEnv(num_envs=1, split="test", shuffle=False)
+        >>> [type(each).__name__ for each in env.transform][1:3]
+        ['Delegate', 'CutAnswers']
+    """
+
+    MAX_CALLS: ClassVar[int] = 2
+
+    def make_tools(self) -> Sequence[Transform]:
+        """What hands an expression on."""
+        turns = CalculatorEnv.MAX_AUXILIARY_TURNS
+        tool = Delegate(
+            agent=_WithCalculator(),
+            name=Calculator.name,
+            argument="expression",
+            description=Calculator.description,
+            template="What is {task}?",
+            system_prompt=self.SYSTEM_PROMPT,
+            max_turns=1 + turns,
+            max_calls=self.MAX_CALLS,
+            max_auxiliary_turns=turns,
+        )
+        return [tool]
+
+    @classmethod
+    def max_turns(cls, max_steps: int | None = None) -> int | None:
+        """Rows of an episode, those of its children included."""
+        turns, thought = super().max_turns(max_steps), CalculatorEnv.MAX_AUXILIARY_TURNS
+        return None if turns is None else turns * (1 + cls.MAX_CALLS * (1 + thought))
 
 
 _NUM_ROWS = {"train": 2**18, "test": 1024}
