@@ -4,7 +4,7 @@ The calls of all rows of a step open their child episodes together, in one batch
 the same policy answers. A child's last answer is the result of the call; its rows leave with those
 of its parent.
 
-Next: :mod:`torchrl_llm.data.child_rows` has what becomes of the rows of children.
+Next: ``torchrl_llm.data.child_rows`` has what becomes of the rows of children.
 
 Shape legend: ``B`` rows of the parents, ``N`` children of a step.
 """
