@@ -447,17 +447,19 @@ class ParsedScore:
         return self.score(action, answer) + reward
 
 
-def make_action_parser(form: ActionForm, name: str, written: str) -> ActionParser:
+def make_action_parser(form: ActionForm | ActionParser, name: str, written: str) -> ActionParser:
     """The parser of a form.
 
     Args:
-        form: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``.
+        form: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
 
     Raises:
         ConfigError: for another form.
     """
+    if isinstance(form, ActionParser):
+        return form
     parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction, BoxedAction)}
     if form not in parsers:
         raise ConfigError(f"actions must be one of {get_args(ActionForm)}, got {form!r}")

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_llm.data.child_rows import ChildRows
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.data.input_modes import message_text
@@ -149,7 +149,6 @@ class Delegate(ToolTransform):
         self.template, self.system_prompt = template, system_prompt
         self.max_turns, self.max_depth, self.depth = max_turns, max_depth, 0
         self.trained_by, self.inherits_context = trained_by, inherits_context
-        self._options = {"argument": argument, "description": description, **kwargs}
         self._policy: Policy | None = None
         self._keeps_rows = False
         self._path = ""
@@ -272,9 +271,7 @@ class Delegate(ToolTransform):
 
     def _play(self, env: EnvBase, queries: Sequence[Any], children: Sequence[_Child]) -> None:
         size = len(children)
-        chats = all(isinstance(query, Chat) for query in queries)
-        column = Column.of(queries) if not chats else Column.of(list(queries))
-        td = env.reset(TensorDict({"query": column}, batch_size=[size]))
+        td = env.reset(TensorDict({"query": Column.of(queries)}, batch_size=[size]))
         running = torch.ones(size, dtype=torch.bool)
         mode = _mode(env)
         for turn in range(self.max_turns):

@@ -251,11 +251,7 @@ class GameEnv(WorldEnv):
         system_prompt: str | None = None,
         **kwargs: Any,
     ) -> None:
-        parser = (
-            actions
-            if isinstance(actions, ActionParser)
-            else make_action_parser(actions, game.action_name, game.action_help)
-        )
+        parser = make_action_parser(actions, game.action_name, game.action_help)
         if invalid_reward is None:
             invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
         rows = self.read_rows(dataset, data_files, split, columns=("seed",))
@@ -313,10 +309,22 @@ class GameEnv(WorldEnv):
         return chat
 
 
-def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a game begins with: the message of the user, and the state as text."""
+def seed_of(row: Mapping[str, Any]) -> int:
+    """The seed of a game, as a drawn row has it.
+
+    Args:
+        row: with ``"seed"``.
+
+    Raises:
+        DataError: it is no whole number.
+    """
     seed = row["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
-    state = game.reset(seed)
+    return seed
+
+
+def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a game begins with: the message of the user, and the state as text."""
+    state = game.reset(seed_of(row))
     return {**row, "query": game.observe(state), STATE_KEY: game.dump(state)}

@@ -21,7 +21,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
 from torchrl_llm.envs.games.game import IllegalAction, Player
-from torchrl_llm.envs.games.game_env import STATE_KEY, Played, add_turn_specs, write_turn
+from torchrl_llm.envs.games.game_env import STATE_KEY, Played, add_turn_specs, seed_of, write_turn
 from torchrl_llm.envs.games.prisoners_dilemma import PrisonersDilemma
 from torchrl_llm.envs.games.table_game import TableGame
 from torchrl_llm.envs.games.tic_tac_toe_for_two import TicTacToeForTwo
@@ -35,7 +35,7 @@ from torchrl_llm.envs.players import (
 )
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn
 from torchrl_llm.envs.world import Reaction
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import ConfigError
 
 SEED_KEY = "game_seed"
 COMMITTED_KEY = "game_committed"
@@ -116,9 +116,7 @@ class TableSteps(PlayersTransform):
 
     def open(self, row: Mapping[str, Any]) -> Opening:
         """See :meth:`~torchrl_llm.envs.players.PlayersTransform.open`."""
-        seed = row["seed"]
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
+        seed = seed_of(row)
         begun = self._advance(self.game.reset(seed), {}, str(seed))
         seen = {
             player: begun.told[player] or self.game.observe(begun.state, player)
@@ -323,11 +321,7 @@ class TableEnv(MultiAgentChatEnv):
         worker_id: int | None = None,
         **kwargs: Any,
     ) -> None:
-        parser = (
-            actions
-            if isinstance(actions, ActionParser)
-            else make_action_parser(actions, game.action_name, game.action_help)
-        )
+        parser = make_action_parser(actions, game.action_name, game.action_help)
         if invalid_reward is None:
             invalid_reward = -1.0 if stop_on_invalid else -0.3
         steps = TableSteps(
