@@ -12,16 +12,17 @@ shows how to write one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
+from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from torchrl_llm._registry import register
 from torchrl_llm.envs.actions import ActionParser
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.datasets.task_env import tool_schemas
+from torchrl_llm.envs.layers import innermost, insert, transforms_of
 from torchrl_llm.envs.transforms.answer_gates import AnswerGate, CutAnswers, ParseAnswers
 from torchrl_llm.envs.transforms.context_strategy import ContextStrategy
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
@@ -135,8 +136,8 @@ class Agent:
             torchrl_llm.errors.ConfigError: Agent and CalculatorEnv both have a tool named \
 'calculator'...
         """
-        base = _chat_env(env)
-        if base is None:
+        base = innermost(env)
+        if not isinstance(base, ChatEnv):
             raise ConfigError(
                 f"{type(self).__name__} acts in conversations, got {type(env).__name__}: wrap a "
                 "ChatEnv, a task or a game"
@@ -210,47 +211,13 @@ class Agent:
             insert(env, CutAnswers(), before=first)
 
 
-def transforms_of(env: TransformedEnv) -> list[Transform]:
-    """The transforms of an environment, the innermost first.
-
-    Args:
-        env: with one transform or several, or inside others.
-    """
-    found = list(_layers(env))
-    return [each for transform in reversed(found) for each in transform]
-
-
-def _layers(env: EnvBase) -> Iterator[list[Transform]]:
-    while isinstance(env, TransformedEnv):
-        transform = env.transform
-        yield list(transform) if isinstance(transform, Compose) else [transform]
-        env = env.base_env
-
-
 def tool_transforms(env: TransformedEnv) -> list[ToolTransform]:
     """The transforms of an environment that answer calls.
 
     Args:
-        env: as of :func:`transforms_of`.
+        env: as of :func:`~torchrl_llm.envs.layers.transforms_of`.
     """
     return [each for each in transforms_of(env) if isinstance(each, ToolTransform)]
-
-
-def insert(env: TransformedEnv, transform: Transform, *, before: tuple[type, ...]) -> None:
-    """Put a transform in front of the first of some kinds, or last where there is none.
-
-    Args:
-        env: the environment.
-        transform: the transform.
-        before: classes of transforms.
-    """
-    own = env.transform
-    own = list(own) if isinstance(own, Compose) else [own]
-    place = next((at for at, each in enumerate(own) if isinstance(each, before)), None)
-    if place is None:
-        env.append_transform(transform)
-    else:
-        env.insert_transform(place, transform)
 
 
 def _acting_tools(env: TransformedEnv) -> list[Tool]:
@@ -259,9 +226,3 @@ def _acting_tools(env: TransformedEnv) -> list[Tool]:
         known = {name for each in tool_transforms(env) for name in each.tools}
         return [] if env.action_tool.name in known else [env.action_tool]
     return []
-
-
-def _chat_env(env: EnvBase) -> ChatEnv | None:
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env if isinstance(env, ChatEnv) else None

@@ -41,6 +41,7 @@ from torchrl_llm.data.rollouts import (
 )
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.delegate import delegates_of
+from torchrl_llm.envs.layers import innermost
 from torchrl_llm.errors import CheckpointError, ConfigError
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
@@ -212,9 +213,7 @@ def _is_chat_env(env: EnvBase) -> bool:
 
     Its ``step_and_maybe_reset`` is TorchRL's own: a step, the move to the next one, a reset.
     """
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return isinstance(env, ChatEnv)
+    return isinstance(innermost(env), ChatEnv)
 
 
 class Lockstep(Rollout):

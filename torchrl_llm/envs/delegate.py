@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import Compose, EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.column import Column
@@ -27,6 +27,7 @@ from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.rollouts import split_batch
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.ids import IdCounter
+from torchrl_llm.envs.layers import innermost, transforms_of
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
@@ -326,11 +327,10 @@ class Delegate(ToolTransform):
 
 
 def _mode(env: EnvBase) -> Any:
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    if not isinstance(env, ChatEnv):
-        raise ConfigError(f"children live in a chat environment, got {type(env).__name__}")
-    return env.mode
+    base = innermost(env)
+    if not isinstance(base, ChatEnv):
+        raise ConfigError(f"children live in a chat environment, got {type(base).__name__}")
+    return base.mode
 
 
 def delegates_of(env: EnvBase) -> list[Delegate]:
@@ -339,9 +339,4 @@ def delegates_of(env: EnvBase) -> list[Delegate]:
     Args:
         env: with transforms, or without.
     """
-    found: list[Delegate] = []
-    while isinstance(env, TransformedEnv):
-        stack = env.transform if isinstance(env.transform, Compose) else [env.transform]
-        found += [transform for transform in stack if isinstance(transform, Delegate)]
-        env = env.base_env
-    return found
+    return [each for each in transforms_of(env) if isinstance(each, Delegate)]

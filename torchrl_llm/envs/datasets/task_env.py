@@ -15,6 +15,7 @@ from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
+from torchrl_llm.envs.layers import first_of, insert
 from torchrl_llm.envs.transforms.answer_gates import CUT_PENALTY, AnswerGate, CutAnswers
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
@@ -30,6 +31,10 @@ def check_split(split: str) -> None:
     """Raise ``ConfigError`` for a split other than ``"train"`` and ``"test"``."""
     if split not in ("train", "test"):
         raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
+
+
+# What looks at what tools have said.
+_AFTER_TOOLS = (AnswerGate, RewardParser, StepCounter)
 
 
 def tool_schemas(env: DatasetChatEnv) -> list[dict[str, Any]]:
@@ -50,16 +55,7 @@ def insert_tools(env: DatasetChatEnv, tools: ToolTransform) -> DatasetChatEnv:
         env: the environment.
         tools: the transform.
     """
-    place = _first_after_tools(env)
-    if place is None:
-        return env.append_transform(tools)
-    return env.insert_transform(place, tools)
-
-
-def _first_after_tools(env: DatasetChatEnv) -> int | None:
-    """Where the first transform is that looks at what tools have said."""
-    after = (AnswerGate, RewardParser, StepCounter)
-    return next((i for i, each in enumerate(env.transform) if isinstance(each, after)), None)
+    return insert(env, tools, before=_AFTER_TOOLS)
 
 
 class TaskEnv(DatasetChatEnv):
@@ -198,7 +194,7 @@ class TaskEnv(DatasetChatEnv):
         Args:
             transform: the transform.
         """
-        if isinstance(transform, ToolTransform) and _first_after_tools(self) is not None:
+        if isinstance(transform, ToolTransform) and first_of(self, _AFTER_TOOLS) is not None:
             return insert_tools(self, transform)
         return super().append_transform(transform)
 

@@ -24,6 +24,7 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.envs.layers import innermost
 from torchrl_llm.errors import ConfigError
 
 Message = Mapping[str, Any]
@@ -364,6 +365,5 @@ def chat_env_of(transform: Transform) -> ChatEnv | None:
         env = transform.container
     except ValueError:  # a Compose that is in no environment yet
         return None
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env if isinstance(env, ChatEnv) else None
+    base = innermost(env)
+    return base if isinstance(base, ChatEnv) else None

@@ -16,14 +16,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Compose, Transform, TransformedEnv
 from torchrl.envs import StepCounter as _StepCounter
+from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.text.codec import Codec, Piece
+from torchrl_llm.envs.layers import transforms_of
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
 from torchrl_llm.errors import ConfigError
 
@@ -156,7 +157,9 @@ class AddThinkingPrompt(Transform):
             open_rows &= stepped.reshape(size, -1).any(-1).cpu()
         if truncated is not None:
             open_rows &= ~truncated.reshape(size, -1).any(-1).cpu()
-        for counter in _step_counters(self.parent):
+        for counter in transforms_of(self.parent):
+            if not isinstance(counter, _StepCounter):
+                continue
             for key in counter.step_count_keys:
                 count = next_td.get(key, None)
                 if counter.max_steps is not None and count is not None:
@@ -331,13 +334,3 @@ def _fill(td: TensorDictBase, keys: Sequence[Any], chosen: torch.Tensor) -> None
         if value is not None:
             mask = chosen.view(-1, *[1] * (value.ndim - 1))
             td.set(key, value.masked_fill(mask, 0))
-
-
-def _step_counters(env: Any) -> list[_StepCounter]:
-    counters = []
-    while isinstance(env, TransformedEnv):
-        transform = env.transform
-        chain = transform if isinstance(transform, Compose) else [transform]
-        counters += [t for t in chain if isinstance(t, _StepCounter)]
-        env = env.base_env
-    return counters
