@@ -223,7 +223,7 @@ class PlayersTransform(WorldTransform):
                 by_row[row] = each
                 active[row] = name in reaction.active and not _ends(each)
                 untold[row] = "\n".join(text for text in (untold[row], each.observation) if text)
-        self._tell(td, next_td, untold, active, turns)
+        self._tell(td, next_td, untold, active, acted)
         self._carry(td, next_td, untold, active)
         return by_row
 
@@ -253,10 +253,9 @@ class PlayersTransform(WorldTransform):
         next_td: TensorDictBase,
         untold: list[str],
         active: Sequence[bool],
-        turns: Sequence[ModelTurn],
+        acted: Mapping[int, ModelTurn],
     ) -> None:
         """Put what players have not been told into the prompts of those who must act."""
-        acted = {turn.row: turn for turn in turns}
         counts = next_td.get("turn").reshape(-1).tolist()
         added: list[list[dict[str, Any]]] = [[] for _ in untold]
         first = {}

@@ -429,13 +429,12 @@ class ChatFormatter:
             chats: the whole conversations.
             tools: tools of these conversations instead of the formatter's.
         """
-        out = [
-            self._known(*pair, tools) for pair in zip(records, map(_messages, chats), strict=True)
-        ]
+        read = list(map(_messages, chats))
+        out = [self._known(*pair, tools) for pair in zip(records, read, strict=True)]
         rows = [row for row, record in enumerate(out) if record is None]
         begun, requests = [], []
         for row in rows:
-            record, messages = records[row], _messages(chats[row])
+            record, messages = records[row], read[row]
             if record.finish_reason is None:
                 # A prompt that was not answered gets more messages: go on from the last response.
                 record = _last_response(record, messages)
