@@ -183,7 +183,6 @@ def _play(
         "length": torch.zeros(size, dtype=torch.int64),
         "cut": torch.zeros(size, dtype=torch.bool),
     }
-    rows: list[tuple[TensorDictBase, int]] = []
     running = torch.arange(size) < wanted
     rows = [(td.reshape(size), i) for i in range(min(wanted, size))]
     counted = {f"held/{name}": torch.zeros(size, dtype=torch.int64) for name in share_keys}

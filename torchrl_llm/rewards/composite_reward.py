@@ -206,8 +206,9 @@ class CompositeReward(RewardParser):
     def _resting(self, next_td: TensorDictBase, size: int) -> list[Outcome]:
         """What was written of rows that are not scored: by a gate, or by a world of others."""
         outcomes = super()._resting(next_td, size)
+        failures = written_failures(next_td) if self._written else []
         for name, part in self._written.items():
-            weight, failures = self.components[name].weight, written_failures(next_td)
+            weight = self.components[name].weight
             for row, outcome in enumerate(part.outcomes(next_td, range(size))):
                 if outcome.value is None:
                     outcomes[row] = outcome
