@@ -215,7 +215,7 @@ def tool_transforms(env: TransformedEnv) -> list[ToolTransform]:
     """The transforms of an environment that answer calls.
 
     Args:
-        env: as of :func:`~torchrl_llm.envs.layers.transforms_of`.
+        env: an environment, wrapped any number of times.
     """
     return [each for each in transforms_of(env) if isinstance(each, ToolTransform)]
 
