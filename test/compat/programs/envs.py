@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, show, tokenizer
+from _shared import CHAT, OTHER, model, show, tokenizer
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader
@@ -29,7 +29,7 @@ from torchrl.envs.llm.transforms import (
     TemplateTransform,
     Tokenizer,
 )
-from torchrl.modules.llm.policies import ChatHistory, Text
+from torchrl.modules.llm.policies import ChatHistory, Text, TransformersWrapper
 
 ROWS = [
     {"query": "What is 2+3?", "answer": "so it is #### 5"},
@@ -383,6 +383,16 @@ def numbers_to_count_down():
     show(
         [sorted(part.split("=")[0].strip() for part in row.split(", ")[:2]) for row in td["answer"]]
     )
+
+
+def a_task_whose_answer_is_cut():
+    env = CountdownEnv(num_envs=1, seed=0, tokenizer=tokenizer())
+    short = {"max_new_tokens": 2, "do_sample": False}
+    policy = TransformersWrapper(
+        model(), tokenizer=tokenizer(), input_mode="history", generate_kwargs=short
+    )
+    td = env.step(policy(env.reset()))["next"]
+    show(td["reward"].shape, td["reward"].flatten(), td["done"].flatten())
 
 
 def padded_rows():
