@@ -134,6 +134,7 @@ def wait_until_asleep(pid):
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_in_a_terminal_ctrl_c_ends_without_a_traceback():
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "torchrl_llm", "chat"]

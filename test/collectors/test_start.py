@@ -303,6 +303,7 @@ _SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ctrl_c_ends_a_process_that_never_shut_its_collector_down():
     folder = Path(__file__).parents[1]

@@ -9,6 +9,7 @@ from compat import differences
 PROGRAMS = 705
 
 
+@pytest.mark.full
 def test_every_difference_from_torchrl_is_in_the_table_and_every_row_is_true(tmp_path):
     theirs, ours = differences.measure(tmp_path)
     if "absent" in theirs:

@@ -44,6 +44,7 @@ def test_a_collector_counts_what_its_updater_brings(tokenizer):
             assert set(row["trace", "policy_version"][sampled].tolist()) == {1}
 
 
+@pytest.mark.full
 def test_an_engine_in_another_process_is_updated_through_its_proxy():
     child = Child(fake)
     try:

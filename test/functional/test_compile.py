@@ -119,7 +119,9 @@ def test_what_a_loss_is_made_of_is_one_graph(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="the default backend generates C++; needs a compiler")
-@pytest.mark.parametrize("name", ["gspo", "aggregate sequence_mean"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gspo", marks=pytest.mark.full), "aggregate sequence_mean"]
+)
 def test_the_default_backend_agrees(name):
     check(LOSSES[name], ragged(), "inductor")
 

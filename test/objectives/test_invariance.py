@@ -30,8 +30,9 @@ LAWS = {"layouts", "naive", "micro-batches", "order", "junk"}
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_holds_the_laws(make_tiny_model, name):
-    # A value head, and a teacher's states, are out of reach of the model's own logits.
-    report = check_invariance(make_loss(name, make_actor(make_tiny_model())), full_rows())
+    # A value head, and a teacher's states, are out of reach of the model's own logits. In double
+    # precision the bound does not depend on the machine's order of sums.
+    report = check_invariance(make_loss(name, make_actor(make_tiny_model().double())), full_rows())
     assert set(report.deviations) | {"naive"} == LAWS
     assert set(report.skipped) <= {"naive"}
     assert max(report.deviations.values()) < 1e-5

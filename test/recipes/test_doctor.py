@@ -402,6 +402,7 @@ def test_a_planted_fault_is_found_with_the_key_to_change(name, house, monkeypatc
     assert word in told(found)[0].text
 
 
+@pytest.mark.full
 def test_fsdp2_that_does_not_fit_needs_processes_and_no_smaller_model(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -519,6 +520,7 @@ def test_a_file_is_told_from_its_keys_and_composed_with_what_is_typed(tmp_path):
     assert recipe_of(select, PAGES) == "expert-iteration"
 
 
+@pytest.mark.full
 def test_the_configuration_of_a_run_is_that_of_the_run(tmp_path):
     import yaml
 
@@ -698,6 +700,7 @@ def test_ranks_go_on_with_what_fits_on_all_of_them():
     assert found == {0: 960, 1: 960}
 
 
+@pytest.mark.full
 def test_calibration_trains_and_finds_what_fits(monkeypatch):
     (found,) = look("train.prompts_per_batch=8", only=["calibration"], calibrates=True)
     assert (found.level, found.text) == (

@@ -118,9 +118,12 @@ def test_commands_of_several_processes_are_read_too():
     assert ("train.parallel=fsdp2",) in documented()[_script("torchrun -m torchrl_llm train grpo")]
 
 
+@pytest.mark.parametrize("each", [8, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", documented())
-def test_the_documented_commands_are_accepted(script, only_reads, written, monkeypatch, tmp_path):
-    for arguments in documented()[script]:
+def test_the_documented_commands_are_accepted(
+    script, each, only_reads, written, monkeypatch, tmp_path
+):
+    for arguments in [*documented()[script]][::each]:
         folder = f"hydra.run.dir={tmp_path}"
         with pytest.raises(Accepted):
             run_alone(monkeypatch, ROOT / script, tmp_path, *arguments, folder)

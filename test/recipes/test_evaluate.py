@@ -358,6 +358,7 @@ def test_missing_data_models_and_packages_are_named(tmp_path, run, monkeypatch):
         run(tmp_path / "c", "inference_model.backend=vllm", "tasks=[arithmetic]")
 
 
+@pytest.mark.full
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
     arguments = ["tasks=[arithmetic]", f"hydra.run.dir={tmp_path}"]
     hold = "import sys; from pathlib import Path\n"

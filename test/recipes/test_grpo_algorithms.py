@@ -124,15 +124,11 @@ def test_layouts_change_nothing_but_rounding(tmp_path, run):
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        pytest.param(["loss=gspo"], id="gspo"),
-        pytest.param(
-            ["loss=reinforce", "advantage=leave_one_out"], id="rloo", marks=pytest.mark.full
-        ),
-    ],
+    [["loss=gspo"], ["loss=reinforce", "advantage=leave_one_out"]],
+    ids=["gspo", "rloo"],
 )
 def test_an_algorithm_raises_held_out_accuracy_by_three_standard_errors(tmp_path, run, algorithm):
     settings = ["train.prompts_per_batch=32", "env.repeats=8", "train.optim_batch_size=128"]

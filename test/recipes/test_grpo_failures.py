@@ -53,6 +53,7 @@ def typed(*words, folder):
     )
 
 
+@pytest.mark.full
 def test_a_typo_in_a_reward_is_shown_and_ends_the_run_which_goes_on_when_it_is_mended(tmp_path):
     reward = tmp_path / "mine.py"
     reward.write_text(TYPO)
@@ -150,6 +151,7 @@ def test_a_tool_that_raises_is_shown_and_counted_and_the_run_goes_on(
     assert "\nKeyError: '" in text
 
 
+@pytest.mark.full
 def test_a_task_that_the_model_of_the_package_cannot_learn_is_told_before_anything_else(
     tmp_path, run, said
 ):
@@ -169,6 +171,7 @@ def test_the_tasks_say_themselves_what_they_need():
     assert not TaskEnv.NEEDS_LARGER_MODEL
 
 
+@pytest.mark.full
 def test_a_game_that_outgrows_the_context_goes_on_to_the_end(tmp_path, run, monkeypatch):
     seen, fill = [], BatchSource.fill
 

@@ -133,6 +133,7 @@ def test_a_component_that_fails_makes_rows_invalid_and_an_optional_one_does_not(
     assert column(table, "train/reward") == [2 * right for right in column(table, "train/success")]
 
 
+@pytest.mark.full
 def test_components_run_in_processes_of_their_own(tmp_path, run, mine):
     table = run(
         tmp_path / "run",
@@ -245,6 +246,7 @@ IMPOSSIBLE = [
 ]
 
 
+@pytest.mark.full
 def test_components_that_cannot_be_are_refused_before_anything_is_loaded():
     for overrides, problem in IMPOSSIBLE:
         overrides = [f"reward.components.{each}" for each in overrides]

@@ -40,6 +40,7 @@ def test_twenty_kills_at_random(tmp_path):
     assert len({step for step, _ in places}) > 4, places
 
 
+@pytest.mark.full
 def test_two_kills(tmp_path):
     check(tmp_path, SHORT, kills=2, seed=1)
 

@@ -320,6 +320,7 @@ def test_what_cannot_be_counted_is_told_in_a_paragraph(arguments, said, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.full
 def test_the_table_of_the_documentation_is_what_the_formulas_say(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import memory_table

@@ -205,6 +205,7 @@ def test_arguments_that_would_train_nothing_are_refused(pico, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_twelve_steps_raise_the_reward_on_held_out_words(pico):
     threads = torch.get_num_threads()

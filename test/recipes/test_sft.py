@@ -180,6 +180,7 @@ def test_rows_that_are_padded_bucketed_or_packed_have_one_loss_and_gradient():
         assert values == pytest.approx((loss, norm), rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_reference_holds_the_model_back(tmp_path, run, table):
     settings = [f"data={table}", "train.max_steps=6", "logging.progress=false"]
     free = column(run(tmp_path / "free", *settings), "eval/loss")

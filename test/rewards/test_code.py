@@ -376,6 +376,7 @@ def test_the_code_of_a_response():
         assert extract_code(response, "f") == code
 
 
+@pytest.mark.full
 def test_a_long_line_of_fences_takes_linear_time():
     assert extract_code("```\nx\n```\n" * 20_000, "f") == "x\n"
     assert extract_code("`" * 200_000, "f") == "`" * 200_000

@@ -320,6 +320,7 @@ def test_one_response_can_be_scored_alone():
         graded().score("fail", PROBLEM)
 
 
+@pytest.mark.full
 def test_a_reward_with_processes_is_pickled_and_closed(answer):
     reward = CompositeReward({"task": Component(Scripted(), run="processes", num_workers=1)})
     reward = pickle.loads(pickle.dumps(reward))

@@ -145,6 +145,7 @@ def test_memory_that_is_given_back_between_two_looks_counts(attack, trainer, kin
     assert result.seconds < 8
 
 
+@pytest.mark.full
 def test_what_lies_in_sockets_counts(attack):
     hoard = """
         import os, socket, time
@@ -315,6 +316,7 @@ def test_cpu_time_has_a_limit_of_its_own(attack):
     assert result.exit_code == -24
 
 
+@pytest.mark.full
 def test_cpu_time_ends_also_who_ignores_its_signal(attack):
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert attack(stubborn, wall_s=40, cpu_s=1).status == "cpu"

@@ -190,6 +190,7 @@ def test_descriptors_of_the_trainer_stay_outside(sandbox, tmp_path):
     assert result.stdout == "4\n"  # three of its own, and that of the listing
 
 
+@pytest.mark.full
 def test_sixty_four_runs_at_once_are_apart_from_each_other(sandbox):
     code = """
 import os, sys, time

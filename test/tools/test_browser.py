@@ -125,6 +125,7 @@ def test_parts_of_a_page_are_extracted(site, act):
     assert act("extract", selector="video").error == "BrowserError"
 
 
+@pytest.mark.full
 def test_a_huge_page_is_read_in_pieces(site, act):
     first = act("navigate", url=f"{site.url}/huge").content
     assert "[characters 0 to 8000 of 10000000]" in first
@@ -204,6 +205,7 @@ def test_arguments_are_checked_before_the_browser_sees_them(browser, act):
     assert not executor.run([[theirs]])[0][0].error
 
 
+@pytest.mark.full
 def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, act):
     answer = act("navigate", tool=hasty, url=f"{site.url}/hang")
     assert answer.error == "TimeoutError"
@@ -214,6 +216,7 @@ def test_a_page_that_never_loads_is_given_up_and_another_one_opens(site, hasty, 
     assert act("click", tool=hasty, selector="#hang").error == "TimeoutError"
 
 
+@pytest.mark.full
 def test_a_page_in_an_endless_loop_is_closed_and_its_neighbours_answer(site, hasty, act):
     act("navigate", tool=hasty, url=f"{site.url}/loop")
     deadline = time.monotonic() + 60
@@ -288,6 +291,7 @@ def _browsers():
     return {pid for pid in mains if is_ours(pid)}
 
 
+@pytest.mark.full
 def test_a_browser_that_dies_is_started_again_and_close_leaves_none(site):
     before = _browsers()
     tool = BrowserTool([site.host], timeout=PAGE_S)
@@ -333,6 +337,7 @@ def anywhere():
     tool.close()
 
 
+@pytest.mark.full
 def test_without_a_list_the_machine_is_out_of_reach_by_its_own_names_and_addresses(
     machine, anywhere, monkeypatch
 ):
@@ -346,6 +351,7 @@ def test_without_a_list_the_machine_is_out_of_reach_by_its_own_names_and_address
     assert machine.asked == []
 
 
+@pytest.mark.full
 def test_without_a_list_a_public_page_is_read_and_what_it_asks_of_this_machine_fails(
     machine, anywhere, monkeypatch
 ):

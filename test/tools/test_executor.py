@@ -175,6 +175,7 @@ def test_a_tool_has_a_limit_of_its_own(release):
     executor.close()
 
 
+@pytest.mark.full
 def test_a_hanging_call_does_not_keep_the_interpreter_from_ending():
     code = (
         "import time\n"

@@ -319,6 +319,7 @@ def test_a_server_that_does_not_start_is_an_error_that_says_why(server, said):
         MCPToolTransform({"bad": server}, start_timeout=START_S)
 
 
+@pytest.mark.full
 def test_a_server_that_is_slow_to_start_is_given_up():
     with pytest.raises(WorkerError, match=r"'slow'.*no answer within 0.5 s"):
         MCPToolTransform({"slow": {"command": "sleep", "args": ["600"]}}, start_timeout=0.5)
@@ -348,6 +349,7 @@ def test_a_configuration_object_is_taken_as_it_is():
     assert MCPServers({"s": config}).configs["s"] is config
 
 
+@pytest.mark.full
 def test_a_copy_and_a_closed_transform_start_servers_of_their_own(make_tools, children):
     tools = make_tools()
     again = pickle.loads(pickle.dumps(tools))

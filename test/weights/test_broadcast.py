@@ -226,7 +226,13 @@ def test_a_listener_that_refuses_is_heard(children):
 # -- the learner dies -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.full),
+    ],
+)
 def test_a_learner_lost_in_a_broadcast_leaves_old_weights_and_a_new_one_is_found(children, how):
     port = free_port()
     learner = children(Learner, port)
@@ -254,6 +260,7 @@ def test_a_learner_lost_in_a_broadcast_leaves_old_weights_and_a_new_one_is_found
     assert listener.call("answer") == answer(fake(2))
 
 
+@pytest.mark.full
 def test_receivers_without_any_learner_wait_no_longer_than_they_are_told():
     receiver = BroadcastReceiver(fake(), port=free_port())
     started = time.monotonic()
@@ -261,6 +268,7 @@ def test_receivers_without_any_learner_wait_no_longer_than_they_are_told():
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.full
 def test_the_source_of_a_dead_sender_fails_in_time():
     sender = BroadcastSender(device="cpu", timeout_s=5)
     update = sender._announce({"head": torch.zeros(2)}, 1, "full", 1)
@@ -312,6 +320,7 @@ def test_the_asynchronous_form_does_not_hold_the_loop_up():
     assert asyncio.run(both()) == [0, 1]
 
 
+@pytest.mark.full
 def test_a_group_that_is_not_complete_fails_in_time():
     started = time.monotonic()
     with pytest.raises(WorkerError, match="member 0 of 2"):

@@ -76,6 +76,7 @@ def real_rows(gsm8k_dir):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 def test_the_gold_value_of_every_real_problem_scores_one_and_gold_plus_one_never(
     gsm8k_dir, real_rows
 ):

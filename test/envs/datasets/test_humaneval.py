@@ -139,6 +139,7 @@ def test_every_real_problem_has_cases(problems):
     assert sum(cases) > 1000
 
 
+@pytest.mark.full
 @pytest.mark.sandbox
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 @pytest.mark.timeout(300)
@@ -154,6 +155,7 @@ def test_all_canonical_solutions_pass_in_the_sandbox_64_at_once_and_none_without
     assert not wrong["success"].any()
 
 
+@pytest.mark.full
 @pytest.mark.sandbox
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 def test_64_programs_run_at_the_same_time():
@@ -181,6 +183,7 @@ def test_in_the_sandbox_code_cannot_look_into_the_process_that_has_the_tests(tar
     assert "PermissionError" in result.message
 
 
+@pytest.mark.full
 @pytest.mark.sandbox
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def test_a_world_that_fails_is_an_error_of_its_row_and_starts_again_at_reset(url
     env.close()
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_answer_in_time_is_an_error_of_its_row(url):
     env = OpenEnvEnv(url, num_envs=2, shuffle=False, message_timeout_s=1.0)
     td = env.reset()

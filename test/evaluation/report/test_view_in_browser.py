@@ -98,6 +98,7 @@ def count(page):
     return page.text_content("#count")
 
 
+@pytest.mark.full
 def test_it_opens_with_a_thousand_rollouts_in_two_seconds(page, record_property):
     ready = page.evaluate("Number(document.documentElement.dataset.readyMs)")
     record_property("ready_ms", ready)
@@ -283,6 +284,7 @@ def test_a_page_without_rollouts_or_tokenizer_is_read_too(opened):
     assert page.said == ids.said == []
 
 
+@pytest.mark.full
 def test_the_longest_rollout_is_shown_in_parts(opened):
     tokenizer = load_tokenizer()
     rows = [

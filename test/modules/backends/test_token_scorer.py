@@ -134,6 +134,7 @@ def test_defect_30_the_model_makes_no_logits_of_its_own(make_tiny_model):
     assert not calls
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_sharded_ranks_have_the_gradients_of_one_process():
     with socket.socket() as free:
