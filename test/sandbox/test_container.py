@@ -52,9 +52,7 @@ def contained(real):
     return ContainerSandbox(Limits(wall_s=60.0), image=IMAGE, engine=real, python=PYTHON)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("stand_in", marks=pytest.mark.full), "real"]
-)
+@pytest.fixture(scope="module", params=[pytest.param("stand_in", marks=pytest.mark.full), "real"])
 def sandbox(request):
     if request.param == "real":
         return request.getfixturevalue("contained")
