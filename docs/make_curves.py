@@ -156,6 +156,7 @@ GAME = (
     "train.num_threads=1 train.prompts_per_batch=16 train.max_steps=60 optimizer.lr=4e-4 "
     "optimizer.scheduler=linear optimizer.warmup_steps=5 eval.num_prompts=256 eval.interval=20"
 )
+SELF_PLAY = "torchrl-llm train self-play logging.progress=false"
 REFERENCE = f"{GRPO} train.max_steps=60 eval.interval=null train.kl_to_ref_coeff"
 DISTIL = "torchrl-llm train distillation"
 EVALUATE = (
@@ -215,6 +216,15 @@ RUNS = {
         "reward of a game",
         smooth=5,
         bottom=None,
+    ),
+    "self_play": Picture(
+        {"seed 0": f"{SELF_PLAY} seed=0", "seed 1": f"{SELF_PLAY} seed=1"},
+        lambda place: {
+            f"{player}, {seed}": metrics(place / seed, f"eval/{player}/won")
+            for player in "XO"
+            for seed in ("seed 0", "seed 1")
+        },
+        "won against random moves",
     ),
     "reference": Picture(
         {

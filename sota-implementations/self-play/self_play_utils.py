@@ -52,13 +52,14 @@ class AgentsConfig:
             plays an earlier one of itself, in turns from each seat.
         opponent_interval: steps after which the earlier policy becomes what the trained one is.
         imitate_steps: where ``model.name`` names no player, steps of imitation (``imitate.py``)
-            that all policies begin from; 0 begins from the model that ships with the package.
+            that all policies begin from: of a player who makes any legal move, so that what is won
+            is learned by playing. 0 begins from the model that ships with the package.
     """
 
     shared: bool = False
     opponent: Literal["self", "checkpoint"] = "self"
     opponent_interval: int = 10
-    imitate_steps: int = 200
+    imitate_steps: int = 400
 
     def __post_init__(self) -> None:
         ensure(
@@ -150,6 +151,7 @@ def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
         say(f"model.name names no player: {steps} steps of imitation come first")
         chosen = [
             f"train.max_steps={steps}",
+            "player.careless=1.0",
             f"optimizer.warmup_steps={min(20, steps - 1)}",
             f"seed={config.seed}",
             "eval.num_prompts=0",
