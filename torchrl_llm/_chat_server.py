@@ -23,11 +23,15 @@ class ChatAnswer(NamedTuple):
             tool calls or where all that was written is reasoning.
         finish_reason: why it ended, in the server's words; ``None`` where it did not say.
         num_tokens: of the response; ``None`` where the server did not say.
+        num_prompt_tokens: of the prompt, likewise.
+        num_retries: how often the request was sent again.
     """
 
     message: Mapping[str, Any]
     finish_reason: str | None
     num_tokens: int | None
+    num_prompt_tokens: int | None = None
+    num_retries: int = 0
 
 
 def ask_chat(
@@ -35,6 +39,7 @@ def ask_chat(
     body: Mapping[str, Any],
     *,
     timeout_s: float,
+    path: str = PATH,
     cancellation: Cancellation | None = None,
 ) -> ChatAnswer:
     """Ask for one answer to a conversation.
@@ -43,6 +48,7 @@ def ask_chat(
         http: the server.
         body: the request, with ``model`` and ``messages``.
         timeout_s: most seconds, those of repeated attempts included.
+        path: where the server answers, behind its address.
         cancellation: may end it from another thread.
 
     Raises:
@@ -50,14 +56,20 @@ def ask_chat(
         ConfigError: no access, or no such path or model.
         WorkerError: no answer.
     """
-    reply = http.call("POST", PATH, body, timeout_s=timeout_s, cancellation=cancellation)
-    http.check(reply, PATH)
+    reply = http.call("POST", path, body, timeout_s=timeout_s, cancellation=cancellation)
+    http.check(reply, path)
     try:
         [choice, *_], usage = reply.data["choices"], reply.data.get("usage") or {}
         message, reason = choice["message"], choice.get("finish_reason")
-        text, count = message["content"], usage.get("completion_tokens")
+        text, prompt = message["content"], _count(usage, "prompt_tokens")
+        count = _count(usage, "completion_tokens")
     except (KeyError, ValueError, TypeError, AttributeError):
         text = message = None
     if message is None or not isinstance(text, (str, type(None))):
         raise BackendError(f"{http.url} answered without a text: {str(reply.data)[:200]}")
-    return ChatAnswer(message, reason, count if isinstance(count, int) else None)
+    return ChatAnswer(message, reason, count, prompt, reply.num_retries)
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    count = usage.get(name)
+    return count if isinstance(count, int) and count >= 0 else None

@@ -40,10 +40,12 @@ class Reply(NamedTuple):
     Attributes:
         status: of HTTP; below 500.
         data: the parsed JSON, or text where it is not JSON.
+        num_retries: how often the request was sent again.
     """
 
     status: int
     data: Any
+    num_retries: int = 0
 
 
 class Cancellation:
@@ -230,7 +232,7 @@ class HTTPClient:
                 pause_s, problem = None, f"{type(cause).__name__}: {cause}"
             else:
                 if reply.status not in _RETRIED:
-                    return self._checked(reply, path)
+                    return self._checked(reply._replace(num_retries=attempt), path)
                 problem = f"it {_RETRIED[reply.status]} ({reply.status}: {_message(reply.data)})"
             if pause_s is None:
                 # Callers that were turned away together should not come back together.

@@ -1,0 +1,445 @@
+"""Models that write text: one port for judges, critics, and actors whose policy is a text.
+
+A :class:`TextModel` answers conversations and says what each answer cost. Behind it stands a model
+in this process (:class:`WrapperTextModel`), a server that speaks chat completions
+(:class:`EndpointTextModel`) or a function (:class:`ScriptedTextModel`). There are no token ids: who
+samples for training uses a wrapper itself.
+
+``Grader``, ``WrapperGrader`` and ``EndpointGrader`` are earlier names of these classes.
+
+Next: :mod:`torchrl_llm.rewards.judge` reads scores out of what a model writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from torchrl_llm._chat_server import PATH, ask_chat
+from torchrl_llm._http import HTTPClient, server_root
+from torchrl_llm.data.containers import ChatHistory
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.history import History
+from torchrl_llm.data.input_modes import response_reader
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.rewards.reward_runner import run_rows
+
+Messages = tuple[Mapping[str, str], ...]
+_RESERVED = {"model", "messages", "n", "stream"}
+_CHARACTERS_PER_TOKEN = 4
+
+
+class Usage(NamedTuple):
+    """What an answer cost.
+
+    Attributes:
+        input_tokens: of the conversation.
+        output_tokens: of the answer.
+        seconds: wall-clock time, of a batch where a batch was answered at once.
+        model: who answered.
+        num_retries: how often the request was sent again.
+        estimated: the numbers of tokens are guesses from the length of the texts.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    seconds: float = 0.0
+    model: str = ""
+    num_retries: int = 0
+    estimated: bool = False
+
+
+class TextAnswer(NamedTuple):
+    """An answer to a conversation.
+
+    Attributes:
+        text: what was written; may be empty.
+        usage: what it cost.
+        finish_reason: why it ended, ``"stop"``, ``"length"`` or another word of the server's;
+            ``None`` where that is not known.
+    """
+
+    text: str
+    usage: Usage
+    finish_reason: str | None = None
+
+
+OnCall = Callable[[int, "TextAnswer | Exception | None"], None]
+"""Is told the place of a conversation when its call begins, with ``None``, and when there is an
+answer, in any thread. Of answers that come together only the begin is told."""
+
+
+def estimated_usage(
+    messages: Sequence[Mapping[str, Any]], text: str, *, seconds: float = 0.0, model: str = ""
+) -> Usage:
+    """A guess at what an answer cost: a token for four characters.
+
+    Args:
+        messages: the conversation.
+        text: the answer.
+        seconds: wall-clock time.
+        model: who answered.
+
+    Example:
+        >>> estimated_usage([{"role": "user", "content": "12345678"}], "abc")[:2]
+        (2, 1)
+    """
+    asked = sum(len(str(message.get("content", ""))) for message in messages)
+    tokens = (-(-length // _CHARACTERS_PER_TOKEN) for length in (asked, len(text)))
+    return Usage(*tokens, seconds=seconds, model=model, estimated=True)
+
+
+class TextModel:
+    """Something that answers conversations: a model here, a server, a function in a test.
+
+    A subclass writes :meth:`ask`, or :meth:`answer` where it knows what an answer costs.
+    """
+
+    concurrency: int = 32
+    """How many conversations are worth asking about at once."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.ask is TextModel.ask and cls.answer is TextModel.answer:
+            raise TypeError(f"{cls.__name__} must define ask, or answer where it knows the usage")
+
+    def ask(self, conversations: Sequence[Messages]) -> Sequence[str | Exception]:
+        """Answer conversations with texts alone.
+
+        Args:
+            conversations: each a tuple of messages with ``role`` and ``content``.
+
+        Returns:
+            An answer for each, or the exception where there is none.
+        """
+        found = self.answer(conversations)
+        return [each if isinstance(each, Exception) else each.text for each in found]
+
+    def answer(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        on_call: OnCall | None = None,
+    ) -> Sequence[TextAnswer | Exception]:
+        """Answer conversations, and say what it cost.
+
+        Here with the texts of :meth:`ask`, and guesses at the numbers of tokens.
+
+        Args:
+            conversations: as for :meth:`ask`.
+            max_tokens: most tokens of an answer; the model's own limit if not given.
+            seed: of sampling, where the model samples in this process.
+            on_call: see :data:`OnCall`.
+
+        Returns:
+            An answer for each, or the exception where there is none.
+
+        Raises:
+            ConfigError: a ``max_tokens`` that cannot be kept.
+        """
+        if max_tokens is not None:
+            raise ConfigError(f"{type(self).__name__} takes no max_tokens: it defines ask only")
+        _tell_begin(on_call, len(conversations))
+        begun = time.perf_counter()
+        found = self.ask(conversations)
+        seconds, name = time.perf_counter() - begun, type(self).__name__
+        return [
+            text
+            if isinstance(text, Exception)
+            else TextAnswer(text, estimated_usage(messages, text, seconds=seconds, model=name))
+            for messages, text in zip(conversations, found, strict=True)
+        ]
+
+
+class WrapperTextModel(TextModel):
+    """A language model behind one of this package's wrappers, in history mode.
+
+    Args:
+        wrapper: a :class:`~torchrl_llm.modules.TransformersWrapper`, for example, that generates;
+            the wrapper decides how it samples (temperature 0 gives the same text each time).
+        batch_size: conversations at a time; all of them if not given.
+        name: what usage calls it.
+
+    Raises:
+        ConfigError: a wrapper that does not read conversations, or an impossible number.
+    """
+
+    def __init__(
+        self,
+        wrapper: TensorDictModuleBase,
+        *,
+        batch_size: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if ("history", "prompt") not in list(wrapper.in_keys):
+            raise ConfigError(
+                "a judge reads conversations: make the wrapper with input_mode='history' and "
+                f"generate=True, its in_keys are {list(wrapper.in_keys)}"
+            )
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self.wrapper, self.batch_size = wrapper, batch_size
+        self.name = type(wrapper).__name__ if name is None else name
+        self._reader = response_reader("history", None)
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def answer(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        on_call: OnCall | None = None,
+    ) -> list[TextAnswer | Exception]:
+        """Answer in batches, whose answers come together: ``on_call`` is told of their begin."""
+        _tell_begin(on_call, len(conversations))
+        options = {"max_new_tokens": max_tokens, "seed": seed}
+        options = {name: value for name, value in options.items() if value is not None}
+        step = self.batch_size or max(len(conversations), 1)
+        answers: list[TextAnswer | Exception] = []
+        for start in range(0, len(conversations), step):
+            with self._lock:
+                answers += self._batch(conversations[start : start + step], options)
+        return answers
+
+    def _batch(
+        self, conversations: Sequence[Messages], options: Mapping[str, int]
+    ) -> list[TextAnswer | Exception]:
+        size, begun = [len(conversations)], time.perf_counter()
+        prompt = History.from_chats([list(messages) for messages in conversations])
+        history = ChatHistory(prompt=prompt, batch_size=size)
+        td = self.wrapper(TensorDict(history=history, batch_size=size), **options)
+        texts, seconds = self._reader.responses(td), time.perf_counter() - begun
+        return [
+            text if isinstance(text, Exception) else TextAnswer(text, usage, reason)
+            for text, usage, reason in zip(
+                texts, self._usage(td, conversations, texts, seconds), _reasons(td), strict=True
+            )
+        ]
+
+    def _usage(
+        self, td: TensorDictBase, conversations: Sequence[Messages], texts: Sequence[Any], s: float
+    ) -> list[Usage]:
+        if td.get(("tokens", "response"), None) is None:
+            return [
+                estimated_usage(messages, str(text), seconds=s, model=self.name)
+                for messages, text in zip(conversations, texts, strict=True)
+            ]
+        counts = (
+            [len(ids) for ids in read_rows(td, ("tokens", k))] for k in ("prompt", "response")
+        )
+        return [Usage(*pair, seconds=s, model=self.name) for pair in zip(*counts, strict=True)]
+
+
+def _tell_begin(on_call: OnCall | None, size: int) -> None:
+    for place in range(size if on_call is not None else 0):
+        on_call(place, None)
+
+
+def _reasons(td: TensorDictBase) -> list[str | None]:
+    found = td.get(("tokens", "finish_reason"), None)
+    if found is None:
+        return [None] * td.batch_size.numel()
+    return [FinishReason(int(reason)).name.lower() for reason in found.reshape(-1)]
+
+
+class EndpointTextModel(TextModel):
+    """A server that speaks chat completions, OpenAI's protocol: vLLM's, or a provider's.
+
+    A request that the server did not take, or whose connection broke, is sent again; one that takes
+    longer than its limit is not.
+
+    Args:
+        url: ``http://host:port``, with or without ``/v1``.
+        model: name of the model there.
+        api_key: sent as a bearer token.
+        options: fields of the request next to ``model`` and ``messages``, such as
+            ``{"temperature": 0, "max_tokens": 512}``, which are the default.
+        timeout: seconds that a request may take, with those that were sent again.
+        max_retries: how often it is sent again.
+        concurrency: requests at a time.
+        path: of the protocol behind the address, where it is not ``/v1/chat/completions``; the
+            address is then taken as it is.
+        max_tokens_field: name of the field that limits an answer.
+
+    Raises:
+        ConfigError: a malformed address, options that are not the user's to set, or impossible
+            numbers.
+
+    Example:
+        >>> EndpointTextModel("http://localhost:8000/v1", "judge").url
+        'http://localhost:8000'
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 4,
+        concurrency: int = 32,
+        path: str | None = None,
+        max_tokens_field: str = "max_tokens",
+    ) -> None:
+        options = {"temperature": 0, "max_tokens": 512} if options is None else dict(options)
+        if reserved := sorted(_RESERVED & set(options)):
+            raise ConfigError(f"{reserved} cannot be options of a request")
+        if not timeout > 0 or concurrency < 1:
+            raise ConfigError(
+                f"timeout and concurrency must be positive, got {timeout} and {concurrency}"
+            )
+        self.model, self.options = model, options
+        self.timeout, self.concurrency = timeout, concurrency
+        address = server_root(url) if path is None else url
+        self._path, self._field = path or PATH, max_tokens_field
+        self._http = HTTPClient(address, api_key=api_key, max_retries=max_retries)
+        self.url = self._http.url
+
+    def ask(self, conversations: Sequence[Messages]) -> list[str | Exception]:
+        """Answer; a text that was cut at its limit of tokens is an error.
+
+        A server that refuses one request may answer the others.
+        """
+        return [
+            each if isinstance(each, Exception) else _whole(each)
+            for each in self.answer(conversations)
+        ]
+
+    def answer(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        on_call: OnCall | None = None,
+    ) -> list[TextAnswer | Exception]:
+        """Answer; ``seed`` is not sent, since not every server knows the field."""
+        limit = {} if max_tokens is None else {self._field: max_tokens}
+        return _one_by_one(
+            lambda messages: self._answer(messages, limit),
+            conversations,
+            self.concurrency,
+            on_call,
+        )
+
+    def _answer(self, messages: Messages, limit: Mapping[str, int]) -> TextAnswer:
+        body = {**self.options, **limit, "model": self.model}
+        body["messages"] = [dict(message) for message in messages]
+        begun = time.perf_counter()
+        found = ask_chat(self._http, body, timeout_s=self.timeout, path=self._path)
+        seconds, text = time.perf_counter() - begun, found.message.get("content") or ""
+        guess = estimated_usage(messages, text, seconds=seconds, model=self.model)
+        usage = guess._replace(num_retries=found.num_retries)
+        if found.num_tokens is not None and found.num_prompt_tokens is not None:
+            usage = usage._replace(
+                input_tokens=found.num_prompt_tokens,
+                output_tokens=found.num_tokens,
+                estimated=False,
+            )
+        return TextAnswer(text, usage, found.finish_reason)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._http.close()
+
+
+def _whole(answer: TextAnswer) -> str | RewardError:
+    if answer.finish_reason == "length":
+        return RewardError(
+            "the judge's answer was cut at its limit of tokens; raise max_tokens: "
+            f"{answer.text[-100:]!r}"
+        )
+    return answer.text
+
+
+class ScriptedTextModel(TextModel):
+    """A function that answers: for tests, examples and dry runs.
+
+    Args:
+        function: a conversation, a tuple of messages, to a text; what it raises is that row's
+            error.
+        name: what usage calls it.
+        concurrency: calls at a time, in threads; 1 calls it in the caller's thread.
+
+    Example:
+        >>> model = ScriptedTextModel(lambda messages: messages[-1]["content"].upper())
+        >>> model.ask([({"role": "user", "content": "hi"},)])
+        ['HI']
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Messages], str],
+        *,
+        name: str = "scripted",
+        concurrency: int = 1,
+    ) -> None:
+        if not callable(function):
+            raise ConfigError(f"a scripted model is a function of messages, got {function!r}")
+        self.function, self.name, self.concurrency = function, name, concurrency
+
+    def answer(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        on_call: OnCall | None = None,
+    ) -> list[TextAnswer | Exception]:
+        """Answer; the function decides how long its texts are and how it samples."""
+        return _one_by_one(self._answer, conversations, self.concurrency, on_call)
+
+    def _answer(self, messages: Messages) -> TextAnswer:
+        begun = time.perf_counter()
+        text = self.function(messages)
+        if not isinstance(text, str):
+            raise RewardError(f"{self.name} answered without a text: {text!r}")
+        seconds = time.perf_counter() - begun
+        return TextAnswer(text, estimated_usage(messages, text, seconds=seconds, model=self.name))
+
+
+def _one_by_one(
+    function: Callable[[Messages], TextAnswer],
+    conversations: Sequence[Messages],
+    concurrency: int,
+    on_call: OnCall | None,
+) -> list[TextAnswer | Exception]:
+    """Calls for each conversation, at most so many at a time; failures are data."""
+
+    def call(place: int, messages: Messages) -> TextAnswer | Exception:
+        if on_call is not None:
+            on_call(place, None)
+        try:
+            found: TextAnswer | Exception = function(messages)
+        except Exception as error:  # the failure of a model is data
+            found = error
+        if on_call is not None:
+            on_call(place, found)
+        return found
+
+    threads = 0 if concurrency == 1 else min(concurrency, max(len(conversations), 1))
+    outcomes = run_rows(call, list(enumerate(conversations)), num_threads=threads)
+    return [
+        RewardError(f"{each.error}: {each.message}") if each.error else each.value
+        for each in outcomes
+    ]
+
+
+Grader, WrapperGrader, EndpointGrader = TextModel, WrapperTextModel, EndpointTextModel
