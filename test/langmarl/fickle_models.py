@@ -1,0 +1,22 @@
+"""Scripted models that misbehave, for tests."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torchrl_llm.langmarl import scripted_world
+
+
+def fickle(messages):
+    """An optimizer whose advice helps, unless the policy has advice: then it is noise."""
+    if any(advice in messages[-1]["content"].partition("valuation")[0] for advice in scripted_world.ADVICE):
+        return scripted_world.noise(messages)
+    return scripted_world.optimizer(messages)
+
+
+def refuses_some(messages):
+    """An actor who, as the second agent, does not answer some of the questions."""
+    digest = hashlib.blake2b(messages[-1]["content"].encode(), digest_size=1).digest()[0]
+    if "agent 2 of" in messages[0]["content"] and digest % 3 == 0:
+        raise RuntimeError("no")
+    return scripted_world.actor(messages)

@@ -1,0 +1,117 @@
+"""Callbacks of training in language space; one that raises does not end the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl._utils import logger
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl.environment import Trajectory
+
+
+class Callback:
+    """Base of what is told how training goes; each method does nothing."""
+
+    def on_iteration_start(self, iteration: int, trainer: Any) -> None:
+        """An iteration begins."""
+
+    def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
+        """An iteration has ended; its policies are saved."""
+
+    def on_episode_complete(self, trajectory: Trajectory, trainer: Any) -> None:
+        """An episode has ended and is saved; in any thread."""
+
+    def on_policy_update(self, agent_id: str, old_policy: str, new_policy: str) -> None:
+        """The policy of an agent has changed."""
+
+    def on_resume(self, trainer: Any) -> None:
+        """Training is about to go on; ``trainer.history`` has what was done before."""
+
+
+def fire(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
+    """Tell callbacks; one that raises is logged.
+
+    Args:
+        callbacks: are told.
+        hook: name of the method.
+        args: its arguments.
+    """
+    for callback in callbacks:
+        try:
+            getattr(callback, hook)(*args)
+        except Exception as error:  # a callback that fails ends no training
+            name = type(callback).__name__
+            logger.warning(f"{name}.{hook} failed: {type(error).__name__}: {error}")
+
+
+class LoggingCallback(Callback):
+    """Logs begin and end of each iteration through the trainer's ``RunLogger``."""
+
+    def on_iteration_start(self, iteration: int, trainer: Any) -> None:
+        """Log the begin."""
+        trainer.logger.info(f"iteration {iteration} begins")
+
+    def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
+        """Log the end, with the mean reward."""
+        trainer.logger.info(f"iteration {iteration} ends: avg_reward {stats['avg_reward']:.3f}")
+
+
+class CheckpointCallback(Callback):
+    """Writes the newest and the best policies as files after each iteration.
+
+    The trainer writes them when training ends, and keeps all policies in any case.
+    """
+
+    def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
+        """Write them."""
+        trainer.save_policy_files()
+
+
+class EarlyStoppingCallback(Callback):
+    """Ends training when the mean reward does not rise any more.
+
+    It decides by the statistics of all iterations, those before a resume included.
+
+    Args:
+        patience: iterations without an improvement, after which training ends.
+        min_delta: a smaller rise is no improvement.
+
+    Raises:
+        ConfigError: a patience below 1, or a negative ``min_delta``.
+    """
+
+    def __init__(self, patience: int = 3, min_delta: float = 0.01) -> None:
+        if patience < 1 or min_delta < 0:
+            raise ConfigError(
+                f"patience must be at least 1 and min_delta not negative, got {patience} and "
+                f"{min_delta}"
+            )
+        self.patience, self.min_delta = patience, min_delta
+
+    def should_stop(self, rewards: Sequence[float]) -> bool:
+        """Whether the last iterations have brought no improvement.
+
+        Args:
+            rewards: mean reward of each iteration.
+
+        Example:
+            >>> stopping = EarlyStoppingCallback(patience=2)
+            >>> [stopping.should_stop([0.1, 0.5, 0.5, 0.5][:n]) for n in (2, 3, 4)]
+            [False, False, True]
+        """
+        best, waited = float("-inf"), 0
+        for reward in rewards:
+            better = reward > best + self.min_delta
+            best, waited = (reward, 0) if better else (best, waited + 1)
+        return waited >= self.patience
+
+    def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
+        """End training, or not."""
+        self.on_resume(trainer)
+
+    def on_resume(self, trainer: Any) -> None:
+        """End training that had ended before."""
+        if self.should_stop([each["avg_reward"] for each in trainer.history]):
+            trainer.should_stop, trainer.ended_by = True, "the mean reward does not rise any more"

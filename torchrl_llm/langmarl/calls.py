@@ -1,0 +1,492 @@
+"""Journal of the calls that a run makes: what was asked, answered and paid; and a budget.
+
+Each call has a key that follows from what it is for (``"3/critic/7#0"``: iteration 3, the critic,
+episode 7, its first call). A run that begins again finds the answers of its journal and does not
+ask for them a second time. :func:`scope` gives calls their role and key; whoever asks through
+:class:`~torchrl_llm.langmarl.LLMClient` needs to know nothing of it.
+
+The file has two JSON lines a call: one when it begins, one with its answer. So a call that was
+under way when the process was killed is counted, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchrl_llm._log import tell_once
+from torchrl_llm.errors import CheckpointError, ConfigError, TorchRLLLMError
+from torchrl_llm.modules.policies.policy_router import derived_seed
+from torchrl_llm.rewards.text_models import Messages, TextAnswer, TextModel, Usage
+
+
+class BudgetUsedUp(TorchRLLLMError, RuntimeError):
+    """A run may make no further call; what it has is saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of calls, tokens and money, over all runs of a folder; ``None`` is no limit.
+
+    Calls are counted before they are made. Tokens and money are known after, so that calls under
+    way may exceed them.
+
+    Args:
+        max_calls: calls that were begun.
+        max_total_tokens: input and output.
+        max_cost_usd: US dollars.
+
+    Raises:
+        ConfigError: a limit below zero.
+    """
+
+    max_calls: int | None = None
+    max_total_tokens: int | None = None
+    max_cost_usd: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{each.name} must not be negative, got {value}")
+
+    def check(self, spent: Spent) -> None:
+        """Raise :class:`BudgetUsedUp` where nothing is left."""
+        for name, value in (
+            ("max_calls", spent.calls),
+            ("max_total_tokens", spent.input_tokens + spent.output_tokens),
+            ("max_cost_usd", spent.cost_usd),
+        ):
+            limit = getattr(self, name)
+            if limit is not None and value >= limit:
+                raise BudgetUsedUp(f"the budget is used up: {name}={limit:g}, spent {value:g}")
+
+
+class Prices(NamedTuple):
+    """US dollars for a million tokens; ``None`` where nobody knows.
+
+    Attributes:
+        input_usd: of the conversation.
+        output_usd: of the answer.
+    """
+
+    input_usd: float | None = None
+    output_usd: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether both are."""
+        return self.input_usd is not None and self.output_usd is not None
+
+    def cost(self, usage: Usage) -> float:
+        """Cost of an answer in US dollars; what is not known counts as nothing."""
+        tokens = (
+            usage.input_tokens * (self.input_usd or 0),
+            usage.output_tokens * (self.output_usd or 0),
+        )
+        return sum(tokens) / 1e6
+
+
+@dataclass
+class Spent:
+    """What calls have cost.
+
+    Attributes:
+        calls: begun.
+        failed: that ended with an error.
+        lost: begun and neither answered nor failed: under way when a process was killed.
+        input_tokens: of conversations.
+        output_tokens: of answers.
+        cost_usd: US dollars.
+        seconds: of waiting for answers.
+        retries: requests that were sent again.
+        estimated: answers whose tokens are guesses.
+    """
+
+    calls: int = 0
+    failed: int = 0
+    lost: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost_usd: float = 0.0
+    seconds: float = 0.0
+    retries: int = 0
+    estimated: int = 0
+
+    def add(self, other: Spent) -> None:
+        """Add what others have cost."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, and what its tokens cost.
+
+    Attributes:
+        model: answers.
+        name: what the journal calls it.
+        prices: of its tokens.
+    """
+
+    model: TextModel
+    name: str
+    prices: Prices = Prices(None, None)  # noqa: RUF009 (it cannot be changed)
+
+
+class CallLog:
+    """Journal of the calls of a run, a file of JSON lines.
+
+    Args:
+        path: the file; what is there is read. ``None`` keeps everything in memory.
+        budget: limits.
+        before: what other runs of the folder have cost, for the budget.
+        seed: where the seeds of models that sample in this process follow from.
+
+    Raises:
+        CheckpointError: the file has a line, other than the last, that cannot be read.
+
+    Example:
+        >>> from torchrl_llm.rewards import ScriptedTextModel
+        >>> log = CallLog()
+        >>> echo = Asked(ScriptedTextModel(lambda messages: messages[-1]["content"]), "echo")
+        >>> question = ({"role": "user", "content": "Hello"},)
+        >>> with scope(log, "actor", "0/actor/0"):
+        ...     ask(echo, question).text
+        'Hello'
+        >>> [(role, model, spent.calls) for (role, model), spent in log.account().items()]
+        [('actor', 'echo', 1)]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        budget: Budget | None = None,
+        before: Spent | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.budget, self.before, self.seed = budget or Budget(), before or Spent(), seed
+        self.num_reused = 0
+        self._lock = threading.Lock()
+        self._account: dict[tuple[str, str], Spent] = {}
+        self._known: dict[str, dict[str, Any]] = {}
+        self._descriptor: int | None = None
+        if self.path is not None:
+            self._read()
+
+    # -- the file ---------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        end, begun = 0, {}
+        for line in _lines(self.path):
+            end += len(line)
+            record = json.loads(line)
+            self._count(record, begun)
+        for record in begun.values():
+            self._of(record).lost += 1
+        if self.path.exists() and end < self.path.stat().st_size:
+            os.truncate(self.path, end)  # half a line, of a process that was killed while it wrote
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def _count(self, record: dict[str, Any], begun: dict[str, Any]) -> None:
+        if record["event"] == "begun":
+            if record["key"] in begun:
+                self._of(record).lost += 1
+            begun[record["key"]] = record
+            self._of(record).calls += 1
+            return
+        begun.pop(record["key"], None)
+        self._of(record).add(_spent(record))
+        if record["event"] == "answered":
+            self._known[record["key"]] = record
+
+    def _of(self, record: Mapping[str, Any]) -> Spent:
+        return self._account.setdefault((record["role"], record["model"]), Spent())
+
+    def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines in one piece, so that answers that came together stay together."""
+        if self._descriptor is None or not records:
+            return
+        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    # -- what it knows ----------------------------------------------------------------------------
+
+    def account(self) -> dict[tuple[str, str], Spent]:
+        """What was spent, by role and model."""
+        with self._lock:
+            return {key: self._account[key] for key in sorted(self._account)}
+
+    def total(self) -> Spent:
+        """What was spent in this run."""
+        total = Spent()
+        for spent in self.account().values():
+            total.add(spent)
+        return total
+
+    def spent_for(self, prefix: str) -> Spent:
+        """What answers have cost whose keys begin so.
+
+        Args:
+            prefix: of the keys.
+        """
+        total = Spent()
+        with self._lock:
+            for key, record in self._known.items():
+                if key.startswith(prefix):
+                    total.add(_spent(record))
+        return total
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        asked: Asked,
+        role: str,
+        keys: Sequence[str],
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+    ) -> list[TextAnswer | Exception]:
+        """Answers to conversations: from the journal, or from the model.
+
+        Args:
+            asked: who is asked.
+            role: for whom: ``actor``, ``critic``, ``optimizer``, ``judge``.
+            keys: of the calls, each different.
+            conversations: what is asked.
+            max_tokens: most tokens of an answer.
+
+        Returns:
+            An answer for each, or the exception where there is none; failures are not reused.
+
+        Raises:
+            BudgetUsedUp: nothing is left; answers that had come are in the journal.
+        """
+        digests = [_digest(asked.name, max_tokens, messages) for messages in conversations]
+        found = [self._reuse(*pair) for pair in zip(keys, digests, strict=True)]
+        open_ = [place for place, each in enumerate(found) if each is None]
+        while open_:
+            part = self._admit(asked, role, open_)
+            calls = _Calls(self, asked, role, [(keys[i], digests[i]) for i in part])
+            answers = asked.model.answer(
+                [conversations[i] for i in part],
+                max_tokens=max_tokens,
+                seed=derived_seed(self.seed, keys[part[0]]),
+                on_call=calls.told,
+            )
+            calls.finish(answers)
+            for place, answer in zip(part, answers, strict=True):
+                found[place] = answer
+            open_ = open_[len(part) :]
+        return found
+
+    def _reuse(self, key: str, digest: str) -> TextAnswer | None:
+        with self._lock:
+            record = self._known.get(key)
+            if record is None or record["digest"] != digest:
+                return None
+            self.num_reused += 1
+        names = ("input_tokens", "output_tokens", "seconds", "model", "num_retries", "estimated")
+        usage = Usage(*(record[name] for name in names))
+        return TextAnswer(record["text"], usage, record["finish_reason"])
+
+    def _admit(self, asked: Asked, role: str, places: Sequence[int]) -> list[int]:
+        """As many of the calls as may be made together, counted."""
+        with self._lock:
+            spent = Spent()
+            for each in (self.before, *self._account.values()):
+                spent.add(each)
+            self.budget.check(spent)
+            most = len(places)
+            if self.budget.max_calls is not None:
+                most = min(most, self.budget.max_calls - spent.calls)
+            if self.budget.max_total_tokens is not None or self.budget.max_cost_usd is not None:
+                most = min(most, max(asked.model.concurrency, 1))
+            self._of({"role": role, "model": asked.name}).calls += most
+        return list(places[:most])
+
+    def _keep(self, records: Sequence[dict[str, Any]]) -> None:
+        with self._lock:
+            self._write(records)
+            for record in records:
+                if record["event"] != "begun":  # calls were counted when they were admitted
+                    self._of(record).add(_spent(record))
+                if record["event"] == "answered":
+                    self._known[record["key"]] = record
+
+
+class _Calls:
+    """Calls on their way: each answer is written once, when it comes."""
+
+    def __init__(
+        self, log: CallLog, asked: Asked, role: str, keys: Sequence[tuple[str, str]]
+    ) -> None:
+        self._log, self._asked, self._role, self._keys = log, asked, role, keys
+        self._written: set[int] = set()
+
+    def told(self, place: int, answer: TextAnswer | Exception | None) -> None:
+        if answer is None:
+            self._log._keep([{"event": "begun", **self._facts(place)}])
+            return
+        self._log._keep([self._record(place, answer)])
+        self._written.add(place)
+
+    def _facts(self, place: int) -> dict[str, Any]:
+        key, digest = self._keys[place]
+        return {"key": key, "digest": digest, "role": self._role, "model": self._asked.name}
+
+    def finish(self, answers: Sequence[TextAnswer | Exception]) -> None:
+        self._log._keep(
+            [
+                self._record(place, answer)
+                for place, answer in enumerate(answers)
+                if place not in self._written
+            ]
+        )
+
+    def _record(self, place: int, answer: TextAnswer | Exception) -> dict[str, Any]:
+        record = self._facts(place)
+        if isinstance(answer, Exception):
+            return {"event": "failed", **record, "error": f"{type(answer).__name__}: {answer}"}
+        usage, prices = answer.usage, self._asked.prices
+        if not prices.known:
+            tell_once(
+                f"nobody has said what tokens of {self._asked.name!r} cost: they count as 0 USD"
+            )
+        facts = {**usage._asdict(), "model": self._asked.name, "cost_usd": prices.cost(usage)}
+        reason = {"finish_reason": answer.finish_reason}
+        return {"event": "answered", **record, "text": answer.text, **facts, **reason}
+
+
+def _spent(record: Mapping[str, Any]) -> Spent:
+    if record["event"] == "failed":
+        return Spent(failed=1)
+    return Spent(
+        input_tokens=record["input_tokens"],
+        output_tokens=record["output_tokens"],
+        cost_usd=record["cost_usd"],
+        seconds=record["seconds"],
+        retries=record["num_retries"],
+        estimated=int(record["estimated"]),
+    )
+
+
+def _digest(name: str, max_tokens: int | None, messages: Messages) -> str:
+    said = [[message["role"], message["content"]] for message in messages]
+    text = json.dumps([name, max_tokens, said])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a journal that are whole.
+
+    Raises:
+        CheckpointError: a line cannot be read, and is not what a killed process left behind.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                ok = isinstance(record, dict) and {"event", "key", "role", "model"} <= set(record)
+            except ValueError:
+                ok = False
+            if ok and line.endswith(b"\n"):
+                yield line
+            elif line.endswith(b"\n"):
+                raise CheckpointError(f"{path}, line {number} is damaged; remove the line")
+
+
+def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent:
+    """What the runs of a folder have cost so far.
+
+    Args:
+        folder: ``experiment_dir``, with ``runs/<run>/calls.jsonl``.
+        but: a run that is not counted.
+
+    Raises:
+        CheckpointError: a journal cannot be read.
+    """
+    total = Spent()
+    for path in sorted(Path(folder).glob("runs/*/calls.jsonl")):
+        if path.parent.name != but:
+            for line in _lines(path):
+                record = json.loads(line)
+                total.add(Spent(calls=1) if record["event"] == "begun" else _spent(record))
+    return total
+
+
+# -- what a call is for ---------------------------------------------------------------------------
+
+
+class _Scope:
+    def __init__(self, log: CallLog, role: str, key: str) -> None:
+        self.log, self.role, self.key, self.count = log, role, key, 0
+
+
+_SCOPE: ContextVar[_Scope | None] = ContextVar("torchrl_llm_calls", default=None)
+
+
+@contextmanager
+def scope(log: CallLog, role: str, key: str) -> Iterator[None]:
+    """Let the calls of this thread be those of a role, in a journal.
+
+    Args:
+        log: the journal.
+        role: ``actor``, ``critic``, ``optimizer`` or ``judge``, or another word.
+        key: what the calls are for; each gets a number behind it, in their order.
+    """
+    token = _SCOPE.set(_Scope(log, role, key))
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def current() -> tuple[CallLog, str]:
+    """The journal and the key of the scope that the caller is in; outside of one, a new journal."""
+    here = _SCOPE.get()
+    return (CallLog(), "0") if here is None else (here.log, here.key)
+
+
+def ask(asked: Asked, messages: Messages, *, max_tokens: int | None = None) -> TextAnswer:
+    """One answer, through the journal where the caller is in a :func:`scope`.
+
+    Args:
+        asked: who is asked.
+        messages: the conversation.
+        max_tokens: most tokens of the answer.
+
+    Raises:
+        Exception: whatever kept the model from answering.
+        BudgetUsedUp: nothing is left.
+    """
+    here = _SCOPE.get()
+    if here is None:
+        [answer] = asked.model.answer([messages], max_tokens=max_tokens)
+    else:
+        key, here.count = f"{here.key}#{here.count}", here.count + 1
+        [answer] = here.log.ask(asked, here.role, [key], [messages], max_tokens=max_tokens)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

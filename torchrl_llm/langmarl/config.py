@@ -1,0 +1,468 @@
+"""Configurations of training in language space: flat dataclasses, one for each environment.
+
+A file is JSON. Models in it are presets by name, mappings, or mappings with a ``preset`` whose
+values are replaced. Keys that are not known are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from torchrl_llm._redis import masked
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl.environment import env_class
+from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config
+
+_PARADIGMS = ("central_credit", "central_global")
+_LAYOUTS = (
+    "cramped_room",
+    "asymmetric_advantages",
+    "coordination_ring",
+    "forced_coordination",
+    "counter_circuit",
+)
+_CHOICES = {
+    "paradigm": _PARADIGMS,
+    "update": ("feedback", "rewrite"),
+    "accept": ("always", "better"),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "task_type": ("qa", "math", "writing", "coding"),
+    "layout": _LAYOUTS,
+    "p0_agent": ("ProAgent", "Greedy"),
+    "p1_agent": ("ProAgent", "Greedy"),
+    "action_mode": ("discrete", "continuous"),
+}
+_LEAST = {
+    "num_iterations": 0,
+    "start_iteration": 0,
+    "trajectories_per_iteration": 1,
+    "mini_batch_size": 1,
+    "num_agents": 1,
+    "max_workers": 1,
+    "max_policy_chars": 1,
+    "max_calls": 0,
+    "max_total_tokens": 0,
+    "max_cost_usd": 0,
+    "episode_generation_workers": 1,
+    "optimizer_workers": 1,
+    "code_timeout": 0.1,
+    "episode_horizon": 1,
+    "num_pistons": 1,
+    "max_cycles": 1,
+    "frame_size": 3,
+}
+_MODELS = ("llm", "actor_llm", "critic_llm", "optimizer_llm", "judge_llm")
+
+
+@dataclass(kw_only=True)
+class BaseConfig:
+    """What all environments share.
+
+    Args:
+        env: name of the environment.
+        exp_name: of the experiment, and of its run.
+        paradigm: ``central_credit`` evaluates each agent, ``central_global`` all at once.
+        num_iterations: all in all; 0 trains nothing.
+        trajectories_per_iteration: episodes of each.
+        mini_batch_size: episodes that gradients are made of; all if not given.
+        start_iteration: where to begin.
+        llm: model of all roles that have none of their own.
+        actor_llm: of the agents.
+        critic_llm: of the critic.
+        optimizer_llm: of the optimizer.
+        judge_llm: of the judge; the critic's if not given.
+        num_agents: how many agents.
+        experiment_dir: where runs are kept.
+        checkpoint_dir: where the newest and the best policies are written as files.
+        max_workers: episodes, or calls of the critic, at a time.
+        log_level: of the file and the console.
+        seed: decides the order of tasks, mini-batches and held-out tasks.
+        run_name: of the run, where it is not ``exp_name``.
+        resume: ``latest`` goes on with a run of that name, ``never`` refuses; or a run's name.
+        update: ``feedback`` replaces a section of the policy, ``rewrite`` lets a model rewrite it.
+        accept: ``better`` keeps the old policies unless held-out tasks say that the new are better.
+        validation_fraction: of the tasks that are held out.
+        max_policy_chars: most characters of a policy; a longer one is not taken.
+        max_calls: of all runs of ``experiment_dir``.
+        max_total_tokens: likewise.
+        max_cost_usd: likewise; the prices of all models must be known.
+        prompts_dir: a folder with templates that replace ours.
+
+    Raises:
+        ConfigError: a value that is impossible, of the wrong type, or without effect.
+
+    Example:
+        >>> BaseConfig(paradigm="central_globe")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: paradigm must be one of central_credit, central_global, \
+got 'central_globe'; did you mean 'central_global'?
+    """
+
+    env: str = "language"
+    exp_name: str = "experiment"
+    paradigm: str = "central_credit"
+    num_iterations: int = 5
+    trajectories_per_iteration: int = 10
+    mini_batch_size: int | None = None
+    start_iteration: int = 0
+    llm: LLMConfig | None = None
+    actor_llm: LLMConfig | None = None
+    critic_llm: LLMConfig | None = None
+    optimizer_llm: LLMConfig | None = None
+    judge_llm: LLMConfig | None = None
+    num_agents: int = 2
+    experiment_dir: str = "./experiments"
+    checkpoint_dir: str = "./ckpt_policy"
+    max_workers: int = 5
+    log_level: str = "INFO"
+    seed: int = 0
+    run_name: str | None = None
+    resume: str = "latest"
+    update: str = "feedback"
+    accept: str = "always"
+    validation_fraction: float = 0.0
+    max_policy_chars: int | None = None
+    max_calls: int | None = None
+    max_total_tokens: int | None = None
+    max_cost_usd: float | None = None
+    prompts_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            setattr(self, each.name, _checked(each.name, getattr(self, each.name), hints))
+        for name in ("exp_name", "run_name", "resume"):
+            value = getattr(self, name)
+            if value is not None and (not value.strip(". ") or "/" in value or "\\" in value):
+                raise ConfigError(f"{name} names a folder, got {value!r}")
+        size = self.mini_batch_size
+        if size is not None and size > self.trajectories_per_iteration:
+            raise ConfigError(
+                f"mini_batch_size={size} is more than the trajectories_per_iteration="
+                f"{self.trajectories_per_iteration} that it is drawn from"
+            )
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(f"validation_fraction is in [0, 1), got {self.validation_fraction}")
+        if self.accept == "better" and not self.validation_fraction:
+            raise ConfigError("accept=better needs held-out tasks: set validation_fraction")
+        if self.max_cost_usd is not None:
+            self._check_prices()
+
+    def _check_prices(self) -> None:
+        for name in _MODELS:
+            model = getattr(self, name)
+            if model is not None and None in (
+                model.input_price_per_million,
+                model.output_price_per_million,
+            ):
+                raise ConfigError(
+                    f"max_cost_usd={self.max_cost_usd:g} cannot be kept: the prices of {name} "
+                    f"({model.name!r}) are not known; set input_price_per_million and "
+                    "output_price_per_million"
+                )
+
+    # -- models -----------------------------------------------------------------------------------
+
+    def _model(self, *names: str) -> LLMConfig:
+        for name in names:
+            if getattr(self, name) is not None:
+                return getattr(self, name)
+        raise ConfigError(f"no model: set {' or '.join(names)}")
+
+    def get_actor_llm(self) -> LLMConfig:
+        """The model of the agents.
+
+        Raises:
+            ConfigError: none is set.
+        """
+        return self._model("actor_llm", "llm")
+
+    def get_critic_llm(self) -> LLMConfig:
+        """The model of the critic.
+
+        Raises:
+            ConfigError: none is set.
+        """
+        return self._model("critic_llm", "llm")
+
+    def get_optimizer_llm(self) -> LLMConfig:
+        """The model of the optimizer.
+
+        Raises:
+            ConfigError: none is set.
+        """
+        return self._model("optimizer_llm", "llm")
+
+    def get_judge_llm(self) -> LLMConfig:
+        """The model of the judge, never the actor's own.
+
+        Raises:
+            ConfigError: none is set.
+        """
+        return self._model("judge_llm", "critic_llm", "llm")
+
+    # -- files ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_json(
+        cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Read a file.
+
+        Args:
+            path: of the file.
+            overrides: replace its values.
+
+        Raises:
+            ConfigError: an unknown key, with the nearest, or a value that is impossible.
+        """
+        return cls._of({**read_json(path), **(overrides or {})}, Path(path).parent)
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any], folder: Path) -> Self:
+        known = [each.name for each in fields(cls)]
+        for key in values:
+            if key not in known and key != "schema_version":
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+                raise ConfigError(f"unknown key {key!r} for {cls.__name__}; {hint}")
+        given = {key: value for key, value in values.items() if key in known}
+        for name in ("benchmark_path", "prompts_dir"):
+            beside = folder / given[name] if isinstance(given.get(name), str) else None
+            if beside is not None and not Path(given[name]).exists() and beside.exists():
+                given[name] = str(beside)  # what a file names may lie beside it
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values as JSON has them, without keys of servers."""
+        found: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, LLMConfig):
+                value = {**value.to_dict(), "api_key": None, "base_url": masked(value.base_url)}
+            found[each.name] = value
+        return found
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write a file, without keys of servers.
+
+        Args:
+            path: of the file.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _checked(name: str, value: Any, hints: Mapping[str, Any]) -> Any:
+    """A value of its type and within its bounds."""
+    hint = hints[name]
+    if name in _MODELS:
+        return _model_of(name, value)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if float in options and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not any(_fits(value, each) for each in options):
+        wanted = " or ".join("null" if each is type(None) else _name(each) for each in options)
+        raise ConfigError(f"{name} must be {wanted}, got {_shown(value)}")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        near = difflib.get_close_matches(str(value), _CHOICES[name], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{hint}")
+    if name in _LEAST and value is not None and not value >= _LEAST[name]:
+        raise ConfigError(f"{name} must be at least {_LEAST[name]}, got {value}")
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; what is within a list or a mapping is not looked at."""
+    origin = get_origin(hint)
+    if hint is Any or origin is Literal:
+        return hint is Any or value in get_args(hint)
+    kind = origin or hint
+    return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+
+
+def _name(hint: Any) -> str:
+    return str(hint) if get_origin(hint) else hint.__name__
+
+
+def _shown(value: Any) -> str:
+    """A value in an error; of a container the type alone, for it may hold the key of a server."""
+    return type(value).__name__ if isinstance(value, (Mapping, list, tuple)) else repr(value)
+
+
+def _model_of(name: str, value: Any) -> LLMConfig | None:
+    if value is None or isinstance(value, LLMConfig):
+        return value
+    try:
+        if isinstance(value, str):
+            return get_llm_config(value)
+        if isinstance(value, Mapping):
+            return LLMConfig.from_dict(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    raise ConfigError(f"{name} is the name of a model or a mapping, got {_shown(value)}")
+
+
+@dataclass(kw_only=True)
+class LanguageTaskConfig(BaseConfig):
+    """Agents that answer one after another.
+
+    Args:
+        task_type: ``qa``, ``math``, ``writing`` or ``coding``.
+        benchmark_path: a folder with ``<task_type>.jsonl``, or a file.
+        data_limit: first so many tasks; all if not given, or not above 0.
+        use_verified_reward: let a judge compare answers with the task's.
+        episode_generation_workers: agents that are asked at a time.
+        optimizer_workers: gradients that are written at a time.
+        code_timeout: seconds of a program.
+
+    Raises:
+        ConfigError: as of :class:`BaseConfig`.
+    """
+
+    task_type: str = "qa"
+    benchmark_path: str = ""
+    data_limit: int | None = None
+    use_verified_reward: bool = False
+    episode_generation_workers: int = 8
+    optimizer_workers: int = 1
+    code_timeout: float = 10.0
+
+
+@dataclass(kw_only=True)
+class OvercookedConfig(BaseConfig):
+    """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for what it needs.
+
+    Args:
+        layout: of the kitchen.
+        episode_horizon: most steps of an episode.
+        p0_agent: kind of the first cook.
+        p1_agent: kind of the second.
+
+    Raises:
+        ConfigError: as of :class:`BaseConfig`; ``num_agents`` must be 2.
+    """
+
+    env: str = "overcooked"
+    layout: str = "cramped_room"
+    episode_horizon: int = 400
+    p0_agent: str = "ProAgent"
+    p1_agent: str = "ProAgent"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_agents != 2:
+            raise ConfigError(
+                f"Overcooked has two cooks: num_agents must be 2, got {self.num_agents}"
+            )
+
+
+@dataclass(kw_only=True)
+class PistonballConfig(BaseConfig):
+    """Pistons that move a ball to the left.
+
+    Args:
+        num_agents: as many as pistons; taken from ``num_pistons`` if not given.
+        num_pistons: how many.
+        max_cycles: most cycles of an episode.
+        frame_size: of what a piston sees.
+        action_mode: ``discrete`` or ``continuous``.
+
+    Raises:
+        ConfigError: as of :class:`BaseConfig`; another ``num_agents`` than ``num_pistons``.
+    """
+
+    env: str = "pistonball"
+    num_agents: int | None = None
+    num_pistons: int = 20
+    max_cycles: int = 125
+    frame_size: int = 84
+    action_mode: str = "discrete"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_agents is None:
+            self.num_agents = self.num_pistons
+        if self.num_agents != self.num_pistons:
+            raise ConfigError(
+                f"each piston is an agent: num_agents={self.num_agents} must equal "
+                f"num_pistons={self.num_pistons}"
+            )
+
+
+_CLASSES: dict[str, type[BaseConfig]] = {
+    "language": LanguageTaskConfig,
+    "overcooked": OvercookedConfig,
+    "pistonball": PistonballConfig,
+}
+
+
+def load_config(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+) -> BaseConfig:
+    """Read a file into the class of its environment.
+
+    Args:
+        path: of the file.
+        overrides: replace its values, ``env`` too.
+
+    Raises:
+        ConfigError: an unknown environment or key, or a value that is impossible.
+    """
+    values = {**read_json(path), **(overrides or {})}
+    name = str(values.get("env", "language"))
+    made = _CLASSES.get(name) or env_class(name).CONFIG_CLASS or BaseConfig
+    return made._of(values, Path(path).parent)
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"the configuration {path} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the configuration {path} is a {type(values).__name__}, no JSON object")
+    return values
+
+
+def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """Values that a command line replaces, ``key=value``; a value is JSON where it can be read so.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        ConfigError: one without ``=``.
+
+    Example:
+        >>> parse_overrides(["num_iterations=3", "paradigm=central_global", "llm=null"])
+        {'num_iterations': 3, 'paradigm': 'central_global', 'llm': None}
+    """
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"a setting is given as key=value, got {argument!r}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

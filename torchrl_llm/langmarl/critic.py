@@ -1,0 +1,182 @@
+"""Critic that reads an episode and says what each agent, or the team, did well and badly.
+
+It makes one call an episode. What it answers is split by
+:mod:`~torchrl_llm.langmarl.credit_reader`; a call that fails is an evaluation without texts, with
+an ``error``.
+
+Next: :mod:`torchrl_llm.langmarl.optimizer` turns evaluations into changed policies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl.config import BaseConfig
+from torchrl_llm.langmarl.credit_reader import CREDIT_FORMATS, parse_credit_response, thirds_of
+from torchrl_llm.langmarl.environment import BaseCritic, BaseEnvironment, Trajectory
+from torchrl_llm.langmarl.formatter import TrajectoryFormatter
+from torchrl_llm.langmarl.llm_client import LLMClient
+from torchrl_llm.langmarl.prompts import PROMPTS, Template
+from torchrl_llm.langmarl.safe_chat import SafeChat
+
+CRITIC_FIELDS = {"trajectory", "num_agents", "task_type", "role_context", "agent_names"}
+CRITIC_FIELDS |= {"agent_evaluation_sections", "agent_specific_criteria", "answer_format"}
+"""Fields that every critic's template may have; an environment may fill further ones."""
+
+_FORMATTERS = {
+    "central_credit": TrajectoryFormatter.format_for_credit_assignment,
+    "central_global": TrajectoryFormatter.format_trajectory,
+}
+_MAX_TOKENS = 1500
+_WORDS = json.loads((PROMPTS / "critic.json").read_text(encoding="utf-8"))
+
+
+class CentralizedCritic(SafeChat, BaseCritic):
+    """Evaluates an episode with one call of a model.
+
+    Args:
+        config: its ``paradigm`` is ``central_credit`` (a text for each agent) or
+            ``central_global`` (one for all).
+        prompts_dir: folder of templates called like the paradigms, that take the place of ours.
+
+    Attributes:
+        client: asks the model.
+        environment: says who the agents are and in which format the critic answers.
+        num_fallbacks: evaluations that failed.
+
+    Raises:
+        ConfigError: a paradigm that there is not, no model, or no such folder.
+    """
+
+    def __init__(self, config: BaseConfig, prompts_dir: Path | str | None = None) -> None:
+        if config.paradigm not in _FORMATTERS:
+            raise ConfigError(
+                f"paradigm must be one of {list(_FORMATTERS)}, got {config.paradigm!r}"
+            )
+        super().__init__(LLMClient(config.get_critic_llm()))
+        self.config, self.environment = config, None
+        self._folders = [] if prompts_dir is None else [prompts_dir]
+        self._template = Template.load(config.paradigm, self._folders, None)
+
+    def for_environment(self, env: BaseEnvironment) -> Self:
+        """Judge episodes of an environment, with its templates and in its format.
+
+        Args:
+            env: the environment.
+
+        Returns:
+            The critic itself.
+
+        Raises:
+            ConfigError: a template has a field that neither the critic nor the environment fills,
+                or the format is none.
+        """
+        if env.CREDIT_FORMAT not in (None, *CREDIT_FORMATS):
+            raise ConfigError(
+                f"{type(env).__name__}.CREDIT_FORMAT must be None or one of {CREDIT_FORMATS}, got "
+                f"{env.CREDIT_FORMAT!r}"
+            )
+        folders = self._folders + ([] if env.prompts_dir is None else [env.prompts_dir])
+        template = Template.load(self.config.paradigm, folders, None)
+        if set(template.fields) - CRITIC_FIELDS:
+            template.check(CRITIC_FIELDS | set(_extras(env)))
+        self.environment, self._template = env, template
+        return self
+
+    def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
+        """Evaluate an episode.
+
+        Args:
+            trajectory: the episode.
+            policies: the policies that played it.
+
+        Returns:
+            ``raw_response``, ``paradigm``, ``per_agent`` (a text for each agent, empty where it
+            was not addressed), and ``error`` where there is no evaluation.
+
+        Raises:
+            ConfigError: a template has a field that nobody fills.
+            BudgetUsedUp: no call is left.
+        """
+        env = self.environment
+        names = list(policies) if env is None else env.agent_names
+        prompt = self._template.fill(**self._fields(trajectory, policies, names))
+        raw, error = self._ask(_WORDS["system"], prompt, _MAX_TOKENS)
+        found = {"raw_response": raw, "paradigm": self.config.paradigm}
+        if error:
+            self._fall_back(f"evaluation of episode {trajectory.metadata.get('episode_id')}", error)
+            return {**found, "per_agent": dict.fromkeys(names, ""), "error": error}
+        if self.config.paradigm == "central_global":
+            return {**found, "per_agent": dict.fromkeys(names, raw)}
+        hint = None if env is None else env.CREDIT_FORMAT
+        return {**found, "per_agent": parse_credit_response(raw, names, credit_format=hint)}
+
+    def _fields(
+        self, trajectory: Trajectory, policies: Mapping[str, str], names: Sequence[str]
+    ) -> dict[str, str]:
+        env, episode = self.environment, {**trajectory.to_dict(), "policies": policies}
+        hint = None if env is None else env.CREDIT_FORMAT
+        task_type = trajectory.task.get("task_type") or getattr(self.config, "task_type", "general")
+        titles = dict(zip(names, _titles(len(names), len(trajectory.steps)), strict=True))
+        roles = [(name, title, _WORDS["roles"][title]) for name, title in titles.items()]
+        return {
+            "trajectory": _FORMATTERS[self.config.paradigm](episode),
+            "num_agents": str(len(names)),
+            "task_type": task_type,
+            "role_context": "\n".join(
+                f"- {n}: {title}; {role['place']}." for n, title, role in roles
+            ),
+            "agent_evaluation_sections": "\n".join(
+                f"About {name} ({title}): {role['questions']}" for name, title, role in roles
+            ),
+            "agent_specific_criteria": _WORDS["criteria"].get(task_type, ""),
+            "agent_names": ", ".join(names),
+            "answer_format": _answer_format(names, hint),
+            **({} if env is None else env.critic_prompt_vars(trajectory)),
+        }
+
+
+def _titles(num_agents: int, num_steps: int) -> list[str]:
+    """What each agent is: its place in the order of answers, if each answers once."""
+    if num_steps > num_agents:
+        return ["member"] * num_agents
+    if num_agents == 1:
+        return ["sole responder"]
+    between = ["intermediate responder"] * (num_agents - 2)
+    return ["first responder", *between, "final responder"][:num_agents]
+
+
+def _extras(env: BaseEnvironment) -> Mapping[str, str]:
+    """The fields that an environment fills, tried on an episode without turns."""
+    try:
+        return env.critic_prompt_vars(Trajectory(dict(env.tasks()[0]), [], 0.0))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(env).__name__}.critic_prompt_vars must work for an episode without steps, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _answer_format(names: Sequence[str], credit_format: str | None) -> str:
+    """How the critic is to write, so that its answer can be split."""
+    thirds = thirds_of(names)
+    if credit_format == "thirds" and thirds is not None:
+        members = [[n for n in names if thirds[n] == third] for third in range(3)]
+        blocks = [
+            f"[{side} THIRD EVALUATION]\n(the text for {', '.join(those)})"
+            for side, those in zip(("LEFT", "MIDDLE", "RIGHT"), members, strict=True)
+        ]
+        return "Answer with three sections under these headings:\n" + "\n".join(blocks)
+    if credit_format in ("markers", "thirds"):
+        blocks = [f"[{name} EVALUATION]\n(the text for {name})" for name in names]
+        return "Begin the text for each agent with its marker, exactly so:\n" + "\n".join(blocks)
+    texts = '{"contribution": "...", "worked": "...", "improve": "...", "policy": "..."}'
+    body = ",\n".join(f"  {json.dumps(name, ensure_ascii=False)}: {texts}" for name in names)
+    return (
+        "Answer with one JSON object in a fenced block and with nothing else. Its keys are exactly "
+        f"the names of the agents:\n```json\n{{\n{body}\n}}\n```"
+    )

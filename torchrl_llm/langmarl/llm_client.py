@@ -1,0 +1,282 @@
+"""Client of one model, with a system prompt and an input; and a counter of tokens.
+
+Behind the client is a :class:`~torchrl_llm.rewards.TextModel`: a server, a model in this process or
+a function. Calls are remembered and counted by :mod:`torchrl_llm.langmarl.calls` where a run makes
+them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchrl_llm._imports import require
+from torchrl_llm._log import tell_once
+from torchrl_llm._registry import import_named
+from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl import calls
+from torchrl_llm.langmarl.calls import Asked, Prices
+from torchrl_llm.langmarl.llm_config import LLMConfig, preset_prices, uses_completion_tokens
+from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.rewards.text_models import (
+    EndpointTextModel,
+    Messages,
+    ScriptedTextModel,
+    TextModel,
+    WrapperTextModel,
+)
+
+_OPENAI = "https://api.openai.com/v1"
+
+
+def make_text_model(config: LLMConfig) -> TextModel:
+    """The model that a configuration describes.
+
+    Args:
+        config: its ``model_string`` is ``local:FOLDER`` (``local:`` for the embedded model),
+            ``scripted:package.module:function``, or the name of a model at ``base_url``.
+
+    Raises:
+        ConfigError: no key for a server, a function that is not there, or settings without effect.
+
+    Example:
+        >>> make_text_model(LLMConfig("up", "scripted:builtins:str")).name
+        'up'
+    """
+    kind, separator, rest = config.model_string.partition(":")
+    if separator and kind == "scripted":
+        if config.extra_params:
+            raise ConfigError(f"extra_params have no effect on {config.model_string!r}")
+        return ScriptedTextModel(
+            import_named(rest), name=config.name, concurrency=config.concurrency
+        )
+    if separator and kind == "local":
+        wrapper = _wrapper(rest, config.max_tokens, tuple(sorted(config.extra_params.items())))
+        return WrapperTextModel(wrapper, name=config.name)
+    return _endpoint(config)
+
+
+def _endpoint(config: LLMConfig) -> EndpointTextModel:
+    field = "max_tokens"
+    if uses_completion_tokens(config.model_string):
+        field = "max_completion_tokens"
+    url = (config.base_url or _OPENAI).rstrip("/")
+    return EndpointTextModel(
+        url if urlsplit(url).path else f"{url}/v1",
+        config.model_string,
+        api_key=config.get_api_key(),
+        options={field: config.max_tokens, **config.extra_params},
+        timeout=config.timeout_s,
+        max_retries=config.max_retries,
+        concurrency=config.concurrency,
+        path="/chat/completions",
+        max_tokens_field=field,
+    )
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: str) -> tuple[Any, Any]:
+    path = folder or str(embedded_model_path())
+    return load_model(path), load_tokenizer(path)
+
+
+@lru_cache(maxsize=16)
+def _wrapper(folder: str, max_tokens: int, options: tuple[Any, ...]) -> TransformersWrapper:
+    """A wrapper of a folder; roles that name the same folder share its weights."""
+    model, tokenizer = _loaded(folder)
+    return TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="history",
+        generate=True,
+        generate_kwargs={"max_new_tokens": max_tokens, **dict(options)},
+    )
+
+
+class LLMClient:
+    """Asks a model, with a system prompt and an input.
+
+    Args:
+        llm_config: of the model.
+        model: what answers, instead of what the configuration describes.
+
+    Attributes:
+        tracker: counts the tokens of this client.
+
+    Raises:
+        ConfigError: as :func:`make_text_model`.
+
+    Example:
+        >>> from torchrl_llm.rewards import ScriptedTextModel
+        >>> echo = ScriptedTextModel(lambda messages: messages[-1]["content"])
+        >>> client = LLMClient(LLMConfig("echo", "echo"), model=echo)
+        >>> client.chat("Repeat.", "Hello")
+        'Hello'
+        >>> client.chat_with_usage("Repeat.", "Hello")
+        ('Hello', {'input': 3, 'output': 2})
+    """
+
+    def __init__(self, llm_config: LLMConfig, *, model: TextModel | None = None) -> None:
+        self.config = llm_config
+        prices = Prices(llm_config.input_price_per_million, llm_config.output_price_per_million)
+        self.asked = Asked(model or make_text_model(llm_config), llm_config.name, prices)
+        self.tracker = TokenTracker(llm_config.name, *prices)
+        self._raw: Any = None
+
+    def messages(self, system_prompt: str, user_input: Any) -> Messages:
+        """The conversation of a system prompt and an input.
+
+        Args:
+            system_prompt: empty for none.
+            user_input: a text; for a multimodal model also a list of parts, as OpenAI has them.
+
+        Raises:
+            ConfigError: parts for a model that takes texts only.
+        """
+        if not isinstance(user_input, str) and not self.config.is_multimodal:
+            raise ConfigError(
+                f"{self.config.name!r} takes texts, got {type(user_input).__name__}; set "
+                "is_multimodal for a model that takes parts"
+            )
+        user = {"role": "user", "content": user_input}
+        return ({"role": "system", "content": system_prompt}, user) if system_prompt else (user,)
+
+    def chat(self, system_prompt: str, user_input: Any, max_tokens: int | None = None) -> str:
+        """The text of an answer.
+
+        Args:
+            system_prompt: first message; empty for none.
+            user_input: the input.
+            max_tokens: most tokens; the configuration's if not given.
+
+        Raises:
+            TorchRLLLMError: no answer, after all attempts.
+        """
+        return self.chat_with_usage(system_prompt, user_input, max_tokens)[0]
+
+    def chat_with_usage(
+        self, system_prompt: str, user_input: Any, max_tokens: int | None = None
+    ) -> tuple[str, dict[str, int]]:
+        """The text of an answer, and its tokens.
+
+        Args:
+            system_prompt: first message; empty for none.
+            user_input: the input.
+            max_tokens: most tokens; the configuration's if not given.
+
+        Returns:
+            The text, without blanks around it, and ``input`` and ``output``, tokens.
+
+        Raises:
+            TorchRLLLMError: no answer, after all attempts.
+        """
+        answer = calls.ask(
+            self.asked, self.messages(system_prompt, user_input), max_tokens=max_tokens
+        )
+        usage = answer.usage
+        self.tracker.add_usage(usage.input_tokens, usage.output_tokens)
+        return answer.text.strip(), {"input": usage.input_tokens, "output": usage.output_tokens}
+
+    @property
+    def raw_client(self) -> Any:
+        """OpenAI's own client of the same server, made when it is first asked for.
+
+        Raises:
+            MissingExtraError: the package ``openai`` is not installed.
+            ConfigError: the model is not at a server.
+        """
+        if self.config.model_string.partition(":")[0] in ("local", "scripted"):
+            raise ConfigError(f"{self.config.model_string!r} is at no server")
+        if self._raw is None:
+            openai = require("openai", extra="openai", feature="LLMClient.raw_client")
+            key, url = self.config.get_api_key(), self.config.base_url
+            self._raw = openai.OpenAI(api_key=key, base_url=url)
+        return self._raw
+
+
+class TokenTracker:
+    """Counts tokens and what they cost; many threads may use one.
+
+    Args:
+        model: a preset, whose prices are looked up.
+        input_price: US dollars for a million input tokens, instead of the preset's; 0.0 is a price.
+        output_price: likewise for output tokens.
+
+    Example:
+        >>> tracker = TokenTracker("mine", input_price=1.0, output_price=2.0)
+        >>> tracker.add_usage(1_000_000, 500_000)
+        >>> tracker.get_stats()["cost_usd"], tracker.estimate_cost(0, 1_000_000)
+        (2.0, 2.0)
+    """
+
+    def __init__(
+        self,
+        model: str = "gpt-4o-mini",
+        input_price: float | None = None,
+        output_price: float | None = None,
+    ) -> None:
+        known = preset_prices(model)
+        given = (input_price, output_price)
+        pairs = zip(given, known, strict=True)
+        self.model = model
+        self._prices = Prices(*(own if own is not None else preset for own, preset in pairs))
+        self._lock = threading.Lock()
+        self._input = self._output = 0
+
+    def add_usage(self, input_tokens: int, output_tokens: int) -> None:
+        """Count tokens.
+
+        Args:
+            input_tokens: of what was asked.
+            output_tokens: of what was answered.
+        """
+        with self._lock:
+            self._input += input_tokens
+            self._output += output_tokens
+
+    def _costs(self, input_tokens: int, output_tokens: int) -> tuple[float, float]:
+        if not self._prices.known and (input_tokens or output_tokens):
+            tell_once(f"nobody has said what tokens of {self.model!r} cost: they count as 0 USD")
+        each: Sequence[float] = [price or 0.0 for price in self._prices]
+        return input_tokens * each[0] / 1e6, output_tokens * each[1] / 1e6
+
+    def get_stats(self) -> dict[str, Any]:
+        """Model, tokens and costs so far."""
+        with self._lock:
+            read, written = self._input, self._output
+        input_cost, output_cost = self._costs(read, written)
+        return {
+            "model": self.model,
+            "input_tokens": read,
+            "output_tokens": written,
+            "total_tokens": read + written,
+            "input_cost_usd": input_cost,
+            "output_cost_usd": output_cost,
+            "cost_usd": input_cost + output_cost,
+        }
+
+    def estimate_cost(self, input_tokens: int, output_tokens: int) -> float:
+        """What tokens would cost, in US dollars; they are not counted.
+
+        Args:
+            input_tokens: of what would be asked.
+            output_tokens: of what would be answered.
+        """
+        return sum(self._costs(input_tokens, output_tokens))
+
+    def reset(self) -> None:
+        """Begin to count from 0."""
+        with self._lock:
+            self._input = self._output = 0
+
+    def get_summary_string(self) -> str:
+        """Tokens and costs so far, in a line."""
+        stats: Mapping[str, Any] = self.get_stats()
+        return (
+            f"{stats['model']}: {stats['input_tokens']:,} input and {stats['output_tokens']:,} "
+            f"output tokens, ${stats['cost_usd']:.4f}"
+        )

@@ -1,0 +1,245 @@
+"""Description of a model that answers: where it is, what it takes, what it costs; and presets.
+
+Presets are in ``presets.json``, with their prices and the date on which these were looked up.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from ipaddress import ip_address
+from pathlib import Path
+from types import NoneType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from torchrl_llm._redis import masked
+from torchrl_llm.errors import ConfigError
+
+_PRESETS = Path(__file__).with_name("presets.json")
+_TYPES = {
+    "name": (str,),
+    "model_string": (str,),
+    "base_url": (str, NoneType),
+    "api_key": (str, NoneType),
+    "api_key_env_var": (str,),
+    "is_multimodal": (bool,),
+    "extra_params": (Mapping,),
+}
+_COMPLETION_TOKENS = re.compile(r"(?:o\d|gpt-5)(?:[-.].*)?$")
+
+
+@dataclass
+class LLMConfig:
+    """A model behind an address, in this process, or scripted.
+
+    Args:
+        name: what people call it.
+        model_string: what the server calls it; or ``local:FOLDER`` (``local:`` for the embedded
+            model), or ``scripted:package.module:function``.
+        base_url: address of the server, OpenAI's if not given.
+        api_key: the key; better left to the environment.
+        api_key_env_var: environment variable that holds it.
+        is_multimodal: whether an input may be a list of parts.
+        max_tokens: most tokens of an answer.
+        input_price_per_million: US dollars for a million tokens; ``None`` if nobody knows.
+        output_price_per_million: likewise.
+        extra_params: further fields of each request, or arguments of sampling for ``local:``.
+        timeout_s: seconds of a request, those of repeated attempts included.
+        max_retries: how often one request is sent again.
+        concurrency: requests at a time, or rows of a batch for ``local:``.
+
+    Raises:
+        ConfigError: a value that is impossible.
+
+    Example:
+        >>> LLMConfig("mine", "my-model", "http://localhost:8000/v1", api_key="secret")
+        LLMConfig(name='mine', model_string='my-model', base_url='http://localhost:8000/v1')
+    """
+
+    name: str
+    model_string: str
+    base_url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    api_key_env_var: str = "OPENAI_API_KEY"
+    is_multimodal: bool = False
+    max_tokens: int = 4096
+    input_price_per_million: float | None = None
+    output_price_per_million: float | None = None
+    extra_params: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 120.0
+    max_retries: int = 4
+    concurrency: int = 32
+
+    def __post_init__(self) -> None:
+        for name, kinds in _TYPES.items():
+            kind = type(getattr(self, name))  # not the value, which may be a key
+            if not issubclass(kind, kinds):
+                wanted = " or ".join(each.__name__ for each in kinds)
+                raise ConfigError(f"{name} must be {wanted}, got {kind.__name__}")
+        if not self.model_string:
+            raise ConfigError("model_string names a model, got ''")
+        for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number from {least}, got {value!r}")
+        for name in ("input_price_per_million", "output_price_per_million"):
+            price = getattr(self, name)
+            if price is not None and not (_is_number(price) and price >= 0):
+                raise ConfigError(f"{name} must be a number from 0, or null, got {price!r}")
+        if not _is_number(self.timeout_s) or not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be above 0, got {self.timeout_s!r}")
+        self.extra_params = copy.deepcopy(dict(self.extra_params))
+
+    def __repr__(self) -> str:
+        shown = {"name": self.name, "model_string": self.model_string}
+        shown |= {"base_url": masked(self.base_url)} if self.base_url else {}
+        return f"LLMConfig({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server answers."""
+        kind, separator, _ = self.model_string.partition(":")
+        return not separator or kind not in ("local", "scripted")
+
+    def get_api_key(self) -> str:
+        """The key: the configured one, else that of the environment.
+
+        A server on this machine, and a model that is no server's, need none.
+
+        Raises:
+            ConfigError: there is none; the message names the variable.
+        """
+        key = self.api_key or os.environ.get(self.api_key_env_var)
+        if key:
+            return key
+        if not self.is_remote or _is_on_this_machine(self.base_url):
+            return "EMPTY"
+        raise ConfigError(
+            f"no key for {self.name!r}: set the environment variable {self.api_key_env_var}"
+        )
+
+    @classmethod
+    def from_preset(cls, name: str) -> Self:
+        """A preset, as a copy of one's own.
+
+        Args:
+            name: of the preset.
+
+        Raises:
+            ConfigError: there is none of that name; the nearest is named.
+        """
+        if not isinstance(name, str) or name not in _presets():
+            near = difflib.get_close_matches(str(name), _presets(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no model {name!r}; there are {', '.join(_presets())}{hint}")
+        return cls.from_dict({"name": name, **_presets()[name]["config"]})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read a mapping; ``preset`` in it names what the other values replace parts of.
+
+        Args:
+            data: fields of this class; without a name the model's is taken.
+
+        Raises:
+            ConfigError: an unknown key, with the nearest; no model.
+        """
+        values = dict(data)
+        base = values.pop("preset", None)
+        known = [each.name for each in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+                raise ConfigError(f"unknown key {key!r} of a model{hint}")
+        if base is not None:
+            return replace(cls.from_preset(base), **values)
+        if "model_string" not in values:
+            raise ConfigError(f"a model needs 'model_string' or 'preset', got {sorted(values)}")
+        return cls(**{"name": values["model_string"], **values})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the key included."""
+        return {each.name: copy.deepcopy(getattr(self, each.name)) for each in fields(self)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_on_this_machine(url: str | None) -> bool:
+    try:
+        host = urlsplit(url or "").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name, or no address at all
+        return False
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return json.loads(_PRESETS.read_text(encoding="utf-8"))["models"]
+
+
+def preset_prices(name: str) -> tuple[float | None, float | None]:
+    """US dollars for a million input and output tokens of a preset; ``None`` where unknown.
+
+    Args:
+        name: of the preset.
+
+    Example:
+        >>> preset_prices("not-a-preset")
+        (None, None)
+    """
+    config = _presets().get(name, {"config": {}})["config"]
+    keys = ("input_price_per_million", "output_price_per_million")
+    return tuple(config.get(key) for key in keys)
+
+
+def get_llm_config(name_or_path: str) -> LLMConfig:
+    """A preset by its name, or what a JSON file says.
+
+    Args:
+        name_or_path: of either.
+
+    Raises:
+        ConfigError: neither; or a file that is malformed.
+
+    Example:
+        >>> get_llm_config("gpt-4o-mini").model_string
+        'gpt-4o-mini'
+    """
+    path = Path(name_or_path)
+    if name_or_path in _presets() or not (path.suffix == ".json" and path.is_file()):
+        return LLMConfig.from_preset(name_or_path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a model is a JSON object, got {type(data).__name__}")
+    return LLMConfig.from_dict(data)
+
+
+def list_available_models() -> dict[str, str]:
+    """Names of the presets, with what they are."""
+    return {name: each["description"] for name, each in _presets().items()}
+
+
+def uses_completion_tokens(model_string: str) -> bool:
+    """Whether a model of OpenAI's wants ``max_completion_tokens`` in place of ``max_tokens``.
+
+    Args:
+        model_string: as a server calls it, perhaps with a provider before a slash.
+
+    Example:
+        >>> [uses_completion_tokens(name) for name in ("o3-mini", "gpt-5", "llama-o1x", "gpt-4o")]
+        [True, True, False, False]
+    """
+    return _COMPLETION_TOKENS.match(model_string.rpartition("/")[2]) is not None

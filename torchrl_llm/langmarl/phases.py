@@ -1,0 +1,462 @@
+"""The five phases of an iteration of training in language space.
+
+Load the policies, collect episodes, evaluate them and write gradients, apply these, save: each is a
+function of a :class:`TrainingState` and a :class:`RunFiles`, and may be called again after a kill.
+What is on disk is read; of what is not, the calls that were answered are in the journal. So a phase
+that begins again asks only for what nobody has answered.
+
+Next: :class:`~torchrl_llm.langmarl.MonteCarloTrainer` calls them in turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl._utils import logger
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl import calls
+from torchrl_llm.langmarl.calls import BudgetUsedUp, CallLog, Spent
+from torchrl_llm.langmarl.config import BaseConfig
+from torchrl_llm.langmarl.environment import (
+    BaseCritic,
+    BaseEnvironment,
+    BaseOptimizer,
+    BaseReward,
+    Episodes,
+    Trajectory,
+    checked_names,
+    in_threads,
+)
+from torchrl_llm.langmarl.language_policy import check_base, split_policy
+from torchrl_llm.langmarl.store import (
+    BaseStore,
+    PolicyCheckpoint,
+    TrajectoryStore,
+    aggregated_path,
+    append_metrics,
+    evaluation_path,
+    gradients_path,
+    to_json_text,
+)
+
+_CONTEXT = 800
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run.
+
+    Args:
+        store: where they are.
+        run_id: name of the run.
+        policies: a checkpoint for each iteration.
+        trajectories: the episodes.
+    """
+
+    store: BaseStore
+    run_id: str
+    policies: PolicyCheckpoint
+    trajectories: TrajectoryStore
+
+    @classmethod
+    def of(cls, store: BaseStore, run_id: str, env: BaseEnvironment) -> RunFiles:
+        """Those of a run in an environment.
+
+        Args:
+            store: where they are.
+            run_id: name of the run.
+            env: says who the agents are and what they begin with.
+        """
+        names, defaults = checked_names(env), env.default_policies()
+        if missing := sorted(set(names) - set(defaults)):
+            raise ConfigError(f"default_policies() of {env.ENV_NAME!r} has none for {missing}")
+        for name in names:
+            check_base(defaults[name])
+        checkpoint = PolicyCheckpoint(
+            store, run_id, len(names), agent_names=names, default_policies=defaults
+        )
+        return cls(store, run_id, checkpoint, TrajectoryStore(store, run_id))
+
+    def read(self, path: str) -> Any:
+        """A JSON file, or ``None`` where it is not there."""
+        return json.loads(self.store.read_text(path)) if self.store.exists(path) else None
+
+    def write(self, path: str, value: Any) -> None:
+        """Write a JSON file."""
+        self.store.write_text(path, to_json_text(value))
+
+
+def _silent(hook: str, *args: Any) -> None:
+    """Tells nobody."""
+
+
+@dataclass
+class TrainingState:
+    """An iteration: its parts, and what the phases have made so far.
+
+    Args:
+        iteration: number, from 0.
+        config: of the training.
+        env: plays.
+        critic: evaluates.
+        optimizer: writes gradients and applies them.
+        log: journal of the calls.
+        reward_fn: replaces the rewards of the environment.
+        fire: tells callbacks, by the name of the hook.
+
+    Attributes:
+        policies: that play.
+        trajectories: all episodes, also those that failed.
+        evaluations: of each episode in the mini-batch, by its number.
+        gradients: of each agent, in the order of the episodes.
+        updated: the policies of the next iteration.
+        num_fallbacks: calls of critic or optimizer that failed, and updates that were refused.
+        validation: mean reward on held-out tasks, of the policies that go on.
+        accepted: whether the updated policies go on.
+    """
+
+    iteration: int
+    config: BaseConfig
+    env: BaseEnvironment
+    critic: BaseCritic
+    optimizer: BaseOptimizer
+    log: CallLog
+    reward_fn: BaseReward | None = None
+    fire: Callable[..., None] = _silent
+    policies: dict[str, str] = field(default_factory=dict)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gradients: dict[str, list[str]] = field(default_factory=dict)
+    updated: dict[str, str] = field(default_factory=dict)
+    num_fallbacks: int = 0
+    validation: float | None = None
+    accepted: bool = True
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of this iteration's calls begin with."""
+        return str(self.iteration)
+
+    def random(self, purpose: str) -> random.Random:
+        """A generator that depends on the seed, the iteration and what it is for."""
+        return random.Random(f"{self.config.seed}/{self.iteration}/{purpose}")
+
+
+# -- tasks ----------------------------------------------------------------------------------------
+
+
+def split_tasks(
+    tasks: Sequence[dict[str, Any]], fraction: float, seed: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Tasks to train on, and those that are held out.
+
+    Args:
+        tasks: all of them.
+        fraction: that is held out, at least one where it is above 0.
+        seed: decides which.
+
+    Raises:
+        ConfigError: nothing is left to train on.
+    """
+    if not fraction:
+        return list(tasks), []
+    order = list(range(len(tasks)))
+    random.Random(f"{seed}/held-out").shuffle(order)
+    count = max(1, round(fraction * len(tasks)))
+    if count >= len(tasks):
+        raise ConfigError(
+            f"validation_fraction={fraction} of {len(tasks)} tasks leaves none to train on"
+        )
+    held = set(order[:count])
+    return (
+        [task for place, task in enumerate(tasks) if place not in held],
+        [task for place, task in enumerate(tasks) if place in held],
+    )
+
+
+def draw_tasks(
+    tasks: Sequence[dict[str, Any]], count: int, generator: random.Random
+) -> list[dict[str, Any]]:
+    """Draw tasks; none a second time before each was drawn once.
+
+    Args:
+        tasks: to draw from.
+        count: how many.
+        generator: decides.
+    """
+    drawn: list[dict[str, Any]] = []
+    while len(drawn) < count:
+        order = list(tasks)
+        generator.shuffle(order)
+        drawn += order[: count - len(drawn)]
+    return drawn
+
+
+# -- phase 1 --------------------------------------------------------------------------------------
+
+
+def load_policies(state: TrainingState, files: RunFiles) -> None:
+    """Load the policies that the iteration begins with; those of the environment at first."""
+    state.policies = files.policies.get_policies(state.iteration if state.iteration else None)
+
+
+# -- phase 2 --------------------------------------------------------------------------------------
+
+
+def collect(state: TrainingState, files: RunFiles) -> None:
+    """Play the episodes that are not on disk yet, and load the others."""
+    config, store = state.config, files.trajectories
+    train, _ = split_tasks(state.env.tasks(), config.validation_fraction, config.seed)
+    tasks = draw_tasks(train, config.trajectories_per_iteration, state.random("tasks"))
+    missing = [n for n in range(len(tasks)) if not store.has(state.iteration, n)]
+
+    def done(trajectory: Trajectory) -> None:
+        _overwrite_reward(state.reward_fn, trajectory)
+        store.save(state.iteration, trajectory.metadata["episode_id"], trajectory)
+        state.fire("on_episode_complete", trajectory)
+
+    if missing:
+        numbered = [(number, tasks[number]) for number in missing]
+        episodes = Episodes(numbered, state.log, state.prefix, config.max_workers, done)
+        state.env.collect_batch(state.policies, episodes)
+    state.trajectories = store.load(state.iteration)
+
+
+def _overwrite_reward(reward_fn: BaseReward | None, trajectory: Trajectory) -> None:
+    """Put the reward in before the episode is stored; one that fails makes the episode fail."""
+    if reward_fn is None or "error" in trajectory.metadata:
+        return
+    try:
+        trajectory.reward = float(reward_fn.compute(trajectory))
+        if not math.isfinite(trajectory.reward):
+            raise ValueError(f"the reward is {trajectory.reward}")
+    except Exception as error:  # a reward that fails is data
+        trajectory.reward = math.nan
+        trajectory.metadata["error"] = f"{type(error).__name__}: {error}"
+
+
+# -- phase 3 --------------------------------------------------------------------------------------
+
+
+def evaluate(state: TrainingState, files: RunFiles) -> None:
+    """Let the critic evaluate episodes, and turn each evaluation into gradients."""
+    chosen = _mini_batch(state)
+    found = in_threads(lambda one: _evaluation(state, files, one), chosen, state.config.max_workers)
+    state.evaluations = {
+        one.metadata["episode_id"]: each for one, each in zip(chosen, found, strict=True)
+    }
+    state.num_fallbacks += sum("error" in each for each in found)
+    jobs = [
+        (agent, one, state.evaluations[one.metadata["episode_id"]])
+        for agent in _gradient_of(state)
+        for one in chosen
+    ]
+    workers = getattr(state.config, "optimizer_workers", 1)
+    gradients = in_threads(lambda job: _gradient(state, *job), jobs, workers)
+    state.gradients = {agent: [] for agent in state.policies}
+    records: dict[str, list[dict[str, Any]]] = {agent: [] for agent in state.policies}
+    for (agent, one, evaluation), gradient in zip(jobs, gradients, strict=True):
+        said = _said_of(evaluation, agent or next(iter(state.policies)))
+        state.num_fallbacks += bool(said) and not gradient
+        for name in [agent] if agent else state.policies:
+            records[name].append({"episode_id": one.metadata["episode_id"], "gradient": gradient})
+            state.gradients[name] += [gradient] if gradient else []
+    for agent, each in records.items():
+        files.write(gradients_path(files.run_id, state.iteration, agent), each)
+
+
+def _mini_batch(state: TrainingState) -> list[Trajectory]:
+    valid, size = [one for one in state.trajectories if one.valid], state.config.mini_batch_size
+    if size is None or size >= len(valid):
+        return valid
+    places = sorted(state.random("mini-batch").sample(range(len(valid)), size))
+    return [valid[place] for place in places]
+
+
+def _evaluation(state: TrainingState, files: RunFiles, one: Trajectory) -> dict[str, Any]:
+    number = one.metadata["episode_id"]
+    path = evaluation_path(files.run_id, state.iteration, number)
+    known = files.read(path)
+    if known is not None:
+        return known
+    with calls.scope(state.log, "critic", f"{state.prefix}/critic/{number}"):
+        found = _caught(lambda: state.critic.evaluate(one, dict(state.policies)), "critic")
+    found = {"episode_id": number, **found}
+    files.write(path, found)
+    return found
+
+
+def _caught(evaluate: Callable[[], Mapping[str, Any]], role: str) -> dict[str, Any]:
+    try:
+        found = evaluate()
+        if not isinstance(found.get("per_agent"), Mapping):
+            raise ConfigError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
+        return dict(found)
+    except BudgetUsedUp:
+        raise
+    except Exception as error:  # a critic that fails is data
+        told = f"{type(error).__name__}: {error}"
+        return {"raw_response": "", "per_agent": {}, "error": told}
+
+
+def _gradient_of(state: TrainingState) -> list[str | None]:
+    """Whose gradients are written: those of each agent, or one for all (``None``)."""
+    return [None] if state.config.paradigm == "central_global" else list(state.policies)
+
+
+def _said_of(evaluation: Mapping[str, Any], agent: str) -> str:
+    """What an evaluation says of an agent; nothing where it does not name it."""
+    text = evaluation["per_agent"].get(agent, "")
+    return text if isinstance(text, str) else json.dumps(text)
+
+
+def _gradient(
+    state: TrainingState, agent: str | None, one: Trajectory, evaluation: Mapping[str, Any]
+) -> str:
+    said = _said_of(evaluation, agent or next(iter(state.policies)))
+    if not said.strip():
+        return ""
+    context = json.dumps(one.task, default=str)[:_CONTEXT]
+    number, optimizer = one.metadata["episode_id"], state.optimizer
+    key = f"{state.prefix}/optimizer/{number}/{agent or 'all'}"
+    with calls.scope(state.log, "optimizer", key):
+        try:
+            if agent is None:
+                return optimizer.generate_shared_gradient(said, context)
+            named = "agent_name" in inspect.signature(optimizer.generate_gradient).parameters
+            more = {"agent_name": agent} if named else {}
+            return optimizer.generate_gradient(state.policies[agent], said, context, **more)
+        except BudgetUsedUp:
+            raise
+        except Exception as error:  # an optimizer that fails changes nothing
+            logger.warning(f"no gradient for {agent or 'the agents'}: {error}")
+            return ""
+
+
+# -- phase 4 --------------------------------------------------------------------------------------
+
+
+def apply(state: TrainingState, files: RunFiles) -> None:
+    """Bring the gradients of each agent together, and apply them to its policy."""
+    state.updated = {}
+    shared: dict[tuple[str, ...], str] = {}
+    for agent, policy in state.policies.items():
+        gradients = tuple(state.gradients.get(agent, ()))
+        state.updated[agent] = policy
+        if not gradients:
+            continue
+        if gradients not in shared:
+            with calls.scope(state.log, "optimizer", f"{state.prefix}/aggregate/{agent}"):
+                shared[gradients] = _aggregate(state, list(gradients))
+        path = aggregated_path(files.run_id, state.iteration, agent)
+        files.store.write_text(path, shared[gradients])
+        with calls.scope(state.log, "optimizer", f"{state.prefix}/apply/{agent}"):
+            state.updated[agent] = _applied(state, policy, shared[gradients])
+        if state.updated[agent] != policy:
+            state.fire("on_policy_update", agent, policy, state.updated[agent])
+
+
+def _aggregate(state: TrainingState, gradients: list[str]) -> str:
+    if state.config.update == "rewrite":
+        return state.optimizer.reconcile_gradients(gradients)
+    return state.optimizer.aggregate_gradients(gradients)
+
+
+def _applied(state: TrainingState, policy: str, gradient: str) -> str:
+    most, optimizer = state.config.max_policy_chars, state.optimizer
+    if state.config.update == "rewrite":
+        before = optimizer.num_fallbacks
+        updated = optimizer.synthesize_policy(policy, gradient, max_chars=most)
+        state.num_fallbacks += optimizer.num_fallbacks - before
+    else:
+        updated = optimizer.apply_gradient(split_policy(policy).base, gradient)
+    too_long = most is not None and len(updated) > most
+    if too_long or not updated.strip():
+        state.num_fallbacks += 1
+        return policy
+    return updated
+
+
+# -- phase 5 --------------------------------------------------------------------------------------
+
+
+def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
+    """Judge the updated policies on held-out tasks, and save those that go on.
+
+    Returns:
+        The statistics of the iteration.
+    """
+    facts: dict[str, Any] = {}
+    _, held_out = split_tasks(
+        state.env.tasks(), state.config.validation_fraction, state.config.seed
+    )
+    if held_out:
+        before = _validated(state, files, state.policies, held_out, state.iteration)
+        after = _validated(state, files, state.updated, held_out, state.iteration + 1)
+        state.accepted = state.config.accept == "always" or after > before
+        state.validation = after if state.accepted else before
+        facts = {"validation_reward": state.validation, "accepted": state.accepted}
+        facts |= {"candidate_validation_reward": after}
+    policies = state.updated if state.accepted else state.policies
+    stats = statistics_of(state)
+    facts |= {"num_fallbacks": state.num_fallbacks, "num_failed_episodes": _num_failed(state)}
+    files.policies.save_policies(state.iteration + 1, policies, stats, metadata=facts)
+    append_metrics(
+        files.store, files.run_id, {"iteration": state.iteration, **stats, "metadata": facts}
+    )
+    return stats
+
+
+def _validated(
+    state: TrainingState,
+    files: RunFiles,
+    policies: dict[str, str],
+    held_out: Sequence[dict[str, Any]],
+    checkpoint: int,
+) -> float:
+    """Mean reward of policies on held-out tasks; -inf without a valid one."""
+    if checkpoint == state.iteration and checkpoint:
+        known = files.policies.metadata(checkpoint).get("validation_reward")
+        if known is not None:
+            return known
+    prefix = f"{state.prefix}/held-out/{checkpoint}"
+    episodes = Episodes(
+        list(enumerate(held_out)),
+        state.log,
+        prefix,
+        state.config.max_workers,
+        lambda one: _overwrite_reward(state.reward_fn, one),
+    )
+    played = state.env.collect_batch(policies, episodes)
+    rewards = [one.reward for one in played if one.valid]
+    return statistics.fmean(rewards) if rewards else -math.inf
+
+
+def _num_failed(state: TrainingState) -> int:
+    return sum(not one.valid for one in state.trajectories)
+
+
+def statistics_of(state: TrainingState) -> dict[str, Any]:
+    """The ten statistics of an iteration; failed episodes take no part in those of rewards."""
+    rewards = [one.reward for one in state.trajectories if one.valid]
+    spent: Spent = state.log.spent_for(f"{state.prefix}/")
+    return {
+        "paradigm": state.config.paradigm,
+        "num_episodes": len(state.trajectories),
+        "avg_reward": statistics.fmean(rewards) if rewards else 0.0,
+        "min_reward": min(rewards, default=0.0),
+        "max_reward": max(rewards, default=0.0),
+        "rewards": rewards,
+        "input_tokens": spent.input_tokens,
+        "output_tokens": spent.output_tokens,
+        "total_tokens": spent.input_tokens + spent.output_tokens,
+        "cost_usd": spent.cost_usd,
+    }

@@ -1,0 +1,68 @@
+"""Tables of a run of training in language space: its iterations, and what its calls have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_llm.langmarl.calls import Spent
+
+
+def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each iteration.
+
+    Args:
+        rows: statistics, with ``iteration`` and ``metadata``, as a run's ``training_curve.jsonl``
+            has them.
+
+    Example:
+        >>> row = {"iteration": 0, "num_episodes": 2, "avg_reward": 0.5, "min_reward": 0.0}
+        >>> row |= {"max_reward": 1.0, "total_tokens": 120, "cost_usd": 0.0}
+        >>> print(iteration_table([row]))
+        iteration  episodes  failed  reward    min    max  held-out  fallbacks  tokens   cost
+                0         2       0   0.500  0.000  1.000         -          0     120  $0.00
+    """
+    lines = [
+        "iteration  episodes  failed  reward    min    max  held-out  fallbacks  tokens   cost"
+    ]
+    for row in rows:
+        facts = row.get("metadata") or {}
+        held_out = facts.get("validation_reward")
+        lines.append(
+            f"{row['iteration']:>9}  {row['num_episodes']:>8}  "
+            f"{facts.get('num_failed_episodes', 0):>6}  {row['avg_reward']:>6.3f}  "
+            f"{row['min_reward']:>5.3f}  {row['max_reward']:>5.3f}  "
+            f"{'-' if held_out is None else format(held_out, '.3f'):>8}  "
+            f"{facts.get('num_fallbacks', 0):>9}  {row['total_tokens']:>6}  "
+            f"{'$' + format(row['cost_usd'], '.2f'):>5}"
+        )
+    return "\n".join(lines)
+
+
+def account_table(account: Mapping[tuple[str, str], Spent], *, reused: int = 0) -> str:
+    """A line for each role and model: calls, tokens and money of the whole run.
+
+    Args:
+        account: what was spent, by role and model.
+        reused: answers that this process took out of the journal.
+
+    Example:
+        >>> print(account_table({("critic", "judge"): Spent(calls=2, input_tokens=9)}))
+        role       model              calls  failed  lost  input tokens  output tokens       cost
+        critic     judge                  2       0     0             9              0  $  0.0000
+    """
+    lines = [
+        "role       model              calls  failed  lost  input tokens  output tokens       cost"
+    ]
+    for (role, model), spent in account.items():
+        guess = "~" if spent.estimated else " "
+        lines.append(
+            f"{role:<9}  {model[:17]:<17}  {spent.calls:>5}  {spent.failed:>6}  {spent.lost:>4} "
+            f"{guess}{spent.input_tokens:>12} {guess}{spent.output_tokens:>13}  "
+            f"${spent.cost_usd:>8.4f}"
+        )
+    if any(spent.estimated for spent in account.values()):
+        lines.append("~ tokens are guesses: the model did not say how many there were")
+    if reused:
+        lines.append(f"{reused} answers were in the journal and were not asked for again")
+    return "\n".join(lines)

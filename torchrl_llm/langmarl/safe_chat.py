@@ -1,0 +1,69 @@
+"""Calls of a critic or an optimizer whose failure is data: counted, logged, and never a text.
+
+An answer that is empty or declines counts as a failure. Only a used-up budget is raised.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from torchrl._utils import logger
+
+from torchrl_llm.langmarl.calls import BudgetUsedUp
+from torchrl_llm.langmarl.llm_client import LLMClient
+
+_REFUSAL = re.compile(
+    r"\W*(?:(?:I[’']m|I am)? ?(?:very |so )?(?:sorry|apologi[sz]e|unfortunately)[^.\n]{0,20}\W+)?"
+    r"(?:As an AI\b|I (?:cannot|can[’']t|can not|won[’']t|will not|(?:am|[’']m) (?:unable|not able)"
+    r" to) (?:help|assist|comply|provide|evaluate|judge|answer|do|continue|engage|write|create)\b)",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(text: str) -> bool:
+    """Whether a model declines to do what it was asked, in its first sentence.
+
+    Args:
+        text: its answer.
+
+    Example:
+        >>> is_refusal("I'm sorry, but I can't help with that."), is_refusal("I can't fault it.")
+        (True, False)
+    """
+    return len(text) < 600 and _REFUSAL.match(text) is not None
+
+
+class SafeChat:
+    """Mixin of what asks a model and goes on where there is no answer; threads may share it.
+
+    Args:
+        client: of the model.
+
+    Attributes:
+        client: of the model; another may be put in its place.
+        num_fallbacks: how often there was no answer that could be used.
+    """
+
+    def __init__(self, client: LLMClient) -> None:
+        self.client, self.num_fallbacks = client, 0
+        self._counting = threading.Lock()
+
+    def _ask(self, system_prompt: str, user_input: str, most_tokens: int) -> tuple[str, str]:
+        """An answer, and what is wrong with it: empty where nothing is."""
+        limit = min(most_tokens, self.client.config.max_tokens)
+        try:
+            text = self.client.chat(system_prompt, user_input, max_tokens=limit).strip()
+        except BudgetUsedUp:
+            raise
+        except Exception as error:  # the failure of a model is data
+            return "", f"{type(error).__name__}: {error}"
+        if not text:
+            return "", "the answer is empty"
+        return text, "the model refused" if is_refusal(text) else ""
+
+    def _fall_back(self, what: str, reason: str) -> None:
+        """Count and log that there is no answer."""
+        with self._counting:
+            self.num_fallbacks += 1
+        logger.warning(f"no {what}: {reason}")

@@ -1,0 +1,419 @@
+"""Files of a run in language space: policies of each iteration, episodes, evaluations, metrics.
+
+The layout is that of LangMARL, ``runs/<run>/checkpoints/iter_3/agent_1.txt`` for example, and can
+be read both ways.
+
+Next: :mod:`torchrl_llm.langmarl.phases` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.errors import ConfigError, DamagedCheckpointError, DataError
+from torchrl_llm.langmarl.environment import Trajectory
+from torchrl_llm.langmarl.local_store import (
+    SCHEMA_VERSION,
+    BaseStore,
+    MissingCheckpointError,
+    check_name,
+    parsed,
+    read_file,
+    read_json,
+    redacted,
+    replace_file,
+    run_folder,
+    to_json_text,
+)
+from torchrl_llm.langmarl.local_store import LocalStore as LocalStore
+from torchrl_llm.langmarl.local_store import aggregated_path as aggregated_path
+from torchrl_llm.langmarl.local_store import evaluation_path as evaluation_path
+from torchrl_llm.langmarl.local_store import gradients_path as gradients_path
+
+# What a line of metrics has besides the statistics; the reference writes "type".
+_NO_STATISTICS = {"iteration", "metadata", "type"}
+
+
+def _open_run(store: BaseStore, run_id: str) -> str:
+    """Folder of a run; one of a newer version is refused."""
+    folder = run_folder(run_id)
+    if store.exists(f"{folder}/run_meta.json"):
+        read_json(store, f"{folder}/run_meta.json")
+    return folder
+
+
+def _iterations(store: BaseStore, folder: str) -> list[int]:
+    """Numbers of the checkpoints that are complete."""
+    named = [re.fullmatch(r"iter_([0-9]+)", name) for name in store.list(f"{folder}/checkpoints")]
+    whole = [n for n in named if n and store.exists(f"{folder}/checkpoints/{n[0]}/meta.json")]
+    return sorted(int(n[1]) for n in whole)
+
+
+# -- policies -------------------------------------------------------------------------------------
+
+
+class PolicyCheckpoint:
+    """The policies of a run, a checkpoint for each iteration.
+
+    Checkpoint ``i`` is what iteration ``i`` plays with; iteration ``i - 1`` has written it. It is
+    complete when it has its ``meta.json``, which is written last.
+
+    Args:
+        store: where they are.
+        run_id: name of the run.
+        num_agents: how many policies there are.
+        agent_names: of the agents; ``agent_1`` and so on if not given, and then a checkpoint may
+            have other names too.
+        default_policies: before there is a checkpoint.
+
+    Raises:
+        ConfigError: numbers or names do not fit together, or a name cannot be one of a file.
+        CheckpointError: the run is of a newer version of this package.
+
+    Example:
+        >>> import tempfile
+        >>> policies = PolicyCheckpoint(LocalStore(tempfile.mkdtemp()), "one", 1)
+        >>> policies.save_policies(1, {"agent_1": "Be kind."})
+        >>> policies.save_policies(2, {"agent_1": "Be brief."})
+        >>> print(policies.diff_policies(1, 2)["agent_1"])
+        --- iter_1/agent_1.txt
+        +++ iter_2/agent_1.txt
+        @@ -1 +1 @@
+        -Be kind.
+        +Be brief.
+    """
+
+    def __init__(
+        self,
+        store: BaseStore,
+        run_id: str,
+        num_agents: int,
+        *,
+        agent_names: Sequence[str] | None = None,
+        default_policies: Mapping[str, str] | None = None,
+    ) -> None:
+        if num_agents < 1:
+            raise ConfigError(f"num_agents must be at least 1, got {num_agents}")
+        self.store, self.run_id, self._folder = store, run_id, _open_run(store, run_id)
+        self._strict = agent_names is not None
+        self.agent_names = list(agent_names or (f"agent_{k + 1}" for k in range(num_agents)))
+        for name in self.agent_names:
+            check_name(name, "an agent")
+        if len(self.agent_names) != num_agents:
+            raise ConfigError(f"num_agents={num_agents}, and the names are {self.agent_names}")
+        text = f"You are {{}}, one of {num_agents} agents who solve a task together."
+        defaults = default_policies or {name: text.format(name) for name in self.agent_names}
+        if missing := sorted(set(self.agent_names) - set(defaults)):
+            raise ConfigError(f"default_policies lacks {missing}")
+        self._defaults = {name: defaults[name] for name in self.agent_names}
+
+    def iterations(self) -> list[int]:
+        """Numbers of the checkpoints that are complete, the newest last."""
+        return _iterations(self.store, self._folder)
+
+    def get_policies(self, iteration: int | None = None) -> dict[str, str]:
+        """The policies of an iteration.
+
+        Args:
+            iteration: its number; the newest if not given. Number 0 is the defaults, unless it was
+                saved.
+
+        Returns:
+            A text for each agent, the defaults before there is a checkpoint.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            DamagedCheckpointError: the policy of an agent is missing in it.
+        """
+        saved = self.iterations()
+        number = iteration if iteration is not None else max(saved, default=0)
+        if number == 0 and 0 not in saved:
+            return dict(self._defaults)
+        meta, folder = self._meta(number), self._of(number)
+        names = self.agent_names
+        if not self._strict:
+            files = [name for name in self.store.list(folder) if name.endswith(".txt")]
+            names = [name.removesuffix(".txt") for name in files]
+        missing = [name for name in names if not self.store.exists(f"{folder}/{name}.txt")]
+        if missing or len(names) < (meta.get("num_agents") or 0):
+            raise DamagedCheckpointError(
+                f"{self.store.path(folder)} has no policy of {', '.join(missing) or 'some agent'}; "
+                "put the file back, or remove the folder to make it again"
+            )
+        return {name: self.store.read_text(f"{folder}/{name}.txt") for name in names}
+
+    def save_policies(
+        self,
+        iteration: int,
+        policies: Mapping[str, str],
+        stats: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save the policies of an iteration.
+
+        Args:
+            iteration: that will play with them.
+            policies: a text for each agent.
+            stats: of the iteration that made them.
+            metadata: further facts.
+
+        Raises:
+            ConfigError: a policy is no text, or the names are not those of the agents.
+            CheckpointError: nothing can be written.
+        """
+        if self._strict and set(policies) != set(self.agent_names):
+            raise ConfigError(f"the agents are {self.agent_names}, got policies of {[*policies]}")
+        for name, text in policies.items():
+            if not isinstance(text, str):
+                raise ConfigError(f"a policy is a text, and that of {name!r} is {text!r}")
+            self.store.write_text(f"{self._of(iteration)}/{check_name(name, 'an agent')}.txt", text)
+        meta = {
+            "schema_version": SCHEMA_VERSION,
+            "iteration": iteration,
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "num_agents": len(policies),
+            "training_stats": stats,
+            "metadata": metadata,
+        }
+        self.store.write_text(f"{self._of(iteration)}/meta.json", to_json_text(meta))
+
+    def diff_policies(self, iter_a: int, iter_b: int) -> dict[str, str]:
+        """What changed between two iterations.
+
+        Args:
+            iter_a: number of the old one; 0 for the defaults.
+            iter_b: number of the new one.
+
+        Returns:
+            A unified diff for each agent, empty where nothing changed.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+        """
+        old, new = self.get_policies(iter_a), self.get_policies(iter_b)
+        folders = f"iter_{iter_a}", f"iter_{iter_b}"
+        return {
+            name: _diff(old.get(name), new.get(name), *(f"{each}/{name}.txt" for each in folders))
+            for name in {**old, **new}
+        }
+
+    def stats(self, iteration: int) -> dict[str, Any]:
+        """Statistics that were saved with a checkpoint; a missing one is a FileNotFoundError."""
+        return self._meta(iteration).get("training_stats") or {}
+
+    def metadata(self, iteration: int) -> dict[str, Any]:
+        """Further facts that were saved with a checkpoint, likewise."""
+        return self._meta(iteration).get("metadata") or {}
+
+    def _of(self, iteration: int) -> str:
+        return f"{self._folder}/checkpoints/iter_{iteration}"
+
+    def _meta(self, iteration: int) -> dict[str, Any]:
+        if not self.store.exists(f"{self._of(iteration)}/meta.json"):
+            there = ", ".join(map(str, self.iterations())) or "none"
+            raise MissingCheckpointError(
+                f"the run {self.run_id!r} has no complete checkpoint {iteration}, only {there}"
+            )
+        return read_json(self.store, f"{self._of(iteration)}/meta.json")
+
+
+def _diff(old: str | None, new: str | None, old_name: str, new_name: str) -> str:
+    lines = [[] if text is None else text.split("\n") for text in (old, new)]
+    return "\n".join(difflib.unified_diff(*lines, old_name, new_name, lineterm=""))
+
+
+def write_policy_file(
+    path: str | os.PathLike[str], iteration: int, policies: Mapping[str, str]
+) -> None:
+    """Write policies to a file of their own.
+
+    Args:
+        path: of the file; its folder is made.
+        iteration: that plays with them.
+        policies: a text for each agent.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    agents = {name: {"policy": text} for name, text in policies.items()}
+    value = {
+        "version": "1.0",
+        "description": f"Policies of {', '.join(policies)}",
+        "current_iteration": iteration,
+        "policies": {f"iteration_{iteration}": {"agent_policies": agents}},
+    }
+    replace_file(Path(path), to_json_text(value))
+
+
+def read_policy_file(path: str | os.PathLike[str], iteration: int | None = None) -> dict[str, str]:
+    """Read policies from a file of their own.
+
+    Args:
+        path: of the file, which :func:`write_policy_file` or LangMARL has written.
+        iteration: whose policies; those of ``current_iteration`` if not given.
+
+    Returns:
+        A text for each agent.
+
+    Raises:
+        FileNotFoundError: the file, or the iteration in it, is missing.
+        DamagedCheckpointError: it is no such file.
+    """
+    value = parsed(read_file(Path(path)), str(path))
+    try:
+        number = value["current_iteration"] if iteration is None else iteration
+        if f"iteration_{number}" not in value["policies"]:
+            raise MissingCheckpointError(f"{path} has {list(value['policies'])}, not {number}")
+        found = value["policies"][f"iteration_{number}"]
+        found = found.get("agent_policies", found)  # some files of LangMARL have no such level
+        return {name: each["policy"] for name, each in found.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{path} is no file of policies, policies.iteration_0.agent_policies.NAME.policy is "
+            f"expected: {type(error).__name__}: {error}"
+        ) from None
+
+
+# -- episodes -------------------------------------------------------------------------------------
+
+
+class TrajectoryStore:
+    """The episodes of a run.
+
+    Args:
+        store: where they are.
+        run_id: name of the run.
+
+    Raises:
+        ConfigError: the name cannot be one of a folder.
+        CheckpointError: the run is of a newer version of this package.
+
+    Example:
+        >>> import tempfile
+        >>> episodes = TrajectoryStore(LocalStore(tempfile.mkdtemp()), "one")
+        >>> episodes.save(0, 7, Trajectory({"question": "2+2?"}, [], 1.0))
+        >>> episodes.load(0)
+        [Trajectory(task={'question': '2+2?'}, steps=[], reward=1.0, metadata={'episode_id': 7})]
+    """
+
+    def __init__(self, store: BaseStore, run_id: str) -> None:
+        self.store, self.run_id, self._folder = store, run_id, _open_run(store, run_id)
+
+    def _of(self, iteration: int) -> str:
+        return f"{self._folder}/trajectories/iter_{iteration}"
+
+    def _numbered(self, iteration: int) -> list[tuple[int, str]]:
+        names = self.store.list(self._of(iteration))
+        named = [(re.fullmatch(r"episode_([0-9]+)\.json", name), name) for name in names]
+        return sorted((int(found[1]), name) for found, name in named if found)
+
+    def save(self, iteration: int, episode_id: int, trajectory: Trajectory) -> None:
+        """Save an episode; its number is this one, whatever its metadata says.
+
+        Args:
+            iteration: that played it.
+            episode_id: its number.
+            trajectory: the episode.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        data = trajectory.to_dict()
+        data["metadata"] = {**data["metadata"], "episode_id": episode_id}
+        path = f"{self._of(iteration)}/episode_{episode_id:03d}.json"
+        self.store.write_text(path, to_json_text({**data, "episode_id": episode_id}))
+
+    def load(self, iteration: int, limit: int | None = None) -> list[Trajectory]:
+        """Load episodes, in the order of their numbers.
+
+        Args:
+            iteration: that played them.
+            limit: most episodes; no other files are read. ``None`` for all.
+
+        Returns:
+            The episodes; a reward that was not finite is NaN.
+
+        Raises:
+            ConfigError: the limit is negative.
+            DamagedCheckpointError: a file is damaged; it is named.
+        """
+        if limit is not None and limit < 0:
+            raise ConfigError(f"limit must not be negative, got {limit}; None is for all episodes")
+        chosen = self._numbered(iteration)[:limit]
+        return [self._load(f"{self._of(iteration)}/{name}", number) for number, name in chosen]
+
+    def _load(self, path: str, number: int) -> Trajectory:
+        value = read_json(self.store, path)
+        try:
+            found = Trajectory.from_dict(value)
+        except (DataError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"{self.store.path(path)} is no episode: {error}; remove it to play it again"
+            ) from None
+        found.metadata.setdefault("episode_id", number)
+        return found
+
+    def count(self, iteration: int) -> int:
+        """How many episodes of an iteration there are."""
+        return len(self._numbered(iteration))
+
+    def has(self, iteration: int, episode_id: int) -> bool:
+        """Whether there is an episode of that number."""
+        return self.store.exists(f"{self._of(iteration)}/episode_{episode_id:03d}.json")
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def append_metrics(store: BaseStore, run_id: str, row: Mapping[str, Any]) -> None:
+    """Append a line to ``training_curve.jsonl``.
+
+    Args:
+        store: where it is.
+        run_id: name of the run.
+        row: statistics of an iteration, with its number as ``iteration``.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = f"{run_folder(run_id)}/metrics/training_curve.jsonl"
+    store.append_line(path, json.dumps(redacted(row), allow_nan=False))
+
+
+def read_metrics(store: BaseStore, run_id: str, *, whole: bool = False) -> list[dict[str, Any]]:
+    """Statistics of all iterations, in their order.
+
+    Of an iteration that is there twice the newest line counts. The last line does not count if it
+    is cut short; of an iteration without a line the checkpoint that it wrote has the statistics.
+
+    Args:
+        store: where they are.
+        run_id: name of the run.
+        whole: with ``iteration`` and ``metadata``.
+
+    Raises:
+        DamagedCheckpointError: a line is damaged.
+    """
+    folder = run_folder(run_id)
+    path, rows = f"{folder}/metrics/training_curve.jsonl", {}
+    lines = store.read_text(path).split("\n")[:-1] if store.exists(path) else []
+    for number, line in enumerate(lines):
+        row = parsed(line, f"{store.path(path)}, line {number + 1},")
+        rows[row.get("iteration", number)] = row
+    for after in _iterations(store, folder):
+        if after - 1 not in rows:
+            meta = read_json(store, f"{folder}/checkpoints/iter_{after}/meta.json")
+            if stats := meta.get("training_stats"):
+                facts = meta.get("metadata") or {}
+                rows[after - 1] = {"iteration": after - 1, **stats, "metadata": facts}
+    found = [rows[number] for number in sorted(rows)]
+    if whole:
+        return found
+    return [{k: v for k, v in row.items() if k not in _NO_STATISTICS} for row in found]
