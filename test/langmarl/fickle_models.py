@@ -9,7 +9,10 @@ from torchrl_llm.langmarl import scripted_world
 
 def fickle(messages):
     """An optimizer whose advice helps, unless the policy has advice: then it is noise."""
-    if any(advice in messages[-1]["content"].partition("valuation")[0] for advice in scripted_world.ADVICE):
+    if any(
+        advice in messages[-1]["content"].partition("valuation")[0]
+        for advice in scripted_world.ADVICE
+    ):
         return scripted_world.noise(messages)
     return scripted_world.optimizer(messages)
 

@@ -6,6 +6,9 @@ import os
 import signal
 import threading
 
+from fork_server import fork_server
+
+from torchrl_llm import langmarl
 from torchrl_llm.langmarl import scripted_world
 
 _lock = threading.Lock()
@@ -13,10 +16,18 @@ _count = 0
 _every = 0
 
 
-def every(number):
-    """Kill this process at the call after so many; never if 0."""
+def outcome(path, every):
+    """Exit code of a process that trains, and is killed at the call after so many (never if 0)."""
+    process = fork_server().Process(target=_train, args=(path, every))
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def _train(path, every):
     global _every
-    _every = number
+    _every = every
+    langmarl.train(path)
 
 
 def _killing(function):

@@ -83,7 +83,7 @@ class EarlyStoppingCallback(Callback):
     """
 
     def __init__(self, patience: int = 3, min_delta: float = 0.01) -> None:
-        if patience < 1 or min_delta < 0:
+        if patience < 1 or not min_delta >= 0:
             raise ConfigError(
                 f"patience must be at least 1 and min_delta not negative, got {patience} and "
                 f"{min_delta}"

@@ -24,8 +24,8 @@ from torchrl_llm.errors import ConfigError
 
 _PRESETS = Path(__file__).with_name("presets.json")
 _TYPES = {
-    "name": (str,),
     "model_string": (str,),
+    "name": (str,),
     "base_url": (str, NoneType),
     "api_key": (str, NoneType),
     "api_key_env_var": (str,),

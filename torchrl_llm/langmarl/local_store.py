@@ -16,6 +16,7 @@ import math
 import os
 import re
 import socket
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 SCHEMA_VERSION = 1
 _SECRETS = {"api_key", "authorization", "x-api-key"}
 _MOST_BYTES = 200
+_appending = threading.Lock()
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
@@ -87,21 +89,25 @@ class LocalStore(BaseStore):
     def __init__(self, base_dir: str | os.PathLike[str]) -> None:
         self.base_dir = Path(base_dir).expanduser().absolute()
 
-    def path(self, path: str) -> Path:  # noqa: D102
+    def path(self, path: str) -> Path:
+        """Where a file is in the folder."""
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts or "\0" in path:
             raise ConfigError(f"a path in a store is relative and without '..', got {path!r}")
         return self.base_dir / parts
 
-    def read_text(self, path: str) -> str:  # noqa: D102
+    def read_text(self, path: str) -> str:
+        """Read a file."""
         return read_file(self.path(path))
 
-    def write_text(self, path: str, text: str) -> None:  # noqa: D102
+    def write_text(self, path: str, text: str) -> None:
+        """Replace a file at once."""
         replace_file(self.path(path), text)
 
-    def append_line(self, path: str, text: str) -> None:  # noqa: D102
+    def append_line(self, path: str, text: str) -> None:
+        """Append a line; threads may do so at a time."""
         place, line = self.path(path), f"{text}\n".encode("utf-8", "surrogatepass")
-        with _writing(place), place.open("a+b", buffering=0) as file:
+        with _appending, _writing(place), place.open("a+b", buffering=0) as file:
             end = _whole_lines(file)
             try:
                 if file.write(line) < len(line):
@@ -110,13 +116,15 @@ class LocalStore(BaseStore):
                 file.truncate(end)
                 raise
 
-    def exists(self, path: str) -> bool:  # noqa: D102
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file or folder."""
         return self.path(path).exists()
 
-    def list(self, folder: str) -> list[str]:  # noqa: D102
+    def list(self, folder: str) -> list[str]:
+        """Names in a folder, without drafts of files."""
         place = self.path(folder)
         names = os.listdir(place) if place.is_dir() else []
-        # Drafts of files begin with a dot.
+        # Drafts begin with a dot.
         return sorted((name for name in names if not name.startswith(".")), key=_by_number)
 
     @contextlib.contextmanager

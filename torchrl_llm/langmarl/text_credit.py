@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
@@ -44,7 +45,7 @@ def episode_of(rows: Sequence[TensorDictBase], number: int = 0) -> Trajectory:
         valid = bool(after.get("reward_valid", True))
         totals[name] = totals.get(name, 0.0) + float(after["reward"].sum())
         if not valid or not math.isfinite(totals[name]):
-            errors.append(_text(after, "error") or "the reward is invalid")
+            errors.append(_failure(after) or "the reward is invalid")
     metadata: dict[str, Any] = {"episode_id": number, "rewards": totals}
     if errors:
         metadata["error"] = errors[0]
@@ -69,7 +70,13 @@ def _task(row: TensorDictBase) -> dict[str, Any]:
     return {name: text for name in ("query", "answer") if (text := _text(row, name))}
 
 
-def _text(row: TensorDictBase, name: str) -> str:
+def _failure(row: TensorDictBase) -> str:
+    """What failed, where the row says so."""
+    kind, message = _text(row, ("error", "type")), _text(row, ("error", "message"))
+    return f"{kind}: {message}" if kind else ""
+
+
+def _text(row: TensorDictBase, name: NestedKey) -> str:
     value = row.get(name, None)
     value = getattr(value, "data", value)
     return value if isinstance(value, str) else ""

@@ -234,7 +234,7 @@ class WrapperTextModel(TextModel):
     def _usage(
         self, td: TensorDictBase, conversations: Sequence[Messages], texts: Sequence[Any], s: float
     ) -> list[Usage]:
-        if td.get(("tokens", "response"), None) is None:
+        if td.get("tokens", None) is None:
             return [
                 estimated_usage(messages, str(text), seconds=s, model=self.name)
                 for messages, text in zip(conversations, texts, strict=True)
