@@ -25,7 +25,7 @@ def lines(store):
 
 
 def test_all_nine_methods_write_to_the_file_and_to_the_console(store, capsys):
-    log = RunLogger(store, "one", "DEBUG")
+    log = RunLogger(store, "one", level="DEBUG")
     log.info("I")
     log.debug("D")
     log.warning("W")
@@ -58,7 +58,7 @@ def test_all_nine_methods_write_to_the_file_and_to_the_console(store, capsys):
     ("level", "expected"), [("DEBUG", "DIWE"), ("info", "IWE"), ("WARNING", "WE"), ("ERROR", "E")]
 )
 def test_row_28_the_level_holds_for_the_file_and_the_console(store, capsys, level, expected):
-    log = RunLogger(store, "one", level)
+    log = RunLogger(store, "one", level=level)
     for method, text in ((log.debug, "D"), (log.info, "I"), (log.warning, "W"), (log.error, "E")):
         method(text)
     assert "".join(line[-1] for line in lines(store)) == expected
@@ -68,7 +68,7 @@ def test_row_28_the_level_holds_for_the_file_and_the_console(store, capsys, leve
 @pytest.mark.parametrize("level", ["LOUD", "", None, 10])
 def test_an_unknown_level_is_refused(store, level):
     with pytest.raises(ConfigError, match="log_level must be DEBUG, INFO, WARNING or ERROR"):
-        RunLogger(store, "one", level)
+        RunLogger(store, "one", level=level)
 
 
 def test_a_log_that_is_made_twice_writes_each_line_once_and_goes_on_in_the_file(store, capsys):
@@ -82,7 +82,7 @@ def test_a_log_that_is_made_twice_writes_each_line_once_and_goes_on_in_the_file(
 
 
 def test_an_episode_without_a_reward_can_be_logged(store):
-    log = RunLogger(store, "one", "DEBUG")
+    log = RunLogger(store, "one", level="DEBUG")
     log.episode_saved(0, 1, math.nan)
     log.episode_saved(0, 2, None)
     assert [line.rpartition(" ")[2] for line in lines(store)] == ["nan", "None"]

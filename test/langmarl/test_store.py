@@ -258,7 +258,7 @@ def test_policies_are_read_as_they_were_saved(store):
     assert set(policies.get_policies()) == {"agent_1", "agent_2"}
     assert policies.iterations() == []
     texts = {"agent_1": "Be kind.\n", "agent_2": ""}
-    policies.save_policies(1, texts, STATS, {"validation_reward": 0.25})
+    policies.save_policies(1, texts, STATS, metadata={"validation_reward": 0.25})
     policies.save_policies(10, {**texts, "agent_2": "new"})
     policies.save_policies(2, texts)
     assert policies.get_policies(1) == texts
@@ -523,7 +523,7 @@ def test_an_iteration_that_was_saved_before_its_line_was_written_counts(store):
     policies = PolicyCheckpoint(store, "one", 1)
     append_metrics(store, "one", {"iteration": 0, "avg_reward": 0.1, "metadata": {}})
     policies.save_policies(1, {"agent_1": "A"}, {"avg_reward": 0.7})
-    policies.save_policies(2, {"agent_1": "B"}, {"avg_reward": 0.2}, {"num_fallbacks": 3})
+    policies.save_policies(2, {"agent_1": "B"}, {"avg_reward": 0.2}, metadata={"num_fallbacks": 3})
     policies.save_policies(3, {"agent_1": "C"})
     assert read_metrics(store, "one", whole=True) == [
         {"iteration": 0, "avg_reward": 0.1, "metadata": {}},

@@ -44,6 +44,7 @@ from torchrl_llm.langmarl.store import (
     append_metrics,
     evaluation_path,
     gradients_path,
+    read_json,
     to_json_text,
 )
 
@@ -87,7 +88,7 @@ class RunFiles:
 
     def read(self, path: str) -> Any:
         """A JSON file, or ``None`` where it is not there."""
-        return json.loads(self.store.read_text(path)) if self.store.exists(path) else None
+        return read_json(self.store, path) if self.store.exists(path) else None
 
     def write(self, path: str, value: Any) -> None:
         """Write a JSON file."""
@@ -365,9 +366,12 @@ def apply(state: TrainingState, files: RunFiles) -> None:
 
 
 def _aggregate(state: TrainingState, gradients: list[str]) -> str:
-    if state.config.update == "rewrite":
-        return state.optimizer.reconcile_gradients(gradients)
-    return state.optimizer.aggregate_gradients(gradients)
+    if state.config.update == "feedback":
+        return state.optimizer.aggregate_gradients(gradients)
+    before = state.optimizer.num_fallbacks
+    found = state.optimizer.reconcile_gradients(gradients)
+    state.num_fallbacks += state.optimizer.num_fallbacks - before
+    return found
 
 
 def _applied(state: TrainingState, policy: str, gradient: str) -> str:

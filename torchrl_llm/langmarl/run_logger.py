@@ -30,7 +30,7 @@ class RunLogger:
         ConfigError: another level.
     """
 
-    def __init__(self, store: BaseStore, run_id: str, level: str = "INFO") -> None:
+    def __init__(self, store: BaseStore, run_id: str, *, level: str = "INFO") -> None:
         number = logging.getLevelNamesMapping().get(str(level).upper())
         if number is None:
             raise ConfigError(f"log_level must be DEBUG, INFO, WARNING or ERROR, got {level!r}")

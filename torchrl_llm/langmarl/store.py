@@ -154,6 +154,7 @@ class PolicyCheckpoint:
         iteration: int,
         policies: Mapping[str, str],
         stats: Mapping[str, Any] | None = None,
+        *,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Save the policies of an iteration.

@@ -31,6 +31,7 @@ from torchrl_llm.langmarl.run_logger import RunLogger
 from torchrl_llm.langmarl.store import (
     BaseStore,
     LocalStore,
+    read_json,
     read_metrics,
     to_json_text,
     write_policy_file,
@@ -84,7 +85,7 @@ class MonteCarloTrainer:
         self.run_id = _run_name(config)
         self.files = RunFiles.of(self.store, self.run_id, env)
         self._open()
-        self.logger = RunLogger(self.store, self.run_id, config.log_level)
+        self.logger = RunLogger(self.store, self.run_id, level=config.log_level)
         self.log = CallLog(
             self.store.path(f"runs/{self.run_id}/calls.jsonl"),
             budget=Budget(
@@ -113,7 +114,7 @@ class MonteCarloTrainer:
                 f"the run {self.run_id!r} exists in {self.config.experiment_dir}: give run_name "
                 "another name, or resume=latest to go on with it"
             )
-        theirs = json.loads(self.store.read_text(path))
+        theirs = read_json(self.store, path)
         different = sorted(
             key for key in set(ours) & set(theirs) - _FREE if _told(ours[key]) != _told(theirs[key])
         )

@@ -46,14 +46,18 @@ def free_port():
 
 
 @contextmanager
-def vllm_server(model, folder):
+def vllm_server(model, folder, **changes):
     """Start a server, wait until it answers, and kill it with all its children in the end.
+
+    Args:
+        changes: of its arguments.
 
     Yields:
         Its address and its process, the leader of a group of its own.
     """
     port, log = free_port(), Path(folder) / "server.log"
     arguments = {**ARGUMENTS, "model": str(model), "host": "127.0.0.1", "port": str(port)}
+    arguments |= changes
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *FLAGS]
     command += [part for name, value in arguments.items() for part in (f"--{name}", value)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,174 @@
+"""Text and weights, trained on the same rollouts: a language step and a GRPO step take turns.
+
+    python sota-implementations/langmarl/both.py mode=both
+    python sota-implementations/langmarl/both.py mode=weights seed=1
+    python sota-implementations/langmarl/both.py mode=text steps=20
+
+The model of the package plays tic-tac-toe against a random opponent. First, in a minute or two, it
+imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
+batch of games. A critic says of every game that was not won what went wrong; this stands in the
+rows, which GRPO trains on as they are. In a language step an optimizer makes advice of what the
+critic said, and the advice becomes the system prompt if more of some other games are won with it.
+
+Critic and optimizer are scripts here. To ask models instead, put
+``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)`` in
+their places. Every key is an attribute of ``BothConfig`` in both_utils.py. The same command goes
+on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+
+from both_utils import (
+    AGENT,
+    BASE,
+    MAX_TURNS,
+    BothConfig,
+    Critic,
+    Optimizer,
+    make_env,
+    make_policy,
+    validation_rows,
+    won_games,
+)
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
+from torchrl_llm.algorithms import make_grpo
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.evaluation import Evaluation
+from torchrl_llm.langmarl.config import parse_overrides
+from torchrl_llm.langmarl.environment import BaseOptimizer
+from torchrl_llm.langmarl.language_policy import LanguagePolicy
+from torchrl_llm.langmarl.text_credit import EVALUATION_KEY, TextCredit
+from torchrl_llm.recipes import launch
+from torchrl_llm.recipes.builders import minibatches
+from torchrl_llm.recipes.strict_config import from_mapping
+from torchrl_llm.trainers import (
+    BatchSource,
+    CheckpointConfig,
+    EvalConfig,
+    LoggingConfig,
+    Shown,
+    TrainingRun,
+    make_optimizer,
+    make_scheduler,
+    optimize,
+    rollout_metrics,
+)
+
+
+def train(config: BothConfig) -> Iterator[TrainingRun]:
+    """Train; the run is given back before the first step, and after each."""
+    policy, text = make_policy(config), LanguagePolicy(BASE)  # the weights, and the text
+    num_games = config.prompts * config.repeats
+    collector = LLMCollector(
+        make_env(text, policy.tokenizer, num_games, repeats=config.repeats, group_repeats=True),
+        policy=policy,
+        yield_completed_trajectories=True,
+        reset_at_each_iter=True,  # games of a step begin with the text that there is then
+    )
+    critic = TextCredit(Critic(), {AGENT: text})
+    grpo = make_grpo(policy, group_size=config.repeats, entropy_coeff=0.03)
+    buffer = replace(grpo, transforms=(critic,)).append_to(
+        ReplayBuffer(
+            storage=LazyStackStorage(num_games),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=num_games,
+        )
+    )
+    source = BatchSource(collector, buffer, credit=grpo.credit, num_rows=num_games)
+    optimizer = make_optimizer(policy.parameters(), name="AdamW", lr=config.lr, weight_decay=0.0)
+    scheduler = make_scheduler(
+        optimizer, name="linear", warmup_steps=0.1, total_steps=config.steps
+    )
+    validate = won_games(
+        text, policy, config.validation, dataset=validation_rows(config.validation)
+    )
+    run = TrainingRun(
+        config.run_folder,
+        max_steps=config.steps,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        parts={
+            "text": text,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "collector": collector,
+            "buffer": buffer,
+            "source": source,
+        },
+        evaluate=won_games(text, policy, config.games, split="test"),
+        config=asdict(config),
+        logging=LoggingConfig(samples=None, rollouts="none"),
+        checkpoint=CheckpointConfig(interval=10, resume="auto"),
+        evaluation=EvalConfig(num_prompts=config.games),
+        shown=Shown(held_out={"eval/accuracy": "held-out games won"}),
+    )
+    run.how_to_resume = "the same command"
+    yield run
+    for step in run.steps():
+        with run.timed("sample"):
+            rows = source.fill()  # play; the critic says what went wrong, and GRPO compares
+        metrics = rollout_metrics(rows) | source.ledger.metrics()
+        if config.trains_text and step % config.language_interval == 0:
+            with run.timed("language"):
+                said = [row[EVALUATION_KEY] for row in buffer[:].unbind(0)]
+                lost = [each for each in said if each][: config.gradients]
+                won = [each.accuracy for each in language_step(text, Optimizer(), lost, validate)]
+            metrics |= {"train/language_won": max(won), "train/language_accepted": won[1] > won[0]}
+            run.say(f"step {step}: won {won[0]:.3f}, with the proposal {won[1]:.3f}: {text.feedback!r}")
+        if config.trains_weights:
+            with run.timed("train"):
+                metrics |= optimize(
+                    grpo.loss,
+                    minibatches(buffer, 1),
+                    optimizer,
+                    scheduler,
+                    max_norm=1.0,
+                    budget=16384,
+                    layout=policy.layout,
+                )
+            collector.update_policy_weights_()
+        run.record(metrics, rows)
+        yield run
+    run.finish()
+
+
+def language_step(
+    text: LanguagePolicy,
+    optimizer: BaseOptimizer,
+    evaluations: Sequence[str],
+    validate: Callable[[], Evaluation],
+) -> tuple[Evaluation, Evaluation]:
+    """Change a text by what a critic said; the change stays only if more games are won with it.
+
+    Returns:
+        What came of the validation before the change, and with it.
+    """
+    before, old = text.text, validate()
+    gradients = [optimizer.generate_gradient(before, each, BASE) for each in evaluations]
+    text.text = optimizer.apply_gradient(before, optimizer.aggregate_gradients(gradients))
+    new = validate()
+    if new.accuracy <= old.accuracy:
+        text.text = before
+    return old, new
+
+
+@launch.tells_errors
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    given = parser.parse_args(arguments).settings
+    for _ in train(from_mapping(BothConfig, parse_overrides(given))):
+        pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

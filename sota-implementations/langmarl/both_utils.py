@@ -1,0 +1,277 @@
+"""Parts of both.py: its settings, the world, a player who follows advice, critic and optimizer.
+
+The world is one in which a text matters to a tiny model: :func:`imitated` shows it games of a
+player who follows the advice in the system prompt, good or bad, and else makes any legal move.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
+from torchrl_llm.data.row_files import MappedRows, RowLoader
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.envs.games import Game, Player, TicTacToeEnv
+from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.langmarl.environment import BaseCritic, BaseOptimizer, Trajectory
+from torchrl_llm.langmarl.language_policy import (
+    LanguagePolicy,
+    LanguagePrompts,
+    split_policy,
+    with_feedback,
+)
+from torchrl_llm.modules import TransformersBackend, TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.objectives import SFTLoss
+from torchrl_llm.recipes.builders import seed_everything, spare_threads
+from torchrl_llm.recipes.strict_config import check_least, ensure
+from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, say
+
+BASE = "Play tic-tac-toe."
+ADVICE = {
+    "Middle, then corners.": ("5", "1379"),
+    "Take corners.": ("1379",),
+    "Take edges.": ("2468",),
+    "Be quick.": (),
+}
+"""Advice, and the cells that who follows it prefers, the best first."""
+
+AGENT = "agent"
+MAX_TURNS = TicTacToeEnv.MAX_STEPS
+_KINDS = {"middle": "5", "corner": "1379", "edge": "2468"}
+_TURN = {"max_new_tokens": 4}
+_IMITATED_GAMES = 16  # a step: many small steps teach the rules sooner than few large ones
+
+
+@dataclass(kw_only=True)
+class BothConfig:
+    """Everything that ``both.py`` can be told.
+
+    Attributes:
+        mode: what is trained.
+        seed: of the imitated player, the games and the optimizer's choices.
+        steps: rollouts, each of which trains what is trained.
+        prompts: games of a step that begin alike ``repeats`` times.
+        repeats: size of a group of GRPO.
+        lr: learning rate of GRPO.
+        language_interval: steps between two language steps.
+        gradients: lost games of a step that the optimizer makes gradients of.
+        validation: games that decide whether a changed text is kept.
+        games: other games, which the results are counted on.
+        imitate_steps: steps of the imitation that all begins from.
+        folder: of the runs, and of the imitated player.
+    """
+
+    mode: Literal["text", "weights", "both"] = "both"
+    seed: int = 0
+    steps: int = 40
+    prompts: int = 16
+    repeats: int = 8
+    lr: float = 4e-4
+    language_interval: int = 4
+    gradients: int = 4
+    validation: int = 256
+    games: int = 1024
+    imitate_steps: int = 350
+    folder: str = "outputs/both"
+
+    def __post_init__(self) -> None:
+        least_one = ("steps", "prompts", "language_interval", "gradients", "validation", "games")
+        for name in (*least_one, "imitate_steps"):
+            ensure(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        ensure(self.repeats >= 2, f"repeats must be at least 2, got {self.repeats}: GRPO compares")
+        ensure(self.lr >= 0, f"lr must not be negative, got {self.lr}")
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether there are language steps."""
+        return self.mode != "weights"
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether there are steps of GRPO."""
+        return self.mode != "text"
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run is."""
+        return Path(self.folder) / f"{self.mode}-seed{self.seed}"
+
+
+# --- The world ------------------------------------------------------------------------------------
+
+
+def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: Any) -> Any:
+    """Games against a random opponent, whose system prompt is a policy; a wrong move loses.
+
+    Args:
+        text: the policy.
+        tokenizer: of the player.
+        num_games: games at a time.
+        **options: further arguments of the environment.
+    """
+    rules = {"actions": "bare", "stop_on_invalid": True, "system_prompt": BASE}
+    env = TicTacToeEnv(**rules, num_envs=num_games, tokenizer=tokenizer, **options)
+    return env.append_transform(LanguagePrompts({AGENT: text}))
+
+
+def won_games(
+    text: LanguagePolicy, policy: TransformersWrapper, num_games: int, **options: Any
+) -> Callable[[], Evaluation]:
+    """Plays the same held-out games greedily whenever it is called.
+
+    Args:
+        text: the system prompt.
+        policy: the player.
+        num_games: how many games.
+        **options: further arguments of the environment.
+    """
+    env = make_env(text, policy.tokenizer, min(num_games, 256), shuffle=False, **options)
+    greedy = policy.get_new_version(generate_kwargs={**_TURN, "temperature": 0.0})
+    return partial(
+        evaluate, env, greedy, num_prompts=num_games, max_turns=MAX_TURNS, share_keys=["game_legal"]
+    )
+
+
+def validation_rows(num_games: int) -> list[dict[str, int]]:
+    """Games that are in neither of the splits of the task.
+
+    Args:
+        num_games: how many.
+    """
+    return [{"seed": 10**6 + number} for number in range(num_games)]
+
+
+# --- The player -----------------------------------------------------------------------------------
+
+
+def make_policy(config: BothConfig) -> TransformersWrapper:
+    """The model of the package after it has imitated; it is kept, for the other modes.
+
+    Args:
+        config: the page's.
+    """
+    spare_threads(None)
+    folder = Path(config.folder) / f"player-seed{config.seed}-{config.imitate_steps}"
+    if not folder.is_dir():
+        say(f"first the model imitates games for {config.imitate_steps} steps")
+        seed_everything(config.seed)
+        policy = imitated(config, _policy(None))
+        unfinished = folder.with_suffix(".unfinished")
+        policy.model.save_pretrained(unfinished)
+        policy.tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    seed_everything(config.seed)
+    return _policy(str(folder))
+
+
+def _policy(name: str | None) -> TransformersWrapper:
+    tokenizer = load_tokenizer(name)
+    backend = TransformersBackend(load_model(name).train(), tokenizer=tokenizer, layout="auto")
+    return TransformersWrapper(backend, tokenizer=tokenizer, generate_kwargs=_TURN)
+
+
+def imitated(config: BothConfig, policy: TransformersWrapper) -> TransformersWrapper:
+    """The policy after it has learned the games of scripted players.
+
+    Args:
+        config: the page's.
+        policy: learns.
+    """
+    seeds = [row["seed"] for row in TicTacToeEnv.generate("train")]
+    shown = Demonstrations(
+        MappedRows(seeds, partial(demonstration, config.seed)),
+        ChatFormatter(policy.tokenizer),
+        DemonstrationColumns(messages="messages"),
+    )
+    loader = RowLoader(shown, seed=config.seed, batch_size=_IMITATED_GAMES, collate_fn=list)
+    arguments = {"name": "AdamW", "lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.98)}
+    optimizer = make_optimizer(policy.parameters(), **arguments)
+    steps = config.imitate_steps
+    schedule = {"name": "linear", "warmup_steps": 0.05, "total_steps": steps}
+    optimize(
+        SFTLoss(policy, reduction="mean"),
+        (learned_rows(batch) for batch in islice(loader, steps)),
+        optimizer,
+        make_scheduler(optimizer, **schedule),
+        max_norm=1.0,
+        layout=policy.layout,
+    )
+    return policy
+
+
+def demonstration(seed: int, game: int) -> dict[str, Any]:
+    """A game of a player who was told something, or nothing.
+
+    Args:
+        seed: of the players.
+        game: seed of the game.
+    """
+    generator = random.Random(f"{seed}/{game}")
+    advice = generator.choice(["", *ADVICE])
+    env = TicTacToeEnv(actions="bare", system_prompt=with_feedback(BASE, advice), num_envs=1)
+    return {"messages": env.demonstrate(obedient(advice, generator), game)}
+
+
+def obedient(advice: str, generator: random.Random) -> Player:
+    """A player who follows the advice in most turns, and else makes any legal move.
+
+    Args:
+        advice: one of :data:`ADVICE`, or none.
+        generator: of the choices.
+    """
+
+    def act(game: Game, state: Any) -> str:
+        legal = game.legal_actions(state)
+        wanted = ([cell for cell in legal if cell in cells] for cells in ADVICE.get(advice, ()))
+        preferred = next(filter(None, wanted), legal)
+        return generator.choice(preferred if generator.random() < 0.95 else legal)
+
+    return act
+
+
+# --- Critic and optimizer, scripted ---------------------------------------------------------------
+
+
+class Critic(BaseCritic):
+    """Says of a game that was not won which better cell was free when an edge was taken."""
+
+    def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
+        """See :class:`~torchrl_llm.langmarl.environment.BaseCritic`."""
+        faults = [] if trajectory.reward > 0 else list(filter(None, map(_fault, trajectory.steps)))
+        said = " ".join(faults)
+        return {"raw_response": said, "per_agent": dict.fromkeys(policies, said)}
+
+
+def _fault(step: dict[str, Any]) -> str:
+    board, taken = step["observation"], step["action"].strip()
+    free = set(re.findall(r"[1-9]", "\n".join(board.splitlines()[-4:-1])))
+    better = [kind for kind in ("middle", "corner") if free & set(_KINDS[kind])]
+    if taken not in _KINDS["edge"] or not better:
+        return ""
+    return f"You took {taken}, an edge, while a {' and a '.join(better)} was free."
+
+
+class Optimizer(BaseOptimizer):
+    """Finds advice on what the critic spoke of, good or bad, at random."""
+
+    def generate_gradient(self, policy: str, evaluation: str, context: str) -> str:
+        """One of :data:`ADVICE`."""
+        topics = [kind for kind in _KINDS if kind in evaluation]
+        fitting = [each for each in ADVICE if any(kind in each.lower() for kind in topics)]
+        return random.choice(fitting or list(ADVICE))
+
+    def aggregate_gradients(self, gradients: list[str]) -> str:
+        """The most frequent one."""
+        return Counter(gradients).most_common(1)[0][0]
+
+    def apply_gradient(self, policy: str, gradient: str) -> str:
+        """The policy with another feedback."""
+        return with_feedback(split_policy(policy).base, gradient)
