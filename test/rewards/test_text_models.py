@@ -181,6 +181,25 @@ def test_a_model_in_this_process_counts_its_tokens_and_repeats_under_a_seed(toke
     assert pickle.loads(pickle.dumps(model)).name == "tiny"
 
 
+def test_a_conversation_that_does_not_fit_fails_alone_or_with_its_batch(tokenizer, tiny_model):
+    def model(**options):
+        wrapper = TransformersWrapper(
+            tiny_model,
+            tokenizer=tokenizer,
+            input_mode="history",
+            generate=True,
+            generate_kwargs={"max_new_tokens": 2},
+            **options,
+        )
+        return WrapperTextModel(wrapper)
+
+    long = "word " * 100_000
+    error, fine = model(on_overlong="drop").answer(asked(long, "short"))
+    assert "does not fit" in str(error)
+    assert fine.usage.output_tokens > 0
+    assert all(isinstance(each, Exception) for each in model().answer(asked(long, "short")))
+
+
 def test_a_grader_of_earlier_days_is_a_model_with_estimates():
     class Old(Grader):
         def ask(self, conversations):

@@ -93,6 +93,7 @@ def _wrapper(folder: str, max_tokens: int, options: tuple[Any, ...]) -> Transfor
         tokenizer=tokenizer,
         input_mode="history",
         generate=True,
+        on_overlong="drop",
         generate_kwargs={"max_new_tokens": max_tokens, **dict(options)},
     )
 

@@ -32,6 +32,7 @@ _TYPES = {
     "is_multimodal": (bool,),
     "extra_params": (Mapping,),
 }
+_LOCAL_MAX_TOKENS = 256
 _COMPLETION_TOKENS = re.compile(r"(?:o\d|gpt-5)(?:[-.].*)?$")
 
 
@@ -146,7 +147,8 @@ class LLMConfig:
         """Read a mapping; ``preset`` in it names what the other values replace parts of.
 
         Args:
-            data: fields of this class; without a name the model's is taken.
+            data: fields of this class; without a name the model's is taken, and a ``local:`` model
+                writes at most 256 tokens unless ``max_tokens`` says otherwise.
 
         Raises:
             ConfigError: an unknown key, with the nearest; no model.
@@ -163,7 +165,10 @@ class LLMConfig:
             return replace(cls.from_preset(base), **values)
         if "model_string" not in values:
             raise ConfigError(f"a model needs 'model_string' or 'preset', got {sorted(values)}")
-        return cls(**{"name": values["model_string"], **values})
+        own: dict[str, Any] = {"name": values["model_string"]}
+        if str(values["model_string"]).startswith("local:"):
+            own["max_tokens"] = _LOCAL_MAX_TOKENS
+        return cls(**{**own, **values})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, the key included."""

@@ -27,7 +27,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import response_reader
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.errors import BackendError, ConfigError, RewardError
 from torchrl_llm.rewards.reward_runner import run_rows
 
 Messages = tuple[Mapping[str, str], ...]
@@ -222,14 +222,13 @@ class WrapperTextModel(TextModel):
         size, begun = [len(conversations)], time.perf_counter()
         prompt = History.from_chats([list(messages) for messages in conversations])
         history = ChatHistory(prompt=prompt, batch_size=size)
-        td = self.wrapper(TensorDict(history=history, batch_size=size), **options)
+        try:
+            td = self.wrapper(TensorDict(history=history, batch_size=size), **options)
+        except Exception as error:  # the failure of a model is data
+            return [error] * len(conversations)
         texts, seconds = self._reader.responses(td), time.perf_counter() - begun
-        return [
-            text if isinstance(text, Exception) else TextAnswer(text, usage, reason)
-            for text, usage, reason in zip(
-                texts, self._usage(td, conversations, texts, seconds), _reasons(td), strict=True
-            )
-        ]
+        usages = self._usage(td, conversations, texts, seconds)
+        return [_answer(*row) for row in zip(texts, usages, _reasons(td), strict=True)]
 
     def _usage(
         self, td: TensorDictBase, conversations: Sequence[Messages], texts: Sequence[Any], s: float
@@ -243,6 +242,12 @@ class WrapperTextModel(TextModel):
             [len(ids) for ids in read_rows(td, ("tokens", k))] for k in ("prompt", "response")
         )
         return [Usage(*pair, seconds=s, model=self.name) for pair in zip(*counts, strict=True)]
+
+
+def _answer(text: str | Exception, usage: Usage, reason: str | None) -> TextAnswer | Exception:
+    if reason == "abort":
+        return BackendError("the model was not asked: the conversation does not fit its context")
+    return text if isinstance(text, Exception) else TextAnswer(text, usage, reason)
 
 
 def _tell_begin(on_call: OnCall | None, size: int) -> None:

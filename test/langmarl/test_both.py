@@ -1,0 +1,158 @@
+"""The page both.py: which of text and weights changes, on which rollouts, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl.environment import BaseCritic, Trajectory
+from torchrl_llm.langmarl.language_policy import LanguagePolicy
+from torchrl_llm.recipes import launch
+
+SMALL = {
+    "prompts": 1,
+    "repeats": 4,
+    "steps": 2,
+    "language_interval": 1,
+    "validation": 4,
+    "games": 4,
+    "imitate_steps": 2,
+}
+BOARD = "O takes 9.\n{}\nYou are X. Your move."
+
+
+@pytest.fixture(scope="module")
+def page():
+    return launch.load_page("langmarl/both.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all runs, which share the imitated player."""
+    return tmp_path_factory.mktemp("both")
+
+
+class Harsh(BaseCritic):
+    """Says the same of every game, and keeps the games."""
+
+    def __init__(self):
+        self.episodes = []
+
+    def evaluate(self, trajectory, policies):
+        self.episodes.append(trajectory)
+        return {"raw_response": "", "per_agent": dict.fromkeys(policies, "An edge is bad.")}
+
+
+def helps(text, policy, num_games, **options):
+    """In place of the games: they are all won with advice, and lost without."""
+    conversations = {"conversations": (), "metrics": dict}
+    return lambda: SimpleNamespace(accuracy=float(bool(text.feedback)), **conversations)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def changed(folder, run):
+    """Whether the weights of a run's checkpoint differ from those of the imitated player."""
+    before = weights(folder / "player-seed0-2")
+    after = weights(run / "checkpoints" / "step_000002")
+    return any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("mode", ["text", "weights", "both"])
+def test_a_mode_changes_what_it_is_called_after(page, folder, mode, monkeypatch):
+    critic = Harsh()
+    monkeypatch.setattr(page, "Critic", lambda: critic)
+    monkeypatch.setattr(page, "won_games", helps)
+    config = page.BothConfig(**SMALL, mode=mode, folder=str(folder))
+    for run in page.train(config):
+        pass
+    assert changed(folder, run.folder) == (mode != "text")
+    told = [episode.steps[0]["policy"] for episode in critic.episodes]
+    assert len(told) == 8
+    assert set(told[:4]) == {page.BASE}
+    # What the language step of the first rollouts has written is what the second are played with.
+    advised = set(told[4:]) != {page.BASE}
+    assert advised == (mode != "weights")
+    assert run.metrics.get("train/language_won") == (None if mode == "weights" else 1.0)
+
+
+@pytest.mark.parametrize("better", [0.5, 0.25])
+def test_a_proposal_stays_only_if_more_games_are_won_with_it(page, better):
+    text = LanguagePolicy("Play.", "Take edges.")
+    shares = iter([0.25, better])
+    optimizer = SimpleNamespace(
+        generate_gradient=lambda policy, evaluation, context: f"Mind: {evaluation}",
+        aggregate_gradients=" ".join,
+        apply_gradient=lambda policy, gradient: gradient,
+    )
+    page.language_step(
+        text, optimizer, ["a", "b"], lambda: SimpleNamespace(accuracy=next(shares))
+    )
+    expected = "Mind: a Mind: b" if better > 0.25 else "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake edges."
+    assert text.text == expected
+
+
+def test_the_critic_says_which_better_cell_was_free(page):
+    steps = [
+        {"observation": BOARD.format("1 2 3\n4 5 6\n7 8 O"), "action": "2"},
+        {"observation": BOARD.format("1 X 3\n4 O 6\n7 8 O"), "action": "3"},
+        {"observation": BOARD.format("1 X X\n4 O 6\nO 8 O"), "action": "4"},
+        {"observation": BOARD.format("X X X\n4 O 6\nO 8 O"), "action": "8"},
+    ]
+    lost = page.Critic().evaluate(Trajectory({}, steps, -1.0), {"agent": ""})
+    assert lost["per_agent"]["agent"] == (
+        "You took 2, an edge, while a middle and a corner was free. "
+        "You took 4, an edge, while a corner was free."
+    )
+    won = page.Critic().evaluate(Trajectory({}, steps, 1.0), {"agent": ""})
+    assert won["per_agent"]["agent"] == ""
+
+
+def test_the_optimizer_advises_on_what_the_critic_spoke_of(page):
+    optimizer = page.Optimizer()
+    said = "You took 4, an edge, while a corner was free."
+    found = {optimizer.generate_gradient("", said, "") for _ in range(100)}
+    assert found == {"Middle, then corners.", "Take corners.", "Take edges."}
+    assert optimizer.aggregate_gradients(["Wait.", "Go.", "Go."]) == "Go."
+
+
+def test_who_is_imitated_follows_the_advice(page):
+    utils = launch.load_page("langmarl/both_utils.py")
+    games = [utils.demonstration(0, game)["messages"] for game in range(300)]
+    first = {}
+    for policy, board, answer, *_ in games:
+        if "5" in board["content"] and board["content"].startswith("1 2 3"):
+            first.setdefault(policy["content"].splitlines()[-1], []).append(answer["content"])
+    def share(advice, cells):
+        return sum(answer in cells for answer in first[advice]) / len(first[advice])
+    assert set(first) == {page.BASE, *utils.ADVICE}
+    assert share("Middle, then corners.", "5") > 0.85
+    assert share("Take edges.", "2468") > 0.85
+    assert share(page.BASE, "5") < 0.5
+    random.seed(0)
+    assert games[:20] == [utils.demonstration(0, game)["messages"] for game in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["mod=text"], "unknown key 'mod'; did you mean 'mode'?"),
+        (["mode=words"], "mode must be one of"),
+        (["steps=many"], "steps"),
+        (["repeats=1"], "repeats must be at least 2, got 1"),
+        (["steps=0"], "steps must be at least 1, got 0"),
+        (["text"], "a setting is given as key=value, got 'text'"),
+    ],
+)
+def test_impossible_settings_are_refused(page, words, problem, monkeypatch):
+    monkeypatch.setenv(launch.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        page.main(words)
