@@ -42,7 +42,8 @@ _COLUMNS = {
     "coding": ("prompt", "entry_point"),
 }
 _FINAL = re.compile(r"final answer\s*\W{0,3}\s*[:=]\s*(.+)", re.IGNORECASE)
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b|[^\w\s.%-]|[.](?=\s|$)")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b|[^\w\s.,%-]|[.,](?=\s|$)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 
 _VERIFY = """\
 Compare an answer with the reference. The question, the reference and the answer stand between \
@@ -188,11 +189,13 @@ def same_text(response: str, answer: Any) -> bool:
     Example:
         >>> same_text("The Blue Whale.", "blue whale"), same_text("1.5", "15")
         (True, False)
+        >>> same_text("5,100", "5100"), same_text("5, 100", "5100")
+        (True, False)
     """
-    plain = (
-        " ".join(_ARTICLES.sub(" ", str(text).casefold()).split()) for text in (response, answer)
+    one, other = (
+        " ".join(_ARTICLES.sub(" ", _THOUSANDS.sub("", str(text).casefold())).split())
+        for text in (response, answer)
     )
-    one, other = plain
     return one == other and bool(one)
 
 

@@ -347,7 +347,12 @@ class TrajectoryStore:
         """
         if limit is not None and limit < 0:
             raise ConfigError(f"limit must not be negative, got {limit}; None is for all episodes")
-        chosen = self._numbered(iteration)[:limit]
+        first = range(0 if limit is None else limit)
+        if limit is not None and all(self.has(iteration, number) for number in first):
+            # The folder, which may have thousands, is not listed.
+            chosen = [(number, f"episode_{number:03d}.json") for number in first]
+        else:
+            chosen = self._numbered(iteration)[:limit]
         return [self._load(f"{self._of(iteration)}/{name}", number) for number, name in chosen]
 
     def _load(self, path: str, number: int) -> Trajectory:
