@@ -39,14 +39,13 @@ ADVICE = {
     "Middle, then corners.": ("5", "1379"),
     "Take corners.": ("1379",),
     "Take edges.": ("2468",),
-    "Be quick.": (),
 }
 """Advice, and the cells that who follows it prefers, the best first."""
 
 AGENT = "agent"
-MAX_TURNS = TicTacToeEnv.MAX_STEPS
+MAX_TURNS = 6  # five moves, and one that is not legal
 _KINDS = {"middle": "5", "corner": "1379", "edge": "2468"}
-_TURN = {"max_new_tokens": 4}
+_TURN = {"max_new_tokens": 2}  # a digit, and the end of the turn
 _IMITATED_GAMES = 16  # a step: many small steps teach the rules sooner than few large ones
 
 
@@ -72,14 +71,14 @@ class BothConfig:
     mode: Literal["text", "weights", "both"] = "both"
     seed: int = 0
     steps: int = 40
-    prompts: int = 16
+    prompts: int = 8
     repeats: int = 8
     lr: float = 4e-4
     language_interval: int = 4
     gradients: int = 4
     validation: int = 256
     games: int = 1024
-    imitate_steps: int = 350
+    imitate_steps: int = 450
     folder: str = "outputs/both"
 
     def __post_init__(self) -> None:
@@ -109,7 +108,7 @@ class BothConfig:
 
 
 def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: Any) -> Any:
-    """Games against a random opponent, whose system prompt is a policy; a wrong move loses.
+    """Games against a random opponent, whose system prompt is a policy.
 
     Args:
         text: the policy.
@@ -117,7 +116,7 @@ def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: An
         num_games: games at a time.
         **options: further arguments of the environment.
     """
-    rules = {"actions": "bare", "stop_on_invalid": True, "system_prompt": BASE}
+    rules = {"actions": "bare", "max_steps": MAX_TURNS, "system_prompt": BASE}
     env = TicTacToeEnv(**rules, num_envs=num_games, tokenizer=tokenizer, **options)
     return env.append_transform(LanguagePrompts({AGENT: text}))
 

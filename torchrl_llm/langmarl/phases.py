@@ -350,7 +350,7 @@ def apply(state: TrainingState, files: RunFiles) -> None:
     state.updated = {}
     shared: dict[tuple[str, ...], str] = {}
     for agent, policy in state.policies.items():
-        gradients = tuple(state.gradients.get(agent, ()))
+        gradients = tuple(dict.fromkeys(state.gradients.get(agent, ())))  # the same advice once
         state.updated[agent] = policy
         if not gradients:
             continue
