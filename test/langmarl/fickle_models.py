@@ -23,3 +23,12 @@ def refuses_some(messages):
     if "agent 2 of" in messages[0]["content"] and digest % 3 == 0:
         raise RuntimeError("no")
     return scripted_world.actor(messages)
+
+
+def judge(messages):
+    """A judge who likes short texts, and says nothing of mute ones."""
+    text = messages[-1]["content"].rpartition("<text>")[2] or messages[-1]["content"]
+    answer = text.rpartition("<answer>")[2] or text
+    if "Mute" in answer:
+        return "Hm."
+    return "VERDICT: CORRECT" if "Short" in answer else "VERDICT: INCORRECT"

@@ -135,11 +135,13 @@ class Asked:
         model: answers.
         name: what the journal calls it.
         prices: of its tokens.
+        key_variable: environment variable of its key, for messages.
     """
 
     model: TextModel
     name: str
     prices: Prices = Prices(None, None)  # noqa: RUF009 (it cannot be changed)
+    key_variable: str = ""
 
 
 class CallLog:
@@ -280,6 +282,7 @@ class CallLog:
 
         Raises:
             BudgetUsedUp: nothing is left; answers that had come are in the journal.
+            ConfigError: the server refuses access, or has no such model: no call would be answered.
         """
         digests = [_digest(asked.name, max_tokens, messages) for messages in conversations]
         found = [self._reuse(*pair) for pair in zip(keys, digests, strict=True)]
@@ -294,6 +297,7 @@ class CallLog:
                 on_call=calls.told,
             )
             calls.finish(answers)
+            _raise_settings(asked, answers)
             for place, answer in zip(part, answers, strict=True):
                 found[place] = answer
             open_ = open_[len(part) :]
@@ -375,6 +379,14 @@ class _Calls:
         facts = {**usage._asdict(), "model": self._asked.name, "cost_usd": prices.cost(usage)}
         reason = {"finish_reason": answer.finish_reason}
         return {"event": "answered", **record, "text": answer.text, **facts, **reason}
+
+
+def _raise_settings(asked: Asked, answers: Sequence[TextAnswer | Exception]) -> None:
+    """Raise what is wrong for all calls, and so is no failure of one of them."""
+    for answer in answers:
+        if isinstance(answer, ConfigError):
+            key = f" (the key is that of {asked.key_variable})" if asked.key_variable else ""
+            raise ConfigError(f"{asked.name!r}: {answer}{key}") from answer
 
 
 def _spent(record: Mapping[str, Any]) -> Spent:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,17 @@ from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.text_credit import episode_of
 
 ERROR_KEY = "call_error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed(Reaction):
+    """A reaction with the pool of messages after it.
+
+    Args:
+        pool: the answers so far, as JSON.
+    """
+
+    pool: str
 
 
 class MessagePool(PlayersTransform):
@@ -99,35 +110,31 @@ class MessagePool(PlayersTransform):
         tasks, pools = td.get("task").tolist(), td.get("pool").tolist()
         errors = td.get(ERROR_KEY, None)
         errors = [""] * len(tasks) if errors is None else errors.tolist()
-        reactions: list[EpisodeReaction | None] = [None] * len(episodes)
-        last: list[tuple[int, Any, str]] = []
-        self._pools = dict(enumerate(pools))
+        reactions: list[EpisodeReaction] = []
+        last: dict[int, tuple[Mapping[str, Any], str]] = {}
         for place, episode in enumerate(episodes):
             [(agent, turn)] = episode.turns.items()
             if errors[turn.row]:
                 failed = BackendError(f"{agent} was not answered: {errors[turn.row]}")
-                reactions[place] = EpisodeReaction(players={}, error=failed)
+                reactions.append(EpisodeReaction(players={}, error=failed))
                 continue
-            text = message_text(self.answer(turn))
+            task, text = json.loads(tasks[turn.row]), message_text(self.answer(turn))
             pool = [*json.loads(pools[turn.row]), text]
-            self._pools |= dict.fromkeys(episode.rows.values(), json.dumps(pool))
-            task = json.loads(tasks[turn.row])
             if len(pool) == len(self.players):
-                last.append((place, task, text))
-                continue
-            following = self.players[len(pool)]
-            told = {following: Reaction(observation=self.prompt(task, pool, following))}
-            reactions[place] = EpisodeReaction(players=told, active=(following,))
-        scores = self.score([(task, text) for _, task, text in last]) if last else []
-        for (place, *_), score in zip(last, scores, strict=True):
-            reactions[place] = self._ended(score)
+                last[place] = task, text
+            reactions.append(self._passed(task, pool))
+        scores = self.score(list(last.values())) if last else []
+        for place, score in zip(last, scores, strict=True):
+            reactions[place] = _scored(reactions[place], score)
         return reactions
 
-    def _ended(self, score: float | Exception) -> EpisodeReaction:
-        if isinstance(score, Exception):
-            return EpisodeReaction(players={}, error=score)
-        reaction = Reaction(observation="", reward=score, success=score >= 1, terminated=True)
-        return EpisodeReaction(players=dict.fromkeys(self.players, reaction))
+    def _passed(self, task: Mapping[str, Any], pool: Sequence[str]) -> EpisodeReaction:
+        """The pool grows, and the next agent, if there is one, is told of it."""
+        following = self.players[len(pool) : len(pool) + 1]
+        told = dict.fromkeys(self.players, Passed(observation="", pool=json.dumps(pool)))
+        for agent in following:
+            told[agent] = replace(told[agent], observation=self.prompt(task, pool, agent))
+        return EpisodeReaction(players=told, active=following)
 
     def write(
         self,
@@ -136,7 +143,20 @@ class MessagePool(PlayersTransform):
         reactions: Sequence[Reaction | None],
     ) -> None:
         """Write the pool of each episode."""
-        next_td.set("pool", Column.of(self._pools[row] for row in range(len(reactions))))
+        pools = td.get("pool").tolist()
+        for row, reaction in enumerate(reactions):
+            if isinstance(reaction, Passed):
+                pools[row] = reaction.pool
+        next_td.set("pool", Column.of(pools))
+
+
+def _scored(reaction: EpisodeReaction, score: float | Exception) -> EpisodeReaction:
+    """The end of an episode, with its reward for all, or with what failed."""
+    if isinstance(score, Exception):
+        return replace(reaction, error=score)
+    ended = {"reward": score, "success": score >= 1, "terminated": True}
+    players = {name: replace(each, **ended) for name, each in reaction.players.items()}
+    return replace(reaction, players=players)
 
 
 class MessagePoolEnv(MultiAgentChatEnv):

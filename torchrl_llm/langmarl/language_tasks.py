@@ -121,7 +121,10 @@ def _task(line: str, task_type: str, where: str) -> dict[str, Any]:
             raise DataError(f"{where}: a task of {task_type!r} needs {name!r}, got {sorted(task)}")
     if task_type == "coding":
         try:
-            CodeProblem.of(task)
+            compile(CodeProblem.of(task).prelude, "<prompt>", "exec")
+        except SyntaxError as error:
+            told = "the prompt is no Python by itself (a docstring is a body)"
+            raise DataError(f"{where}: {told}: {error.msg}") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
     return {"task_type": task_type, **task}

@@ -299,9 +299,9 @@ def _caught(evaluate: Callable[[], Mapping[str, Any]], role: str) -> dict[str, A
     try:
         found = evaluate()
         if not isinstance(found.get("per_agent"), Mapping):
-            raise ConfigError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
+            raise TypeError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
         return dict(found)
-    except BudgetUsedUp:
+    except (BudgetUsedUp, ConfigError):
         raise
     except Exception as error:  # a critic that fails is data
         told = f"{type(error).__name__}: {error}"
@@ -335,7 +335,7 @@ def _gradient(
             named = "agent_name" in inspect.signature(optimizer.generate_gradient).parameters
             more = {"agent_name": agent} if named else {}
             return optimizer.generate_gradient(state.policies[agent], said, context, **more)
-        except BudgetUsedUp:
+        except (BudgetUsedUp, ConfigError):
             raise
         except Exception as error:  # an optimizer that fails changes nothing
             logger.warning(f"no gradient for {agent or 'the agents'}: {error}")

@@ -1,6 +1,7 @@
 """Calls of a critic or an optimizer whose failure is data: counted, logged, and never a text.
 
-An answer that is empty or declines counts as a failure. Only a used-up budget is raised.
+An answer that is empty or declines counts as a failure. Only a used-up budget is raised, and what
+is wrong with the configuration.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 
 from torchrl._utils import logger
 
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.calls import BudgetUsedUp
 from torchrl_llm.langmarl.llm_client import LLMClient
 
@@ -54,7 +56,7 @@ class SafeChat:
         limit = min(most_tokens, self.client.config.max_tokens)
         try:
             text = self.client.chat(system_prompt, user_input, max_tokens=limit).strip()
-        except BudgetUsedUp:
+        except (BudgetUsedUp, ConfigError):
             raise
         except Exception as error:  # the failure of a model is data
             return "", f"{type(error).__name__}: {error}"
