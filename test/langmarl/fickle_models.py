@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 
 from torchrl_llm.langmarl import scripted_world
 
@@ -32,3 +34,24 @@ def judge(messages):
     if "Mute" in answer:
         return "Hm."
     return "VERDICT: CORRECT" if "Short" in answer else "VERDICT: INCORRECT"
+
+
+class Watched:
+    """How many calls of a model were under way at once, at most."""
+
+    def __init__(self, function):
+        self.function, self.lock, self.active, self.most = function, threading.Lock(), 0, 0
+
+    def __call__(self, messages):
+        with self.lock:
+            self.active += 1
+            self.most = max(self.most, self.active)
+        time.sleep(0.02)
+        with self.lock:
+            self.active -= 1
+        return self.function(messages)
+
+
+watched_actor = Watched(scripted_world.actor)
+watched_critic = Watched(scripted_world.critic)
+watched_optimizer = Watched(scripted_world.optimizer)

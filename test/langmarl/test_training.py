@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from langmarl import killing_models
+from langmarl import fickle_models, killing_models
 from langmarl.world import ROOT, scripted, written
 
 from torchrl_llm import langmarl
@@ -217,6 +217,15 @@ def test_a_failing_episode_is_a_row_with_an_error(tmp_path):
     assert all("agent_2 was not answered" in one.metadata["error"] for one in failed)
     assert trainer.log.account()["critic", "critic"].calls == 10 - len(failed)
     trainer.close()
+
+
+def test_each_role_is_asked_as_many_at_a_time_as_its_workers(tmp_path):
+    module, roles = "scripted:langmarl.fickle_models", ("actor", "critic", "optimizer")
+    models = {f"{role}_llm": scripted(f"watched_{role}", module) for role in roles}
+    bounds = {"episode_generation_workers": 4, "max_workers": 3, "optimizer_workers": 2}
+    langmarl.train(written(tmp_path, **models, **bounds), num_iterations=1)
+    most = [getattr(fickle_models, f"watched_{role}").most for role in roles]
+    assert most == [4, 3, 2]
 
 
 def test_a_run_of_another_configuration_is_not_gone_on_with(tmp_path):

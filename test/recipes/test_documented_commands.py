@@ -50,7 +50,7 @@ def documented():
             if "-m" in words:  # of a sweep the first run
                 words = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in words]
             arguments = tuple(word for word in words if "=" in word and "$" not in word)
-            if "/pico/" not in script:
+            if "/pico/" not in script and "/langmarl/" not in script:  # no Hydra
                 found.setdefault(script, {})[arguments] = None
     return found
 

@@ -142,9 +142,10 @@ class MonteCarloTrainer:
         saved = self.files.policies.iterations()
         begin = max([self.config.start_iteration, *saved])
         with self.store.lock(self.run_id):
+            self._fire("on_resume", self)
             try:
                 for iteration in range(begin, last):
-                    if self.should_stop or self._stopped_before():
+                    if self.should_stop:
                         break
                     self.train_one_iteration(iteration)
             except BudgetUsedUp as error:
@@ -152,12 +153,6 @@ class MonteCarloTrainer:
                 self.logger.warning(f"training ends: {error}; the run is saved and can go on")
         self.save_policy_files()
         return list(self.history)
-
-    def _stopped_before(self) -> bool:
-        """Whether a callback ended the run before a resume."""
-        for callback in self.callbacks:
-            callback.on_resume(self)
-        return self.should_stop
 
     def train_one_iteration(self, iteration: int) -> dict[str, Any]:
         """Train for one iteration.
