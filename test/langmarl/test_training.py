@@ -13,7 +13,7 @@ import time
 
 import pytest
 from langmarl import fickle_models, killing_models
-from langmarl.world import ROOT, scripted, written
+from langmarl.world import ROOT, scripted, settings, written
 
 from torchrl_llm import langmarl
 from torchrl_llm.errors import ConfigError
@@ -236,6 +236,38 @@ def test_a_run_of_another_configuration_is_not_gone_on_with(tmp_path):
         langmarl.train(written(tmp_path), resume="never")
     with pytest.raises(ConfigError, match="no run 'other'"):
         langmarl.train(written(tmp_path), resume="other")
+
+
+def test_a_server_that_moved_or_is_asked_more_patiently_is_no_other_configuration(tmp_path):
+    langmarl.train(written(tmp_path), num_iterations=1)
+    moved = {"base_url": "http://localhost:9", "timeout_s": 7.0, "concurrency": 2}
+    assert len(langmarl.train(written(tmp_path, actor_llm=scripted("actor", **moved)))) == 3
+    with pytest.raises(ConfigError, match="another actor_llm"):
+        langmarl.train(written(tmp_path, actor_llm=scripted("actor", max_tokens=9)))
+
+
+def test_an_environment_of_a_file_is_named_by_its_path(tmp_path):
+    (tmp_path / "guessing.py").write_text(
+        "from torchrl_llm.langmarl import BaseEnvironment, LLMClient, Trajectory\n"
+        "class Guess(BaseEnvironment):\n"
+        "    def reset(self, task): return {}\n"
+        "    def step(self, agent_id, action): return '', 0.0, True, {}\n"
+        "    def collect_trajectory(self, policies, task):\n"
+        "        LLMClient(self.config.get_actor_llm()).chat(policies['agent_1'], 'hello')\n"
+        "        return Trajectory(task, [], 0.5)\n"
+    )
+    given = settings(tmp_path, env=f"{tmp_path}/guessing.py:Guess", num_agents=1)
+    given["actor_llm"] = scripted("noise")
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({k: v for k, v in given.items() if k not in ("task_type", "benchmark_path")})
+    )
+    trainer = make_trainer(load_config(path))
+    assert trainer.train(1)[0]["rewards"] == [0.5] * 10
+    assert trainer.log.account()["actor", "noise"].calls == 10
+    trainer.close()
+    with pytest.raises(ConfigError, match="is no BaseEnvironment"):
+        load_config(path, {"env": "builtins:str"})
 
 
 def test_two_processes_cannot_train_one_run(tmp_path):

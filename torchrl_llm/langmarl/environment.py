@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self
 
 from torchrl._utils import logger
 
+from torchrl_llm._registry import import_named
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.calls import CallLog
@@ -405,13 +406,18 @@ def env_class(name: str) -> type[BaseEnvironment]:
     """The class of an environment.
 
     Args:
-        name: as it is registered.
+        name: as it is registered, or ``"module:Class"`` or ``"file.py:Class"``.
 
     Raises:
         ConfigError: there is none of that name; the nearest is named.
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
+    if isinstance(name, str) and ":" in name:
+        found = import_named(name)
+        if not (isinstance(found, type) and issubclass(found, BaseEnvironment)):
+            raise ConfigError(f"{name!r} is no BaseEnvironment, got {found!r}")
+        return found
     if name not in _OURS:
         near = difflib.get_close_matches(str(name), list_envs(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

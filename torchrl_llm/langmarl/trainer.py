@@ -42,6 +42,9 @@ _FREE = {"num_iterations", "start_iteration", "resume", "run_name", "max_workers
 _FREE |= {"episode_generation_workers", "optimizer_workers", "checkpoint_dir", "experiment_dir"}
 _FREE |= {"max_calls", "max_total_tokens", "max_cost_usd", "schema_version", "prompts_dir"}
 
+_FREE_OF_MODELS = {"base_url", "api_key", "api_key_env_var", "timeout_s", "max_retries"}
+_FREE_OF_MODELS |= {"concurrency", "input_price_per_million", "output_price_per_million"}
+
 
 class MonteCarloTrainer:
     """Trains the policies of an environment.
@@ -260,9 +263,9 @@ def _run_name(config: BaseConfig) -> str:
 
 
 def _told(value: Any) -> Any:
-    """A setting without its secrets."""
+    """A setting without where a model is, and how patiently it is asked."""
     if isinstance(value, Mapping):
-        return {key: _told(each) for key, each in value.items() if key != "api_key"}
+        return {key: each for key, each in value.items() if key not in _FREE_OF_MODELS}
     return value
 
 
