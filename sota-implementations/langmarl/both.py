@@ -2,7 +2,7 @@
 
     python sota-implementations/langmarl/both.py mode=both
     python sota-implementations/langmarl/both.py mode=weights seed=1
-    python sota-implementations/langmarl/both.py mode=text steps=20
+    python sota-implementations/langmarl/both.py mode=text folder=outputs/other
 
 The model of the package plays tic-tac-toe against a random opponent. First, in a minute or two, it
 imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
@@ -18,7 +18,6 @@ on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -26,28 +25,25 @@ from dataclasses import asdict, replace
 from both_utils import (
     AGENT,
     BASE,
-    MAX_TURNS,
     BothConfig,
     Critic,
     Optimizer,
+    load_config,
+    make_buffer,
     make_env,
     make_policy,
     validation_rows,
     won_games,
 )
-from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm.algorithms import make_grpo
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.evaluation import Evaluation
-from torchrl_llm.langmarl.config import parse_overrides
 from torchrl_llm.langmarl.environment import BaseOptimizer
 from torchrl_llm.langmarl.language_policy import LanguagePolicy
 from torchrl_llm.langmarl.text_credit import EVALUATION_KEY, TextCredit
 from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.builders import minibatches
-from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import (
     BatchSource,
     CheckpointConfig,
@@ -74,18 +70,10 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
     )
     critic = TextCredit(Critic(), {AGENT: text})
     grpo = make_grpo(policy, group_size=config.repeats, entropy_coeff=0.03)
-    buffer = replace(grpo, transforms=(critic,)).append_to(
-        ReplayBuffer(
-            storage=LazyStackStorage(num_games),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=num_games,
-        )
-    )
+    buffer = replace(grpo, transforms=(critic,)).append_to(make_buffer(num_games))
     source = BatchSource(collector, buffer, credit=grpo.credit, num_rows=num_games)
     optimizer = make_optimizer(policy.parameters(), name="AdamW", lr=config.lr, weight_decay=0.0)
-    scheduler = make_scheduler(
-        optimizer, name="linear", warmup_steps=0.1, total_steps=config.steps
-    )
+    scheduler = make_scheduler(optimizer, name="linear", warmup_steps=0.1, total_steps=config.steps)
     validate = won_games(
         text, policy, config.validation, dataset=validation_rows(config.validation)
     )
@@ -118,10 +106,10 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
         if config.trains_text and step % config.language_interval == 0:
             with run.timed("language"):
                 said = [row[EVALUATION_KEY] for row in buffer[:].unbind(0)]
-                lost = [each for each in said if each][: config.gradients]
-                won = [each.accuracy for each in language_step(text, Optimizer(), lost, validate)]
-            metrics |= {"train/language_won": max(won), "train/language_accepted": won[1] > won[0]}
-            run.say(f"step {step}: won {won[0]:.3f}, with the proposal {won[1]:.3f}: {text.feedback!r}")
+                faults = [each for each in said if each][: config.gradients]
+                won = language_step(text, Optimizer(), faults, validate)
+            run.say(f"step {step}: validation {won[0]:.3f} to {won[1]:.3f}, {text.feedback!r}")
+            metrics |= {"train/language_won": max(won), "train/language_kept": won[1] > won[0]}
         if config.trains_weights:
             with run.timed("train"):
                 metrics |= optimize(
@@ -144,29 +132,26 @@ def language_step(
     optimizer: BaseOptimizer,
     evaluations: Sequence[str],
     validate: Callable[[], Evaluation],
-) -> tuple[Evaluation, Evaluation]:
+) -> tuple[float, float]:
     """Change a text by what a critic said; the change stays only if more games are won with it.
 
     Returns:
-        What came of the validation before the change, and with it.
+        Share of the games of the validation that are won before the change, and with it.
     """
-    before, old = text.text, validate()
+    before, old = text.text, validate().accuracy
+    if not evaluations:
+        return old, old
     gradients = [optimizer.generate_gradient(before, each, BASE) for each in evaluations]
     text.text = optimizer.apply_gradient(before, optimizer.aggregate_gradients(gradients))
-    new = validate()
-    if new.accuracy <= old.accuracy:
+    new = validate().accuracy
+    if new <= old:
         text.text = before
     return old, new
 
 
 @launch.tells_errors
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
-    given = parser.parse_args(arguments).settings
-    for _ in train(from_mapping(BothConfig, parse_overrides(given))):
+    for _ in train(load_config(arguments, __doc__)):
         pass
 
 

@@ -6,21 +6,26 @@ player who follows the advice in the system prompt, good or bad, and else makes 
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
+from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import MappedRows, RowLoader
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs.games import Game, Player, TicTacToeEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.langmarl.config import parse_overrides
 from torchrl_llm.langmarl.environment import BaseCritic, BaseOptimizer, Trajectory
 from torchrl_llm.langmarl.language_policy import (
     LanguagePolicy,
@@ -31,7 +36,7 @@ from torchrl_llm.langmarl.language_policy import (
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes.builders import seed_everything, spare_threads
-from torchrl_llm.recipes.strict_config import check_least, ensure
+from torchrl_llm.recipes.strict_config import ensure, from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, say
 
 BASE = "Play tic-tac-toe."
@@ -70,10 +75,10 @@ class BothConfig:
 
     mode: Literal["text", "weights", "both"] = "both"
     seed: int = 0
-    steps: int = 40
+    steps: int = 60
     prompts: int = 8
     repeats: int = 8
-    lr: float = 4e-4
+    lr: float = 3e-4
     language_interval: int = 4
     gradients: int = 4
     validation: int = 256
@@ -82,11 +87,10 @@ class BothConfig:
     folder: str = "outputs/both"
 
     def __post_init__(self) -> None:
-        least_one = ("steps", "prompts", "language_interval", "gradients", "validation", "games")
-        for name in (*least_one, "imitate_steps"):
-            ensure(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        ensure(self.repeats >= 2, f"repeats must be at least 2, got {self.repeats}: GRPO compares")
-        ensure(self.lr >= 0, f"lr must not be negative, got {self.lr}")
+        for name, value in asdict(self).items():
+            least = {"repeats": 2, "seed": 0, "lr": 0}.get(name, 1)
+            fits = isinstance(value, str) or value >= least
+            ensure(fits, f"{name} must be at least {least}, got {value}")
 
     @property
     def trains_text(self) -> bool:
@@ -102,6 +106,19 @@ class BothConfig:
     def run_folder(self) -> Path:
         """Where the run is."""
         return Path(self.folder) / f"{self.mode}-seed{self.seed}"
+
+
+def load_config(arguments: list[str], told: str) -> BothConfig:
+    """The settings of a command line, ``key=value``; an unknown key names the nearest.
+
+    Args:
+        arguments: of the command line.
+        told: what ``--help`` says.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=told, formatter_class=form)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    return from_mapping(BothConfig, parse_overrides(parser.parse_args(arguments).settings))
 
 
 # --- The world ------------------------------------------------------------------------------------
@@ -148,6 +165,19 @@ def validation_rows(num_games: int) -> list[dict[str, int]]:
     return [{"seed": 10**6 + number} for number in range(num_games)]
 
 
+def make_buffer(num_games: int) -> ReplayBuffer:
+    """A buffer of the games of one step, all of which are one batch.
+
+    Args:
+        num_games: how many.
+    """
+    return ReplayBuffer(
+        storage=LazyStackStorage(num_games),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=num_games,
+    )
+
+
 # --- The player -----------------------------------------------------------------------------------
 
 
@@ -184,9 +214,10 @@ def imitated(config: BothConfig, policy: TransformersWrapper) -> TransformersWra
         config: the page's.
         policy: learns.
     """
+    env = TicTacToeEnv(actions="bare", system_prompt=BASE, num_envs=1)
     seeds = [row["seed"] for row in TicTacToeEnv.generate("train")]
     shown = Demonstrations(
-        MappedRows(seeds, partial(demonstration, config.seed)),
+        MappedRows(seeds, partial(demonstration, env, config.seed)),
         ChatFormatter(policy.tokenizer),
         DemonstrationColumns(messages="messages"),
     )
@@ -206,17 +237,18 @@ def imitated(config: BothConfig, policy: TransformersWrapper) -> TransformersWra
     return policy
 
 
-def demonstration(seed: int, game: int) -> dict[str, Any]:
+def demonstration(env: TicTacToeEnv, seed: int, game: int) -> dict[str, Any]:
     """A game of a player who was told something, or nothing.
 
     Args:
+        env: with the base of the policy as its system prompt.
         seed: of the players.
         game: seed of the game.
     """
     generator = random.Random(f"{seed}/{game}")
     advice = generator.choice(["", *ADVICE])
-    env = TicTacToeEnv(actions="bare", system_prompt=with_feedback(BASE, advice), num_envs=1)
-    return {"messages": env.demonstrate(obedient(advice, generator), game)}
+    told, *turns = env.demonstrate(obedient(advice, generator), game)
+    return {"messages": [{**told, "content": with_feedback(BASE, advice)}, *turns]}
 
 
 def obedient(advice: str, generator: random.Random) -> Player:
@@ -259,13 +291,14 @@ def _fault(step: dict[str, Any]) -> str:
 
 
 class Optimizer(BaseOptimizer):
-    """Finds advice on what the critic spoke of, good or bad, at random."""
+    """Finds other advice on what the critic spoke of, good or bad, at random."""
 
     def generate_gradient(self, policy: str, evaluation: str, context: str) -> str:
         """One of :data:`ADVICE`."""
         topics = [kind for kind in _KINDS if kind in evaluation]
-        fitting = [each for each in ADVICE if any(kind in each.lower() for kind in topics)]
-        return random.choice(fitting or list(ADVICE))
+        others = [each for each in ADVICE if each not in policy]
+        fitting = [each for each in others if any(kind in each.lower() for kind in topics)]
+        return random.choice(fitting or others)
 
     def aggregate_gradients(self, gradients: list[str]) -> str:
         """The most frequent one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from types import SimpleNamespace
 
@@ -72,8 +71,7 @@ def test_a_mode_changes_what_it_is_called_after(page, folder, mode, monkeypatch)
     monkeypatch.setattr(page, "Critic", lambda: critic)
     monkeypatch.setattr(page, "won_games", helps)
     config = page.BothConfig(**SMALL, mode=mode, folder=str(folder))
-    for run in page.train(config):
-        pass
+    *_, run = page.train(config)
     assert changed(folder, run.folder) == (mode != "text")
     told = [episode.steps[0]["policy"] for episode in critic.episodes]
     assert len(told) == 8
@@ -82,6 +80,39 @@ def test_a_mode_changes_what_it_is_called_after(page, folder, mode, monkeypatch)
     advised = set(told[4:]) != {page.BASE}
     assert advised == (mode != "weights")
     assert run.metrics.get("train/language_won") == (None if mode == "weights" else 1.0)
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(page, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "Critic", Harsh)
+    monkeypatch.setattr(page, "won_games", helps)
+    whole, parts = (page.BothConfig(**SMALL, folder=str(tmp_path / name)) for name in "ab")
+    *_, expected = page.train(whole)
+    steps = page.train(parts)
+    next(steps)
+    next(steps).save()
+    steps.close()
+    *_, found = page.train(parts)
+    both = [weights(run.folder / "checkpoints" / "step_000002") for run in (expected, found)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    told = [
+        {name: value for name, value in run.metrics.items() if name.startswith("train/")}
+        for run in (expected, found)
+    ]
+    assert told[0] == pytest.approx(told[1], nan_ok=True)
+    assert told[0]["train/tokens_trained"] > 0
+    # The text of the checkpoint was played with: without it the proposal had been kept again.
+    assert told[1]["train/language_kept"] == 0
+
+
+@pytest.mark.full
+def test_the_advice_that_helps_is_found_and_wins_games(page, tmp_path):
+    changes = {"steps": 16, "language_interval": 1, "gradients": 1, "games": 512}
+    config = page.BothConfig(mode="text", **changes, folder=str(tmp_path))
+    won = [run.metrics.get("eval/accuracy") for run in page.train(config)]
+    log = (config.run_folder / "run.log").read_text()
+    before = float(re.search(r"evaluating 512/512, accuracy (\S+),", log)[1])
+    assert won[-1] > before + 0.08, log
+    assert re.findall(r"validation .*'(.*)'", log)[-1] == "Middle, then corners."
 
 
 @pytest.mark.parametrize("better", [0.5, 0.25])
@@ -93,10 +124,10 @@ def test_a_proposal_stays_only_if_more_games_are_won_with_it(page, better):
         aggregate_gradients=" ".join,
         apply_gradient=lambda policy, gradient: gradient,
     )
-    page.language_step(
-        text, optimizer, ["a", "b"], lambda: SimpleNamespace(accuracy=next(shares))
+    page.language_step(text, optimizer, ["a", "b"], lambda: SimpleNamespace(accuracy=next(shares)))
+    expected = (
+        "Mind: a Mind: b" if better > 0.25 else "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake edges."
     )
-    expected = "Mind: a Mind: b" if better > 0.25 else "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake edges."
     assert text.text == expected
 
 
@@ -121,24 +152,30 @@ def test_the_optimizer_advises_on_what_the_critic_spoke_of(page):
     said = "You took 4, an edge, while a corner was free."
     found = {optimizer.generate_gradient("", said, "") for _ in range(100)}
     assert found == {"Middle, then corners.", "Take corners.", "Take edges."}
+    policy = "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake corners."
+    found = {optimizer.generate_gradient(policy, said, "") for _ in range(100)}
+    assert found == {"Middle, then corners.", "Take edges."}
     assert optimizer.aggregate_gradients(["Wait.", "Go.", "Go."]) == "Go."
 
 
 def test_who_is_imitated_follows_the_advice(page):
     utils = launch.load_page("langmarl/both_utils.py")
-    games = [utils.demonstration(0, game)["messages"] for game in range(300)]
+    env = utils.TicTacToeEnv(actions="bare", system_prompt=page.BASE, num_envs=1)
+    games = [utils.demonstration(env, 0, game)["messages"] for game in range(300)]
     first = {}
     for policy, board, answer, *_ in games:
         if "5" in board["content"] and board["content"].startswith("1 2 3"):
             first.setdefault(policy["content"].splitlines()[-1], []).append(answer["content"])
+
     def share(advice, cells):
         return sum(answer in cells for answer in first[advice]) / len(first[advice])
+
     assert set(first) == {page.BASE, *utils.ADVICE}
     assert share("Middle, then corners.", "5") > 0.85
     assert share("Take edges.", "2468") > 0.85
     assert share(page.BASE, "5") < 0.5
-    random.seed(0)
-    assert games[:20] == [utils.demonstration(0, game)["messages"] for game in range(20)]
+    again = [utils.demonstration(env, 0, game)["messages"] for game in reversed(range(20))]
+    assert again == games[19::-1]
 
 
 @pytest.mark.parametrize(

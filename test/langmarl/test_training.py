@@ -297,7 +297,7 @@ def test_a_run_that_is_killed_at_every_tenth_call_ends_like_one_that_is_not(tmp_
         folder = tmp_path / name
         folder.mkdir()
         path = written(
-            folder, **models, num_iterations=4, trajectories_per_iteration=7, num_agents=3
+            folder, **models, num_iterations=4, trajectories_per_iteration=10, num_agents=2
         )
         kills = 0
         while (code := killing_models.outcome(str(path), every)) == -signal.SIGKILL:
@@ -310,7 +310,7 @@ def test_a_run_that_is_killed_at_every_tenth_call_ends_like_one_that_is_not(tmp_
     texts, records, kills = runs["killed"]
     answered = [record["key"] for record in records if record["event"] == "answered"]
     whole = [each["key"] for each in runs["whole"][1] if each["event"] == "answered"]
-    assert len(whole) == 4 * 7 * (3 + 1 + 3) == 196
+    assert len(whole) == 4 * 10 * (2 + 1 + 2) == 200
     assert texts == runs["whole"][0]
     assert sorted(answered) == sorted(whole)
     assert kills >= 15
