@@ -8,7 +8,7 @@ The model of the package plays tic-tac-toe against a random opponent. First, in 
 imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
 batch of games. A critic says of every game that was not won what went wrong; this stands in the
 rows, which GRPO trains on as they are. In a language step an optimizer makes advice of what the
-critic said, and the advice becomes the system prompt if more of some other games are won with it.
+critic said, and the advice becomes the system prompt if it wins clearly more of some other games.
 
 Critic and optimizer are scripts here. To ask models instead, put
 ``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)`` in
@@ -73,7 +73,7 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
     buffer = replace(grpo, transforms=(critic,)).append_to(make_buffer(num_games))
     source = BatchSource(collector, buffer, credit=grpo.credit, num_rows=num_games)
     optimizer = make_optimizer(policy.parameters(), name="AdamW", lr=config.lr, weight_decay=0.0)
-    scheduler = make_scheduler(optimizer, name="linear", warmup_steps=0.1, total_steps=config.steps)
+    scheduler = make_scheduler(optimizer, name="linear", warmup_steps=0.2, total_steps=config.steps)
     validate = won_games(
         text, policy, config.validation, dataset=validation_rows(config.validation)
     )
@@ -107,9 +107,9 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
             with run.timed("language"):
                 said = [row[EVALUATION_KEY] for row in buffer[:].unbind(0)]
                 faults = [each for each in said if each][: config.gradients]
-                won = language_step(text, Optimizer(), faults, validate)
-            run.say(f"step {step}: validation {won[0]:.3f} to {won[1]:.3f}, {text.feedback!r}")
-            metrics |= {"train/language_won": max(won), "train/language_kept": won[1] > won[0]}
+                before, changed = language_step(text, Optimizer(), faults, validate)
+            run.say(f"step {step}: won {before:.3f}, changed {changed:.3f}; now {text.feedback!r}")
+            metrics |= {"train/language_won": before, "train/language_changed_won": changed}
         if config.trains_weights:
             with run.timed("train"):
                 metrics |= optimize(
@@ -133,18 +133,21 @@ def language_step(
     evaluations: Sequence[str],
     validate: Callable[[], Evaluation],
 ) -> tuple[float, float]:
-    """Change a text by what a critic said; the change stays only if more games are won with it.
+    """Change a text by what a critic said; the change stays if clearly more games are won with it.
+
+    Clearly is by one standard error of the difference, which keeps chance from changing the text.
 
     Returns:
         Share of the games of the validation that are won before the change, and with it.
     """
-    before, old = text.text, validate().accuracy
+    before, result = text.text, validate()
+    old = result.accuracy
     if not evaluations:
         return old, old
     gradients = [optimizer.generate_gradient(before, each, BASE) for each in evaluations]
     text.text = optimizer.apply_gradient(before, optimizer.aggregate_gradients(gradients))
     new = validate().accuracy
-    if new <= old:
+    if new <= old + (2 * old * (1 - old) / result.num_prompts) ** 0.5:
         text.text = before
     return old, new
 

@@ -75,11 +75,11 @@ class BothConfig:
 
     mode: Literal["text", "weights", "both"] = "both"
     seed: int = 0
-    steps: int = 60
+    steps: int = 40
     prompts: int = 8
     repeats: int = 8
-    lr: float = 3e-4
-    language_interval: int = 4
+    lr: float = 4e-4
+    language_interval: int = 2
     gradients: int = 4
     validation: int = 256
     games: int = 1024

@@ -51,7 +51,9 @@ class Harsh(BaseCritic):
 def helps(text, policy, num_games, **options):
     """In place of the games: they are all won with advice, and lost without."""
     conversations = {"conversations": (), "metrics": dict}
-    return lambda: SimpleNamespace(accuracy=float(bool(text.feedback)), **conversations)
+    return lambda: SimpleNamespace(
+        accuracy=float(bool(text.feedback)), num_prompts=num_games, **conversations
+    )
 
 
 def weights(folder):
@@ -100,8 +102,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(page, tmp_path, mo
     ]
     assert told[0] == pytest.approx(told[1], nan_ok=True)
     assert told[0]["train/tokens_trained"] > 0
-    # The text of the checkpoint was played with: without it the proposal had been kept again.
-    assert told[1]["train/language_kept"] == 0
+    assert told[1]["train/language_won"] == 1  # with the text of the checkpoint
 
 
 @pytest.mark.full
@@ -112,23 +113,32 @@ def test_the_advice_that_helps_is_found_and_wins_games(page, tmp_path):
     log = (config.run_folder / "run.log").read_text()
     before = float(re.search(r"evaluating 512/512, accuracy (\S+),", log)[1])
     assert won[-1] > before + 0.08, log
-    assert re.findall(r"validation .*'(.*)'", log)[-1] == "Middle, then corners."
+    assert re.findall(r"now '(.*)'", log)[-1] == "Middle, then corners."
 
 
-@pytest.mark.parametrize("better", [0.5, 0.25])
-def test_a_proposal_stays_only_if_more_games_are_won_with_it(page, better):
+@pytest.mark.parametrize(("share", "stays"), [(0.50, True), (0.27, False), (0.25, False)])
+def test_a_change_stays_only_if_clearly_more_games_are_won_with_it(page, share, stays):
     text = LanguagePolicy("Play.", "Take edges.")
-    shares = iter([0.25, better])
+    shares = iter([0.25, share])
     optimizer = SimpleNamespace(
         generate_gradient=lambda policy, evaluation, context: f"Mind: {evaluation}",
         aggregate_gradients=" ".join,
         apply_gradient=lambda policy, gradient: gradient,
     )
-    page.language_step(text, optimizer, ["a", "b"], lambda: SimpleNamespace(accuracy=next(shares)))
-    expected = (
-        "Mind: a Mind: b" if better > 0.25 else "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake edges."
-    )
-    assert text.text == expected
+
+    def validate():
+        return SimpleNamespace(accuracy=next(shares), num_prompts=256)
+
+    assert page.language_step(text, optimizer, ["a", "b"], validate) == (0.25, share)
+    before = "Play.\n\n[CASE-SPECIFIC FEEDBACK]\nTake edges."
+    assert text.text == ("Mind: a Mind: b" if stays else before)
+
+
+def test_a_step_in_which_the_critic_says_nothing_changes_nothing(page):
+    text = LanguagePolicy("Play.")
+    result = SimpleNamespace(accuracy=0.5, num_prompts=4)
+    assert page.language_step(text, None, [], lambda: result) == (0.5, 0.5)
+    assert text.text == "Play."
 
 
 def test_the_critic_says_which_better_cell_was_free(page):

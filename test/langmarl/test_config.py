@@ -129,7 +129,7 @@ def test_models_in_a_file_are_presets_dicts_or_presets_with_other_values(tmp_pat
         {"optimizer_llm": "gpt-4.1"},
     )
     assert found.llm == LLMConfig.from_preset("gpt-4o-mini")
-    assert found.actor_llm == LLMConfig("local:", "local:")
+    assert found.actor_llm == LLMConfig("local:", "local:", max_tokens=256)
     assert found.critic_llm == dataclasses.replace(LLMConfig.from_preset("gpt-4o"), max_tokens=9)
     assert found.optimizer_llm == LLMConfig.from_preset("gpt-4.1")
 

@@ -169,7 +169,8 @@ def test_a_model_in_this_process_counts_its_tokens_and_repeats_under_a_seed(toke
         generate_kwargs={"max_new_tokens": 9, "temperature": 1.0},
     )
     model = WrapperTextModel(wrapper, name="tiny")
-    one, two = (model.answer(asked("a", "a longer question"), max_tokens=4, seed=3) for _ in range(2))
+    questions = asked("a", "a longer question")
+    one, two = (model.answer(questions, max_tokens=4, seed=3) for _ in range(2))
     assert [answer.text for answer in one] == [answer.text for answer in two]
     assert all(1 <= answer.usage.output_tokens <= 4 for answer in one)
     prompt = tokenizer.apply_chat_template(
