@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -110,6 +111,50 @@ def test_half_a_line_of_a_killed_process_is_left_out_and_its_call_is_lost(tmp_pa
     keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
     assert keys == ["1", "1", "2", "2", "2"]
     assert CallLog(path).total().lost == 1
+
+
+def test_a_reader_changes_nothing_and_sees_what_came_since_when_it_reads_again(tmp_path, asked):
+    path = tmp_path / "calls.jsonl"
+    writer = CallLog(path)
+    writer.ask(asked, "actor", ["1"], [question("a")])
+    with path.open("ab") as file:
+        file.write(b'{"event": "begun", "ke')  # as another process is about to write it
+    before, reader = path.read_bytes(), CallLog(path)
+    assert reader.total().calls == 1
+    assert path.read_bytes() == before
+    with path.open("ab") as file:
+        file.write(b'y": "2", "role": "actor", "model": "m"}\n')
+    reader.reload()
+    assert (reader.total().calls, reader.total().lost) == (2, 1)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_whole_lines(
+    tmp_path, asked, monkeypatch
+):
+    path = tmp_path / "calls.jsonl"
+    log = CallLog(path)
+    log.ask(asked, "actor", ["1"], [question("a")])
+    real = os.write
+
+    def half(descriptor, data):
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return (
+            real(descriptor, data[:-10])
+            if data.startswith(b'{"event": "answered"')
+            else (real(descriptor, data))
+        )
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(CheckpointError, match=r"calls\.jsonl cannot be written: No space left"):
+        log.ask(asked, "actor", ["2"], [question("b")])
+    monkeypatch.undo()
+    [answer] = log.ask(asked, "actor", ["3"], [question("c")])
+    log.close()
+    keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
+    assert keys == ["1", "1", "2", "3", "3"]
+    assert CallLog(path).total().lost == 1
+    assert answer.text == "c"
 
 
 def test_a_damaged_line_names_its_place(tmp_path, asked):

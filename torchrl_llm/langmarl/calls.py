@@ -32,6 +32,10 @@ class BudgetUsedUp(TorchRLLLMError, RuntimeError):
     """A run may make no further call; what it has is saved."""
 
 
+FATAL = (BudgetUsedUp, CheckpointError, ConfigError)
+"""What ends a run: nothing left, no room to write, wrong settings. All else is a call's failure."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Limits of calls, tokens and money, over all runs of a folder; ``None`` is no limit.
@@ -188,18 +192,32 @@ class CallLog:
 
     # -- the file ---------------------------------------------------------------------------------
 
+    def reload(self) -> None:
+        """Read the file again, when nobody else writes to it any more.
+
+        Raises:
+            CheckpointError: as of the constructor.
+        """
+        self.close()
+        self._account, self._known = {}, {}
+        if self.path is not None:
+            self._read()
+
     def _read(self) -> None:
-        end, begun = 0, {}
+        begun: dict[str, Any] = {}
         for line in _lines(self.path):
-            end += len(line)
-            record = json.loads(line)
-            self._count(record, begun)
+            self._count(json.loads(line), begun)
         for record in begun.values():
             self._of(record).lost += 1
-        if self.path.exists() and end < self.path.stat().st_size:
-            os.truncate(self.path, end)  # half a line, of a process that was killed while it wrote
+
+    def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            # Half a line, of a process that was killed, or had no room, while it wrote.
+            os.ftruncate(descriptor, self.path.read_bytes().rfind(b"\n") + 1)
+        return descriptor
 
     def _count(self, record: dict[str, Any], begun: dict[str, Any]) -> None:
         if record["event"] == "begun":
@@ -218,11 +236,17 @@ class CallLog:
 
     def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append lines in one piece, so that answers that came together stay together."""
-        if self._descriptor is None or not records:
+        if self.path is None or not records:
             return
         data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file."""
@@ -346,19 +370,24 @@ class _Calls:
     ) -> None:
         self._log, self._asked, self._role, self._keys = log, asked, role, keys
         self._written: set[int] = set()
+        self._error: CheckpointError | None = None
 
     def told(self, place: int, answer: TextAnswer | Exception | None) -> None:
-        if answer is None:
-            self._log._keep([{"event": "begun", **self._facts(place)}])
-            return
-        self._log._keep([self._record(place, answer)])
-        self._written.add(place)
+        begun = {"event": "begun", **self._facts(place)}
+        try:
+            self._log._keep([begun if answer is None else self._record(place, answer)])
+        except CheckpointError as error:  # raised at the end: whoever tells of a call goes on
+            self._error = error
+        if answer is not None:
+            self._written.add(place)
 
     def _facts(self, place: int) -> dict[str, Any]:
         key, digest = self._keys[place]
         return {"key": key, "digest": digest, "role": self._role, "model": self._asked.name}
 
     def finish(self, answers: Sequence[TextAnswer | Exception]) -> None:
+        if self._error is not None:
+            raise self._error
         self._log._keep(
             [
                 self._record(place, answer)

@@ -238,7 +238,7 @@ got 'central_globe'; did you mean 'central_global'?
         for name in ("benchmark_path", "prompts_dir"):
             beside = folder / given[name] if isinstance(given.get(name), str) else None
             if beside is not None and not Path(given[name]).exists() and beside.exists():
-                given[name] = str(beside)  # what a file names may lie beside it
+                given[name] = str(beside.resolve())  # what a file names may lie beside it
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -214,7 +214,7 @@ class BaseEnvironment(ABC):
             try:
                 with calls.scope(episodes.log, "actor", f"{episodes.prefix}/actor/{number}"):
                     found = self.collect_trajectory(dict(policies), task)
-            except (calls.BudgetUsedUp, ConfigError):
+            except calls.FATAL:
                 raise
             except Exception as error:  # an episode that fails is data
                 told = f"{type(error).__name__}: {error}"

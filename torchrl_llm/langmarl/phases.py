@@ -23,7 +23,7 @@ from torchrl._utils import logger
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl import calls
-from torchrl_llm.langmarl.calls import BudgetUsedUp, CallLog, Spent
+from torchrl_llm.langmarl.calls import FATAL, CallLog, Spent
 from torchrl_llm.langmarl.config import BaseConfig
 from torchrl_llm.langmarl.environment import (
     BaseCritic,
@@ -301,7 +301,7 @@ def _caught(evaluate: Callable[[], Mapping[str, Any]], role: str) -> dict[str, A
         if not isinstance(found.get("per_agent"), Mapping):
             raise TypeError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
         return dict(found)
-    except (BudgetUsedUp, ConfigError):
+    except FATAL:
         raise
     except Exception as error:  # a critic that fails is data
         told = f"{type(error).__name__}: {error}"
@@ -335,7 +335,7 @@ def _gradient(
             named = "agent_name" in inspect.signature(optimizer.generate_gradient).parameters
             more = {"agent_name": agent} if named else {}
             return optimizer.generate_gradient(state.policies[agent], said, context, **more)
-        except (BudgetUsedUp, ConfigError):
+        except FATAL:
             raise
         except Exception as error:  # an optimizer that fails changes nothing
             logger.warning(f"no gradient for {agent or 'the agents'}: {error}")

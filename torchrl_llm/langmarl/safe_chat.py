@@ -1,7 +1,7 @@
 """Calls of a critic or an optimizer whose failure is data: counted, logged, and never a text.
 
-An answer that is empty or declines counts as a failure. Only a used-up budget is raised, and what
-is wrong with the configuration.
+An answer that is empty or declines counts as a failure. Raised is what ends a run: a used-up
+budget, wrong settings, a full disk.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import threading
 
 from torchrl._utils import logger
 
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.langmarl.calls import BudgetUsedUp
+from torchrl_llm.langmarl.calls import FATAL
 from torchrl_llm.langmarl.llm_client import LLMClient
 
 _REFUSAL = re.compile(
@@ -56,7 +55,7 @@ class SafeChat:
         limit = min(most_tokens, self.client.config.max_tokens)
         try:
             text = self.client.chat(system_prompt, user_input, max_tokens=limit).strip()
-        except (BudgetUsedUp, ConfigError):
+        except FATAL:
             raise
         except Exception as error:  # the failure of a model is data
             return "", f"{type(error).__name__}: {error}"

@@ -142,10 +142,11 @@ class MonteCarloTrainer:
             The statistics of all iterations so far.
         """
         last = self.config.num_iterations if num_iterations is None else num_iterations
-        saved = self.files.policies.iterations()
-        begin = max([self.config.start_iteration, *saved])
         with self.store.lock(self.run_id):
+            self.log.reload()  # others may have trained since this trainer was made
+            self.history = read_metrics(self.store, self.run_id)
             self._fire("on_resume", self)
+            begin = max([self.config.start_iteration, *self.files.policies.iterations()])
             try:
                 for iteration in range(begin, last):
                     if self.should_stop:
