@@ -233,6 +233,7 @@ class HTTPClient:
             else:
                 if reply.status not in _RETRIED:
                     return self._checked(reply._replace(num_retries=attempt), path)
+                reply = self._without_key(reply)
                 problem = f"it {_RETRIED[reply.status]} ({reply.status}: {_message(reply.data)})"
             if pause_s is None:
                 # Callers that were turned away together should not come back together.
@@ -263,7 +264,15 @@ class HTTPClient:
         kind = ConfigError if reply.status in (404, 405) else BackendError
         raise kind(f"{self.url}{path} refused ({reply.status}): {_message(reply.data)}")
 
+    def _without_key(self, reply: Reply) -> Reply:
+        """An error in whose words the key does not stand, where a server repeats it."""
+        if self._api_key is None or reply.status < 400:
+            return reply
+        text = json.dumps(reply.data)
+        return reply._replace(data=json.loads(text.replace(self._api_key, "***")))
+
     def _checked(self, reply: Reply, path: str) -> Reply:
+        reply = self._without_key(reply)
         if 300 <= reply.status < 400:
             raise ConfigError(
                 f"{self.url}{path} answered {reply.status}, a redirection; give the address that "

@@ -1,8 +1,8 @@
 """Training in language space: agents whose policies are texts, and whose gradients are advice.
 
     python sota-implementations/langmarl/train.py
-    python sota-implementations/langmarl/train.py paradigm=central_global num_iterations=10
-    python sota-implementations/langmarl/train.py 'actor_llm={"model_string": "local:"}'
+    python sota-implementations/langmarl/train.py run_name=global paradigm=central_global
+    python sota-implementations/langmarl/train.py run_name=a 'actor_llm={"model_string": "local:"}'
 
 The first command needs no network: its models are scripted, in a world in which the right advice
 can be found. ``--config`` names another configuration; keys are replaced behind it. The same
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default=CONFIG, help="a JSON file (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replace its values")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     config = load_config(given.config, parse_overrides(given.overrides))
     trainer = make_trainer(config, callbacks=[LoggingCallback()])
     try:

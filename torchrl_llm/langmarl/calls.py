@@ -483,6 +483,20 @@ def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent
 class _Scope:
     def __init__(self, log: CallLog, role: str, key: str) -> None:
         self.log, self.role, self.key, self.count = log, role, key, 0
+        self._lock = threading.Lock()
+        self._seen: dict[str, int] = {}
+
+    def next_key(self) -> str:
+        """Key of the next call of the thread that the scope is of."""
+        with self._lock:
+            self.count += 1
+            return f"{self.key}#{self.count - 1}"
+
+    def key_of(self, digest: str) -> str:
+        """Key of a call of another thread: by what is asked, for threads come in any order."""
+        with self._lock:
+            self._seen[digest] = number = self._seen.get(digest, 0) + 1
+            return f"{self.key}#{digest}.{number}"
 
 
 _SCOPE: ContextVar[_Scope | None] = ContextVar("torchrl_llm_calls", default=None)
@@ -510,24 +524,40 @@ def current() -> tuple[CallLog, str]:
     return (CallLog(), "0") if here is None else (here.log, here.key)
 
 
-def ask(asked: Asked, messages: Messages, *, max_tokens: int | None = None) -> TextAnswer:
+def here() -> _Scope | None:
+    """The scope that the caller is in."""
+    return _SCOPE.get()
+
+
+def ask(
+    asked: Asked,
+    messages: Messages,
+    *,
+    max_tokens: int | None = None,
+    place: _Scope | None = None,
+) -> TextAnswer:
     """One answer, through the journal where the caller is in a :func:`scope`.
 
     Args:
         asked: who is asked.
         messages: the conversation.
         max_tokens: most tokens of the answer.
+        place: scope of a caller that is in none, as in a thread of its own.
 
     Raises:
         Exception: whatever kept the model from answering.
         BudgetUsedUp: nothing is left.
     """
-    here = _SCOPE.get()
-    if here is None:
+    scope_, key = _SCOPE.get(), ""
+    if scope_ is not None:
+        key = scope_.next_key()
+    elif place is not None:
+        scope_, key = place, place.key_of(_digest(asked.name, max_tokens, messages))
+    if scope_ is None:
         [answer] = asked.model.answer([messages], max_tokens=max_tokens)
+        _raise_settings(asked, [answer])
     else:
-        key, here.count = f"{here.key}#{here.count}", here.count + 1
-        [answer] = here.log.ask(asked, here.role, [key], [messages], max_tokens=max_tokens)
+        [answer] = scope_.log.ask(asked, scope_.role, [key], [messages], max_tokens=max_tokens)
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -224,10 +224,10 @@ got 'central_globe'; did you mean 'central_global'?
         Raises:
             ConfigError: an unknown key, with the nearest, or a value that is impossible.
         """
-        return cls._of({**read_json(path), **(overrides or {})}, Path(path).parent)
+        return cls._of({**_of_file(path), **(overrides or {})})
 
     @classmethod
-    def _of(cls, values: Mapping[str, Any], folder: Path) -> Self:
+    def _of(cls, values: Mapping[str, Any]) -> Self:
         known = [each.name for each in fields(cls)]
         for key in values:
             if key not in known and key != "schema_version":
@@ -235,10 +235,6 @@ got 'central_globe'; did you mean 'central_global'?
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
                 raise ConfigError(f"unknown key {key!r} for {cls.__name__}; {hint}")
         given = {key: value for key, value in values.items() if key in known}
-        for name in ("benchmark_path", "prompts_dir"):
-            beside = folder / given[name] if isinstance(given.get(name), str) else None
-            if beside is not None and not Path(given[name]).exists() and beside.exists():
-                given[name] = str(beside.resolve())  # what a file names may lie beside it
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -417,10 +413,20 @@ def load_config(
     Raises:
         ConfigError: an unknown environment or key, or a value that is impossible.
     """
-    values = {**read_json(path), **(overrides or {})}
+    values = {**_of_file(path), **(overrides or {})}
     name = str(values.get("env", "language"))
     made = _CLASSES.get(name) or env_class(name).CONFIG_CLASS or BaseConfig
-    return made._of(values, Path(path).parent)
+    return made._of(values)
+
+
+def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The values of a file; what it names by a relative path may lie next to it."""
+    values = read_json(path)
+    for name in ("benchmark_path", "prompts_dir"):
+        if isinstance(values.get(name), str) and values[name]:
+            beside = Path(path).parent / values[name]
+            values[name] = str(beside.resolve()) if beside.exists() else values[name]
+    return values
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -463,6 +469,8 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"a setting is given as key=value, got {argument!r}")
         try:
             found[key] = json.loads(value)
-        except ValueError:
+        except ValueError as error:
+            if value[:1] in ("{", "["):  # its text is not shown, for it may hold a key
+                raise ConfigError(f"the value of {key} is no JSON: {error}") from None
             found[key] = value
     return found

@@ -10,6 +10,7 @@ Next: :mod:`torchrl_llm.langmarl.phases` trains in one.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +156,15 @@ class BaseEnvironment(ABC):
         """The tasks that episodes are drawn from."""
         return [{}]
 
+    def task_context(self, task: dict[str, Any]) -> str:
+        """What an optimizer is told of a task, the most important first; never the answer.
+
+        Args:
+            task: the task.
+        """
+        shown = {key: value for key, value in task.items() if key not in _ANSWERS}
+        return json.dumps(shown, ensure_ascii=False, default=str)
+
     def critic_prompt_vars(self, trajectory: Trajectory) -> dict[str, str]:
         """Further fields of the critic's template."""
         return {}
@@ -214,6 +224,9 @@ class BaseEnvironment(ABC):
             try:
                 with calls.scope(episodes.log, "actor", f"{episodes.prefix}/actor/{number}"):
                     found = self.collect_trajectory(dict(policies), task)
+                if not isinstance(found, Trajectory):
+                    raise TypeError(f"collect_trajectory returned {type(found).__name__}")
+                found.reward = float(found.reward)
             except calls.FATAL:
                 raise
             except Exception as error:  # an episode that fails is data
@@ -278,6 +291,29 @@ class BaseCritic(ABC):
         Returns:
             ``raw_response``, and ``per_agent``: a text for each agent, empty for none.
         """
+
+
+def evaluation_of(
+    critic: BaseCritic, trajectory: Trajectory, policies: dict[str, str]
+) -> dict[str, Any]:
+    """What a critic says of an episode; where it fails, an ``error`` and nothing of anyone.
+
+    Args:
+        critic: evaluates.
+        trajectory: the episode.
+        policies: the policies that played it.
+    """
+    try:
+        found = critic.evaluate(trajectory, policies)
+        if not isinstance(found, Mapping) or not isinstance(found.get("per_agent"), Mapping):
+            raise TypeError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
+        return dict(found)
+    except calls.FATAL:
+        raise
+    except Exception as error:  # a critic that fails is data
+        told = f"{type(error).__name__}: {error}"
+        logger.warning(f"no evaluation of episode {trajectory.metadata.get('episode_id')}: {told}")
+        return {"raw_response": "", "per_agent": {}, "error": told}
 
 
 class BaseReward(ABC):
@@ -352,6 +388,7 @@ class BaseOptimizer(ABC):
         """
 
 
+_ANSWERS = {"answer", "ground_truth", "solution", "canonical_solution", "test", "tests"}
 _OURS = {
     "language": "torchrl_llm.langmarl.language_env:LanguageEnvironment",
     "overcooked": "torchrl_llm.langmarl.overcooked:OvercookedEnvironment",

@@ -300,6 +300,12 @@ class LanguageEnvironment(BaseEnvironment):
             f"{sees}. {reads} Be accurate, keep what is right, mend what is wrong, and be brief."
         )
 
+    def task_context(self, task: dict[str, Any]) -> str:
+        """What an optimizer is told of a task: its question first."""
+        if task.get("task_type") != "qa":
+            return task_text(task)
+        return "\n\n".join(filter(None, (str(task["question"]), str(task.get("context", "")))))
+
     def critic_prompt_vars(self, trajectory: Trajectory) -> dict[str, str]:
         """The type of the tasks."""
         return {"task_type": self.config.task_type}

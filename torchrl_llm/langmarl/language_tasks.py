@@ -100,7 +100,11 @@ def load_tasks(config: LanguageTaskConfig) -> list[dict[str, Any]]:
             f"benchmark_path={config.benchmark_path!r} has no tasks: there is no file {path}"
         )
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         if line.strip():
             tasks.append(_task(line, config.task_type, f"{path}, line {number}"))
     if not tasks:
@@ -127,7 +131,7 @@ def _task(line: str, task_type: str, where: str) -> dict[str, Any]:
             raise DataError(f"{where}: {told}: {error.msg}") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-    return {"task_type": task_type, **task}
+    return {**task, "task_type": task_type}
 
 
 def task_text(task: Mapping[str, Any]) -> str:
@@ -192,6 +196,8 @@ def same_text(response: str, answer: Any) -> bool:
     Example:
         >>> same_text("The Blue Whale.", "blue whale"), same_text("1.5", "15")
         (True, False)
+        >>> same_text("A", "A"), same_text("A", "B")
+        (True, False)
         >>> same_text("5,100", "5100"), same_text("5, 100", "5100")
         (True, False)
     """
@@ -199,7 +205,8 @@ def same_text(response: str, answer: Any) -> bool:
         " ".join(_ARTICLES.sub(" ", _THOUSANDS.sub("", str(text).casefold())).split())
         for text in (response, answer)
     )
-    return one == other and bool(one)
+    same = str(response).casefold().strip(" .") == str(answer).casefold().strip(" .")
+    return (one == other and bool(one)) or (same and bool(str(answer).strip(" .")))
 
 
 def _compare(task: Mapping[str, Any], response: str) -> float:

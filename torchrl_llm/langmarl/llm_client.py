@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,6 +27,7 @@ from torchrl_llm.rewards.text_models import (
     EndpointTextModel,
     Messages,
     ScriptedTextModel,
+    TextAnswer,
     TextModel,
     WrapperTextModel,
 )
@@ -55,8 +57,8 @@ def make_text_model(config: LLMConfig) -> TextModel:
             import_named(rest), name=config.name, concurrency=config.concurrency
         )
     if separator and kind == "local":
-        wrapper = _wrapper(rest, config.max_tokens, tuple(sorted(config.extra_params.items())))
-        return WrapperTextModel(wrapper, name=config.name)
+        wrapper = _wrapper(rest, config.max_tokens, json.dumps(config.extra_params, sort_keys=True))
+        return WrapperTextModel(wrapper, batch_size=config.concurrency, name=config.name)
     return _endpoint(config)
 
 
@@ -85,7 +87,7 @@ def _loaded(folder: str) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=16)
-def _wrapper(folder: str, max_tokens: int, options: tuple[Any, ...]) -> TransformersWrapper:
+def _wrapper(folder: str, max_tokens: int, options: str) -> TransformersWrapper:
     """A wrapper of a folder; roles that name the same folder share its weights."""
     model, tokenizer = _loaded(folder)
     return TransformersWrapper(
@@ -94,7 +96,7 @@ def _wrapper(folder: str, max_tokens: int, options: tuple[Any, ...]) -> Transfor
         input_mode="history",
         generate=True,
         on_overlong="drop",
-        generate_kwargs={"max_new_tokens": max_tokens, **dict(options)},
+        generate_kwargs={"max_new_tokens": max_tokens, **json.loads(options)},
     )
 
 
@@ -128,6 +130,8 @@ class LLMClient:
         self.asked = Asked(model or make_text_model(llm_config), llm_config.name, prices, variable)
         self.tracker = TokenTracker(llm_config.name, *prices)
         self._raw: Any = None
+        # Where it was made is where its calls belong to, also those of other threads.
+        self._place = calls.here()
 
     def messages(self, system_prompt: str, user_input: Any) -> Messages:
         """The conversation of a system prompt and an input.
@@ -176,12 +180,27 @@ class LLMClient:
         Raises:
             TorchRLLLMError: no answer, after all attempts.
         """
-        answer = calls.ask(
-            self.asked, self.messages(system_prompt, user_input), max_tokens=max_tokens
-        )
+        answer = self.answer(system_prompt, user_input, max_tokens)
         usage = answer.usage
-        self.tracker.add_usage(usage.input_tokens, usage.output_tokens)
         return answer.text.strip(), {"input": usage.input_tokens, "output": usage.output_tokens}
+
+    def answer(
+        self, system_prompt: str, user_input: Any, max_tokens: int | None = None
+    ) -> TextAnswer:
+        """An answer with all that is known of it.
+
+        Args:
+            system_prompt: first message; empty for none.
+            user_input: the input.
+            max_tokens: most tokens; the configuration's if not given.
+
+        Raises:
+            TorchRLLLMError: no answer, after all attempts.
+        """
+        messages = self.messages(system_prompt, user_input)
+        answer = calls.ask(self.asked, messages, max_tokens=max_tokens, place=self._place)
+        self.tracker.add_usage(answer.usage.input_tokens, answer.usage.output_tokens)
+        return answer
 
     @property
     def raw_client(self) -> Any:

@@ -30,7 +30,7 @@ import torch
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
-_SECRETS = {"api_key", "authorization", "x-api-key"}
+_SECRETS = {"api-key", "apikey", "authorization", "x-api-key", "access-token"}
 _MOST_BYTES = 200
 _appending = threading.Lock()
 
@@ -291,7 +291,7 @@ def redacted(value: Any) -> Any:
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {
-            str(key): None if str(key).lower() in _SECRETS else redacted(each)
+            str(key): None if str(key).lower().replace("_", "-") in _SECRETS else redacted(each)
             for key, each in value.items()
         }
     if isinstance(value, Enum):

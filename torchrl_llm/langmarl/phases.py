@@ -33,6 +33,7 @@ from torchrl_llm.langmarl.environment import (
     Episodes,
     Trajectory,
     checked_names,
+    evaluation_of,
     in_threads,
 )
 from torchrl_llm.langmarl.language_policy import check_base, split_policy
@@ -167,6 +168,8 @@ def split_tasks(
     Raises:
         ConfigError: nothing is left to train on.
     """
+    if not tasks:
+        raise ConfigError("the environment has no tasks: tasks() is empty")
     if not fraction:
         return list(tasks), []
     order = list(range(len(tasks)))
@@ -289,23 +292,10 @@ def _evaluation(state: TrainingState, files: RunFiles, one: Trajectory) -> dict[
     if known is not None:
         return known
     with calls.scope(state.log, "critic", f"{state.prefix}/critic/{number}"):
-        found = _caught(lambda: state.critic.evaluate(one, dict(state.policies)), "critic")
+        found = evaluation_of(state.critic, one, dict(state.policies))
     found = {"episode_id": number, **found}
     files.write(path, found)
     return found
-
-
-def _caught(evaluate: Callable[[], Mapping[str, Any]], role: str) -> dict[str, Any]:
-    try:
-        found = evaluate()
-        if not isinstance(found.get("per_agent"), Mapping):
-            raise TypeError(f"a critic returns 'per_agent', a text for each agent; got {found!r}")
-        return dict(found)
-    except FATAL:
-        raise
-    except Exception as error:  # a critic that fails is data
-        told = f"{type(error).__name__}: {error}"
-        return {"raw_response": "", "per_agent": {}, "error": told}
 
 
 def _gradient_of(state: TrainingState) -> list[str | None]:
@@ -316,7 +306,7 @@ def _gradient_of(state: TrainingState) -> list[str | None]:
 def _said_of(evaluation: Mapping[str, Any], agent: str) -> str:
     """What an evaluation says of an agent; nothing where it does not name it."""
     text = evaluation["per_agent"].get(agent, "")
-    return text if isinstance(text, str) else json.dumps(text)
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 
 def _gradient(
@@ -325,7 +315,7 @@ def _gradient(
     said = _said_of(evaluation, agent or next(iter(state.policies)))
     if not said.strip():
         return ""
-    context = json.dumps(one.task, default=str)[:_CONTEXT]
+    context = state.env.task_context(one.task)[:_CONTEXT]
     number, optimizer = one.metadata["episode_id"], state.optimizer
     key = f"{state.prefix}/optimizer/{number}/{agent or 'all'}"
     with calls.scope(state.log, "optimizer", key):
@@ -382,8 +372,8 @@ def _applied(state: TrainingState, policy: str, gradient: str) -> str:
         state.num_fallbacks += optimizer.num_fallbacks - before
     else:
         updated = optimizer.apply_gradient(split_policy(policy).base, gradient)
-    too_long = most is not None and len(updated) > most
-    if too_long or not updated.strip():
+    is_text = isinstance(updated, str) and bool(updated.strip())
+    if not is_text or (most is not None and len(updated) > most):
         state.num_fallbacks += 1
         return policy
     return updated
@@ -403,12 +393,15 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
         state.env.tasks(), state.config.validation_fraction, state.config.seed
     )
     if held_out:
-        before = _validated(state, files, state.policies, held_out, state.iteration)
-        after = _validated(state, files, state.updated, held_out, state.iteration + 1)
-        state.accepted = state.config.accept == "always" or after > before
+        before, lost = _validated(state, files, state.policies, held_out, state.iteration)
+        after, more = _validated(state, files, state.updated, held_out, state.iteration + 1)
+        # Who fails more often is not better, whatever is left of its rewards.
+        better = after > before and more <= lost
+        state.accepted = state.config.accept == "always" or better
         state.validation = after if state.accepted else before
         facts = {"validation_reward": state.validation, "accepted": state.accepted}
-        facts |= {"candidate_validation_reward": after}
+        facts |= {"candidate_validation_reward": after, "previous_validation_reward": before}
+        facts |= {"validation_failed": more if state.accepted else lost}
     policies = state.updated if state.accepted else state.policies
     stats = statistics_of(state)
     facts |= {"num_fallbacks": state.num_fallbacks, "num_failed_episodes": _num_failed(state)}
@@ -425,12 +418,12 @@ def _validated(
     policies: dict[str, str],
     held_out: Sequence[dict[str, Any]],
     checkpoint: int,
-) -> float:
-    """Mean reward of policies on held-out tasks; -inf without a valid one."""
+) -> tuple[float, int]:
+    """Mean reward of policies on held-out tasks, -inf without a valid one; and how many failed."""
     if checkpoint == state.iteration and checkpoint:
-        known = files.policies.metadata(checkpoint).get("validation_reward")
-        if known is not None:
-            return known
+        known = files.policies.metadata(checkpoint)
+        if known.get("validation_reward") is not None:
+            return known["validation_reward"], known.get("validation_failed", 0)
     prefix = f"{state.prefix}/held-out/{checkpoint}"
     episodes = Episodes(
         list(enumerate(held_out)),
@@ -441,7 +434,7 @@ def _validated(
     )
     played = state.env.collect_batch(policies, episodes)
     rewards = [one.reward for one in played if one.valid]
-    return statistics.fmean(rewards) if rewards else -math.inf
+    return statistics.fmean(rewards) if rewards else -math.inf, len(played) - len(rewards)
 
 
 def _num_failed(state: TrainingState) -> int:

@@ -13,6 +13,7 @@ from torchrl._utils import logger
 
 from torchrl_llm.langmarl.calls import FATAL
 from torchrl_llm.langmarl.llm_client import LLMClient
+from torchrl_llm.langmarl.llm_config import uses_completion_tokens
 
 _REFUSAL = re.compile(
     r"\W*(?:(?:I[’']m|I am)? ?(?:very |so )?(?:sorry|apologi[sz]e|unfortunately)[^.\n]{0,20}\W+)?"
@@ -52,13 +53,19 @@ class SafeChat:
 
     def _ask(self, system_prompt: str, user_input: str, most_tokens: int) -> tuple[str, str]:
         """An answer, and what is wrong with it: empty where nothing is."""
-        limit = min(most_tokens, self.client.config.max_tokens)
+        config = self.client.config
+        # What such a model thinks counts, too, and nobody knows how much it is.
+        thinks = uses_completion_tokens(config.model_string)
+        limit = config.max_tokens if thinks else min(most_tokens, config.max_tokens)
         try:
-            text = self.client.chat(system_prompt, user_input, max_tokens=limit).strip()
+            answer = self.client.answer(system_prompt, user_input, limit)
         except FATAL:
             raise
         except Exception as error:  # the failure of a model is data
             return "", f"{type(error).__name__}: {error}"
+        text = answer.text.rpartition("</think>")[2].strip()
+        if answer.finish_reason == "length" or text.startswith("<think>"):
+            return "", f"the answer was cut at {limit} tokens"
         if not text:
             return "", "the answer is empty"
         return text, "the model refused" if is_refusal(text) else ""

@@ -19,7 +19,7 @@ from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory as AgentRows
 from torchrl_llm.langmarl.calls import CallLog, scope
-from torchrl_llm.langmarl.environment import BaseCritic, Trajectory, in_threads
+from torchrl_llm.langmarl.environment import BaseCritic, Trajectory, evaluation_of, in_threads
 from torchrl_llm.langmarl.language_policy import LanguagePolicy
 
 EVALUATION_KEY = "evaluation"
@@ -142,7 +142,7 @@ class TextCredit(GroupTransform):
     def _evaluate(self, episode: Trajectory) -> Mapping[str, Any]:
         texts = {name: policy.text for name, policy in self.policies.items()}
         with scope(self.log, "critic", f"critic/{episode.metadata['episode_id']}"):
-            said = self.critic.evaluate(episode, texts)
+            said = evaluation_of(self.critic, episode, texts)
         self.num_fallbacks += "error" in said
         return said["per_agent"]
 

@@ -121,6 +121,11 @@ class MonteCarloTrainer:
         different = sorted(
             key for key in set(ours) & set(theirs) - _FREE if _told(ours[key]) != _told(theirs[key])
         )
+        if different and not self.files.policies.iterations():
+            calls = self.store.path(f"runs/{self.run_id}/calls.jsonl")
+            if not calls.exists() or not calls.stat().st_size:  # nothing was done with it
+                self.store.write_text(path, to_json_text(ours))
+                return
         if different:
             raise ConfigError(
                 f"the run {self.run_id!r} was begun with another {', '.join(different)}: give "
@@ -240,9 +245,12 @@ class MonteCarloTrainer:
             for number in saved
             if (score := self.files.policies.metadata(number).get("validation_reward")) is not None
         }
+        first = next((row["metadata"] for row in self.rows if row["iteration"] == 0), {})
+        if judged and first.get("previous_validation_reward") is not None:
+            judged[0] = first["previous_validation_reward"]
         if judged:
             return saved[-1], max(judged, key=lambda number: (judged[number], number))
-        played = {row["iteration"]: row["avg_reward"] for row in self.rows if row["iteration"]}
+        played = {row["iteration"]: row["avg_reward"] for row in self.rows}
         best = max(played, key=lambda number: (played[number], number)) if played else saved[-1]
         return saved[-1], best
 

@@ -187,6 +187,7 @@ class WrapperTextModel(TextModel):
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self.wrapper, self.batch_size = wrapper, batch_size
+        self.concurrency = batch_size or type(self).concurrency
         self.name = type(wrapper).__name__ if name is None else name
         self._reader = response_reader("history", None)
         self._lock = threading.Lock()
@@ -207,13 +208,14 @@ class WrapperTextModel(TextModel):
     ) -> list[TextAnswer | Exception]:
         """Answer in batches, whose answers come together: ``on_call`` is told of their begin."""
         _tell_begin(on_call, len(conversations))
-        options = {"max_new_tokens": max_tokens, "seed": seed}
-        options = {name: value for name, value in options.items() if value is not None}
+        options = {} if max_tokens is None else {"max_new_tokens": max_tokens}
         step = self.batch_size or max(len(conversations), 1)
         answers: list[TextAnswer | Exception] = []
         for start in range(0, len(conversations), step):
+            # Equal conversations of two batches are sampled apart.
+            more = {} if seed is None else {"seed": seed + start}
             with self._lock:
-                answers += self._batch(conversations[start : start + step], options)
+                answers += self._batch(conversations[start : start + step], {**options, **more})
         return answers
 
     def _batch(
