@@ -1,6 +1,6 @@
 """Scripted models in whose world the right advice can be found: for tests, examples and dry runs.
 
-Each agent guesses until its policy has a sentence of its own in it (:data:`ADVICE`). A task needs
+Each agent guesses until its policy has a sentence of its own in it (``ADVICE``). A task needs
 some of the agents to know what they do, and is answered rightly if these do. The critic sees who
 guessed; the optimizer turns what it says into advice, and keeps what a policy has already.
 
