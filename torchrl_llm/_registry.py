@@ -18,7 +18,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
@@ -136,14 +136,31 @@ def find(kind: str, name: str) -> Any:
             raise ConfigError(
                 f"{name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}"
             ) from error
-    near = difflib.get_close_matches(name, names(kind), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = did_you_mean(name, names(kind)) or "."
     if name.endswith(".py"):
         hint = f": name what is in the file, {name}:NAME."
     raise ConfigError(
         f"{name!r} is not among the {kind}{hint} There are {', '.join(names(kind))}, or give "
         "'module:name' of your own"
     )
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of an error of an unknown name: the nearest that there is.
+
+    Args:
+        name: what is not known.
+        known: what is.
+
+    Returns:
+        Empty where none is near.
+
+    Example:
+        >>> did_you_mean("langage", ["language", "pistonball"]), did_you_mean("x", ["language"])
+        ("; did you mean 'language'?", '')
+    """
+    near = difflib.get_close_matches(str(name), list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def summaries(kind: str) -> dict[str, str]:

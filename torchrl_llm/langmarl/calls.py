@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import CheckpointError, ConfigError, TorchRLLLMError
+from torchrl_llm.langmarl.local_store import whole_lines
 from torchrl_llm.modules.policies.policy_router import derived_seed
 from torchrl_llm.rewards.text_models import Messages, TextAnswer, TextModel, Usage
 
@@ -90,13 +91,20 @@ class Prices(NamedTuple):
         """Whether both are."""
         return self.input_usd is not None and self.output_usd is not None
 
-    def cost(self, usage: Usage) -> float:
-        """Cost of an answer in US dollars; what is not known counts as nothing."""
-        tokens = (
-            usage.input_tokens * (self.input_usd or 0),
-            usage.output_tokens * (self.output_usd or 0),
+    def costs(self, name: str, input_tokens: int, output_tokens: int) -> tuple[float, float]:
+        """Cost of both in US dollars; what is not known counts as nothing, and is told of once.
+
+        Args:
+            name: of the model.
+            input_tokens: of conversations.
+            output_tokens: of answers.
+        """
+        if not self.known and (input_tokens or output_tokens):
+            tell_once(f"nobody has said what tokens of {name!r} cost: they count as 0 USD")
+        return (
+            input_tokens * (self.input_usd or 0.0) / 1e6,
+            output_tokens * (self.output_usd or 0.0) / 1e6,
         )
-        return sum(tokens) / 1e6
 
 
 @dataclass
@@ -186,7 +194,7 @@ class CallLog:
         self._lock = threading.Lock()
         self._account: dict[tuple[str, str], Spent] = {}
         self._known: dict[str, dict[str, Any]] = {}
-        self._descriptor: int | None = None
+        self._file: IO[bytes] | None = None
         if self.path is not None:
             self._read()
 
@@ -210,15 +218,6 @@ class CallLog:
         for record in begun.values():
             self._of(record).lost += 1
 
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            # Half a line, of a process that was killed, or had no room, while it wrote.
-            os.ftruncate(descriptor, self.path.read_bytes().rfind(b"\n") + 1)
-        return descriptor
-
     def _count(self, record: dict[str, Any], begun: dict[str, Any]) -> None:
         if record["event"] == "begun":
             if record["key"] in begun:
@@ -240,19 +239,21 @@ class CallLog:
             return
         data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
         try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a+b", buffering=0)
+                whole_lines(self._file)
             while data:
-                data = data[os.write(self._descriptor, data) :]
+                data = data[os.write(self._file.fileno(), data) :]
         except OSError as error:
             self.close()
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     # -- what it knows ----------------------------------------------------------------------------
 
@@ -400,12 +401,9 @@ class _Calls:
         record = self._facts(place)
         if isinstance(answer, Exception):
             return {"event": "failed", **record, "error": f"{type(answer).__name__}: {answer}"}
-        usage, prices = answer.usage, self._asked.prices
-        if not prices.known:
-            tell_once(
-                f"nobody has said what tokens of {self._asked.name!r} cost: they count as 0 USD"
-            )
-        facts = {**usage._asdict(), "model": self._asked.name, "cost_usd": prices.cost(usage)}
+        usage, asked = answer.usage, self._asked
+        cost = sum(asked.prices.costs(asked.name, usage.input_tokens, usage.output_tokens))
+        facts = {**usage._asdict(), "model": asked.name, "cost_usd": cost}
         reason = {"finish_reason": answer.finish_reason}
         return {"event": "answered", **record, "text": answer.text, **facts, **reason}
 

@@ -6,7 +6,6 @@ values are replaced. Keys that are not known are errors.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -16,9 +15,10 @@ from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from torchrl_llm._redis import masked
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
-from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config
+from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object
 
 _PARADIGMS = ("central_credit", "central_global")
 _LAYOUTS = (
@@ -231,9 +231,8 @@ got 'central_globe'; did you mean 'central_global'?
         known = [each.name for each in fields(cls)]
         for key in values:
             if key not in known and key != "schema_version":
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-                raise ConfigError(f"unknown key {key!r} for {cls.__name__}; {hint}")
+                hint = did_you_mean(key, known) or f"; there are {', '.join(known)}"
+                raise ConfigError(f"unknown key {key!r} for {cls.__name__}{hint}")
         given = {key: value for key, value in values.items() if key in known}
         return cls(**given)
 
@@ -268,8 +267,7 @@ def _checked(name: str, value: Any, hints: Mapping[str, Any]) -> Any:
         wanted = " or ".join("null" if each is type(None) else _name(each) for each in options)
         raise ConfigError(f"{name} must be {wanted}, got {_shown(value)}")
     if name in _CHOICES and value not in _CHOICES[name]:
-        near = difflib.get_close_matches(str(value), _CHOICES[name], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, _CHOICES[name])
         raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{hint}")
     if name in _LEAST and value is not None and not value >= _LEAST[name]:
         raise ConfigError(f"{name} must be at least {_LEAST[name]}, got {value}")
@@ -421,31 +419,11 @@ def load_config(
 
 def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The values of a file; what it names by a relative path may lie next to it."""
-    values = read_json(path)
+    values = read_object(path, "the configuration")
     for name in ("benchmark_path", "prompts_dir"):
         if isinstance(values.get(name), str) and values[name]:
             beside = Path(path).parent / values[name]
             values[name] = str(beside.resolve()) if beside.exists() else values[name]
-    return values
-
-
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object of a file.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        ConfigError: there is no such file, or it holds something else.
-    """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"the configuration {path} is no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"the configuration {path} is a {type(values).__name__}, no JSON object")
     return values
 
 

@@ -9,7 +9,6 @@ Next: :mod:`torchrl_llm.langmarl.phases` trains in one.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 from torchrl._utils import logger
 
-from torchrl_llm._registry import import_named
+from torchrl_llm._registry import did_you_mean, import_named
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.calls import CallLog
@@ -456,8 +455,7 @@ def env_class(name: str) -> type[BaseEnvironment]:
             raise ConfigError(f"{name!r} is no BaseEnvironment, got {found!r}")
         return found
     if name not in _OURS:
-        near = difflib.get_close_matches(str(name), list_envs(), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, list_envs())
         raise ConfigError(f"no environment {name!r}; there are {', '.join(list_envs())}{hint}")
     module, _, attribute = _OURS[name].partition(":")
     return getattr(import_module(module), attribute)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchrl_llm._imports import require
-from torchrl_llm._log import tell_once
 from torchrl_llm._registry import import_named
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
@@ -259,17 +258,11 @@ class TokenTracker:
             self._input += input_tokens
             self._output += output_tokens
 
-    def _costs(self, input_tokens: int, output_tokens: int) -> tuple[float, float]:
-        if not self._prices.known and (input_tokens or output_tokens):
-            tell_once(f"nobody has said what tokens of {self.model!r} cost: they count as 0 USD")
-        each: Sequence[float] = [price or 0.0 for price in self._prices]
-        return input_tokens * each[0] / 1e6, output_tokens * each[1] / 1e6
-
     def get_stats(self) -> dict[str, Any]:
         """Model, tokens and costs so far."""
         with self._lock:
             read, written = self._input, self._output
-        input_cost, output_cost = self._costs(read, written)
+        input_cost, output_cost = self._prices.costs(self.model, read, written)
         return {
             "model": self.model,
             "input_tokens": read,
@@ -287,7 +280,7 @@ class TokenTracker:
             input_tokens: of what would be asked.
             output_tokens: of what would be answered.
         """
-        return sum(self._costs(input_tokens, output_tokens))
+        return sum(self._prices.costs(self.model, input_tokens, output_tokens))
 
     def reset(self) -> None:
         """Begin to count from 0."""

@@ -6,7 +6,6 @@ Presets are in ``presets.json``, with their prices and the date on which these w
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from torchrl_llm._redis import masked
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 
 _PRESETS = Path(__file__).with_name("presets.json")
@@ -137,8 +137,7 @@ class LLMConfig:
             ConfigError: there is none of that name; the nearest is named.
         """
         if not isinstance(name, str) or name not in _presets():
-            near = difflib.get_close_matches(str(name), _presets(), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, _presets())
             raise ConfigError(f"no model {name!r}; there are {', '.join(_presets())}{hint}")
         return cls.from_dict({"name": name, **_presets()[name]["config"]})
 
@@ -158,8 +157,7 @@ class LLMConfig:
         known = [each.name for each in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+                hint = did_you_mean(key, known) or f"; there are {', '.join(known)}"
                 raise ConfigError(f"unknown key {key!r} of a model{hint}")
         if base is not None:
             return replace(cls.from_preset(base), **values)
@@ -223,13 +221,28 @@ def get_llm_config(name_or_path: str) -> LLMConfig:
     path = Path(name_or_path)
     if name_or_path in _presets() or not (path.suffix == ".json" and path.is_file()):
         return LLMConfig.from_preset(name_or_path)
+    return LLMConfig.from_dict(read_object(path, "the model"))
+
+
+def read_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Args:
+        path: of the file.
+        what: it is called so in errors.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a model is a JSON object, got {type(data).__name__}")
-    return LLMConfig.from_dict(data)
+        raise ConfigError(f"{what} {path} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} {path} is a {type(values).__name__}, no JSON object")
+    return values
 
 
 def list_available_models() -> dict[str, str]:

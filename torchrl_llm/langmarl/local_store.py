@@ -108,7 +108,7 @@ class LocalStore(BaseStore):
         """Append a line; threads may do so at a time."""
         place, line = self.path(path), f"{text}\n".encode("utf-8", "surrogatepass")
         with _appending, _writing(place), place.open("a+b", buffering=0) as file:
-            end = _whole_lines(file)
+            end = whole_lines(file)
             try:
                 if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -203,7 +203,7 @@ def _writing(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _whole_lines(file: IO[bytes]) -> int:
+def whole_lines(file: IO[bytes]) -> int:
     """Cut off half a line, which a process that was killed has left; the bytes that remain."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 1))

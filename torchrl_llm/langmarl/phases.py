@@ -17,6 +17,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchrl._utils import logger
@@ -147,6 +148,12 @@ class TrainingState:
         """What the keys of this iteration's calls begin with."""
         return str(self.iteration)
 
+    @cached_property
+    def tasks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The tasks to train on, and those that are held out."""
+        config = self.config
+        return split_tasks(self.env.tasks(), config.validation_fraction, config.seed)
+
     def random(self, purpose: str) -> random.Random:
         """A generator that depends on the seed, the iteration and what it is for."""
         return random.Random(f"{self.config.seed}/{self.iteration}/{purpose}")
@@ -218,8 +225,7 @@ def load_policies(state: TrainingState, files: RunFiles) -> None:
 def collect(state: TrainingState, files: RunFiles) -> None:
     """Play the episodes that are not on disk yet, and load the others."""
     config, store = state.config, files.trajectories
-    train, _ = split_tasks(state.env.tasks(), config.validation_fraction, config.seed)
-    tasks = draw_tasks(train, config.trajectories_per_iteration, state.random("tasks"))
+    tasks = draw_tasks(state.tasks[0], config.trajectories_per_iteration, state.random("tasks"))
     missing = [n for n in range(len(tasks)) if not store.has(state.iteration, n)]
 
     def done(trajectory: Trajectory) -> None:
@@ -389,10 +395,7 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
         The statistics of the iteration.
     """
     facts: dict[str, Any] = {}
-    _, held_out = split_tasks(
-        state.env.tasks(), state.config.validation_fraction, state.config.seed
-    )
-    if held_out:
+    if held_out := state.tasks[1]:
         before, lost = _validated(state, files, state.policies, held_out, state.iteration)
         after, more = _validated(state, files, state.updated, held_out, state.iteration + 1)
         # Who fails more often is not better, whatever is left of its rewards.
