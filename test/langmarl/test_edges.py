@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from chat_server import ChatHandler, chat_server
 from langmarl.world import scripted, settings, written
 
 from torchrl_llm import langmarl
@@ -73,34 +72,19 @@ def test_a_reasoning_model_has_room_to_think():
         assert made.client.asked.model.limits == [limit]
 
 
-class Parrot(BaseHTTPRequestHandler):
-    """Repeats the key in what it says is wrong."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        said = f"Incorrect: {self.headers['Authorization']}"
-        content = json.dumps({"error": {"message": said}}).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.mark.parametrize("status", [400, 401, 500, 503])
 def test_a_key_that_a_server_repeats_is_not_shown(status):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Parrot)
-    server.status = status
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    client = LLMClient(LLMConfig("m", "m", url, api_key="sk-TOPSECRET", max_retries=0))
-    with pytest.raises((ConfigError, BackendError), match=r"Bearer \*\*\*") as raised:
-        client.chat("", "hello")
+    class Parrot(ChatHandler):
+        def reply(self, body):
+            said = f"Incorrect: {self.headers['Authorization']}"
+            return status, {"error": {"message": said}}, {}
+
+    with chat_server(Parrot) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        client = LLMClient(LLMConfig("m", "m", url, api_key="sk-TOPSECRET", max_retries=0))
+        with pytest.raises((ConfigError, BackendError), match=r"Bearer \*\*\*") as raised:
+            client.chat("", "hello")
     assert "TOPSECRET" not in str(raised.value)
-    server.shutdown()
-    server.server_close()
 
 
 def test_a_broken_override_does_not_show_what_it_holds():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from chat_server import ChatHandler, chat_server
 from langmarl.world import scripted, written
 
 from torchrl_llm import langmarl
@@ -14,17 +13,14 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.langmarl import LLMClient, LLMConfig, load_config, make_trainer
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(ChatHandler):
     """Behaves as the name of the model says."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+    def reply(self, body):
         kind, status = body["model"], 200
         message = {"role": "assistant", "content": "Fine. FINAL ANSWER: 4"}
         data = {"choices": [{"message": message, "finish_reason": "stop"}]}
         data["usage"] = {"prompt_tokens": 11, "completion_tokens": 5}
-        content = None
         if kind == "refuses":
             status, data = 401, {"error": {"message": "Incorrect API key provided: sk-*****"}}
         elif kind == "unknown":
@@ -40,27 +36,14 @@ class Server(BaseHTTPRequestHandler):
         elif kind == "slow":
             self.server.never.wait(20)
         elif kind == "garbage":
-            content = b"\x00\xff{"
-        content = json.dumps(data).encode() if content is None else content
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
+            data = b"\x00\xff{"
+        return status, data, {}
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.handle_error = lambda *args: None
-    server.requests, server.never = [], threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.never.set()
-    server.shutdown()
-    server.server_close()
+    with chat_server(Server) as server:
+        yield server
 
 
 def model(server, kind, **more):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from chat_server import ChatHandler, chat_server
 
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.errors import ConfigError, RewardError
@@ -223,47 +221,25 @@ def test_a_wrapper_that_reads_no_conversations_is_refused(tokenizer):
 # -- a server -------------------------------------------------------------------------------------
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(ChatHandler):
     """Speaks chat completions; what the student wrote says how it behaves."""
 
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
-        text = body["messages"][-1]["content"]
-        status, reason = 200, "stop"
-        if text == "busy" and not self.server.was_busy:
-            self.server.was_busy, status = True, 503
-        if text == "broken":
-            status = 500
+    def reply(self, body):
+        text, asked = body["messages"][-1]["content"], [each for *_, each in self.server.requests]
         if text == "slow":
             self.server.never.wait(20)
         reason = "length" if text == "long" else "stop"
         data = {"choices": [{"message": {"content": "Score: 8"}, "finish_reason": reason}]}
         if text == "nonsense":
             data = {"choices": []}
-        content = json.dumps(data).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
+        status = {"broken": 500, "busy": 503 if asked.count(body) == 1 else 200}.get(text, 200)
+        return status, data, {}
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.handle_error = lambda *args: None  # clients that gave up
-    server.bodies, server.was_busy, server.never = [], False, threading.Event()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.never.set()
-    server.shutdown()
-    server.server_close()
+    with chat_server(Server) as server:
+        yield server
 
 
 def url(server):
@@ -274,7 +250,7 @@ def test_a_server_is_asked_in_its_protocol(server):
     grader = EndpointGrader(url(server), "judge", api_key="secret", options={"max_tokens": 9})
     judge = JudgeReward(grader, "{response}", system_prompt="Be fair.")
     assert judge.score_batch([sample("fine")]) == [0.8]
-    ((path, key, body),) = server.bodies
+    ((path, key, body),) = server.requests
     assert path == "/v1/chat/completions"
     assert key == "Bearer secret"
     assert body == {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from chat_server import ChatHandler, chat_server
 
 from torchrl_llm.errors import BackendError, ConfigError, RewardError, WorkerError
 from torchrl_llm.modules import TransformersWrapper
@@ -24,13 +24,11 @@ def asked(*texts):
     return [({"role": "user", "content": text},) for text in texts]
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(ChatHandler):
     """Answers as the question says."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append((self.path, body))
-        text = body["messages"][-1]["content"]
+    def reply(self, body):
+        text, asked = body["messages"][-1]["content"], [each for *_, each in self.server.requests]
         message, status = {"role": "assistant", "content": text.upper()}, 200
         data = {"choices": [{"message": message, "finish_reason": "stop"}]}
         data["usage"] = {"prompt_tokens": 7, "completion_tokens": 3}
@@ -46,33 +44,20 @@ class Server(BaseHTTPRequestHandler):
             data["usage"] = {"prompt_tokens": "many", "completion_tokens": -1}
         if text == "broken":
             status = 500
-        if text.startswith("busy") and text not in self.server.seen:
-            self.server.seen.add(text)
+        if text.startswith("busy") and asked.count(body) == 1:
             status = 429
-        content = json.dumps(data).encode()
         if text == "garbage":
-            content = b"<html>"
+            data = b"<html>"
         if text == "half":
-            content = content[: len(content) // 2]
-        self.send_response(status)
-        if text == "busy, come back":
-            self.send_header("Retry-After", "0")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
+            data = json.dumps(data).encode()
+            data = data[: len(data) // 2]
+        return status, data, {"Retry-After": "0"} if text == "busy, come back" else {}
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.bodies, server.seen = [], set()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with chat_server(Server) as server:
+        yield server
 
 
 @pytest.fixture
@@ -107,7 +92,7 @@ def test_no_text_is_an_empty_text_and_no_crash(model):
 def test_requests_that_were_sent_again_are_counted(model, server):
     found = model.answer(asked("busy", "busy, come back"))
     assert [answer.usage.num_retries for answer in found] == [1, 1]
-    assert len(server.bodies) == 4
+    assert len(server.requests) == 4
 
 
 def test_each_failure_is_that_of_its_row(model):
@@ -136,7 +121,7 @@ def test_a_limit_of_tokens_goes_with_the_request(server):
         url, "m", options={"top_p": 0.5}, path="/chat", max_tokens_field="max_completion_tokens"
     )
     model.answer(asked("x"), max_tokens=5)
-    ((path, body),) = server.bodies
+    ((path, _, body),) = server.requests
     assert path == "/api/chat"
     assert (body["max_completion_tokens"], body["top_p"]) == (5, 0.5)
     assert "max_tokens" not in body
