@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+from langmarl.world import Recorder
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.calls import Budget, BudgetUsedUp, CallLog, scope
@@ -14,26 +15,8 @@ from torchrl_llm.langmarl.critic import CentralizedCritic
 from torchrl_llm.langmarl.environment import BaseEnvironment, Trajectory, in_threads
 from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.llm_config import LLMConfig
-from torchrl_llm.rewards.text_models import ScriptedTextModel
 
 LLM = LLMConfig("critic", "scripted:builtins:str", max_tokens=4096)
-
-
-class Recorder(ScriptedTextModel):
-    """Answers by a function of the prompt, and keeps what it was asked."""
-
-    def __init__(self, answer):
-        super().__init__(lambda messages: answer(messages[-1]["content"]))
-        self.asked, self.limits = [], []
-
-    def answer(self, conversations, *, max_tokens=None, **more):
-        self.asked += conversations
-        self.limits.append(max_tokens)
-        return super().answer(conversations, max_tokens=max_tokens, **more)
-
-    @property
-    def prompt(self):
-        return self.asked[-1][-1]["content"]
 
 
 class World(BaseEnvironment):

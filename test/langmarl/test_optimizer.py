@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from langmarl.world import Recorder
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.calls import Budget, BudgetUsedUp, CallLog, scope
@@ -12,24 +13,10 @@ from torchrl_llm.langmarl.environment import in_threads
 from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.llm_config import LLMConfig
 from torchrl_llm.langmarl.optimizer import PolicyGradientOptimizer
-from torchrl_llm.rewards.text_models import ScriptedTextModel
 
 MARKER = "[CASE-SPECIFIC FEEDBACK]"
 LLM = LLMConfig("optimizer", "scripted:builtins:str", max_tokens=4096)
 apply_gradient = PolicyGradientOptimizer.apply_gradient
-
-
-class Recorder(ScriptedTextModel):
-    """Answers by a function of the prompt, and keeps what it was asked."""
-
-    def __init__(self, answer):
-        super().__init__(lambda messages: answer(messages[-1]["content"]))
-        self.asked, self.limits = [], []
-
-    def answer(self, conversations, *, max_tokens=None, **more):
-        self.asked += conversations
-        self.limits.append(max_tokens)
-        return super().answer(conversations, max_tokens=max_tokens, **more)
 
 
 def _optimizer(answer, llm=LLM, **more):

@@ -1,9 +1,11 @@
-"""Configurations of runs with scripted models, for tests."""
+"""Configurations of runs, and models that are scripted, for tests."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+from torchrl_llm.rewards import ScriptedTextModel
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "sota-implementations" / "langmarl" / "data"
@@ -39,3 +41,20 @@ def written(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(settings(folder, **changes)))
     return path
+
+
+class Recorder(ScriptedTextModel):
+    """Answers by a function of the prompt, and keeps what it was asked."""
+
+    def __init__(self, answer):
+        super().__init__(lambda messages: answer(messages[-1]["content"]))
+        self.asked, self.limits = [], []
+
+    def answer(self, conversations, *, max_tokens=None, **more):
+        self.asked += conversations
+        self.limits.append(max_tokens)
+        return super().answer(conversations, max_tokens=max_tokens, **more)
+
+    @property
+    def prompt(self):
+        return self.asked[-1][-1]["content"]
