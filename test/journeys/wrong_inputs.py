@@ -4,7 +4,8 @@
     python test/journeys/wrong_inputs.py data reward   # those of a group, or with a word
 
 Each runs in a folder of its own, outside the repository, with the ``torchrl-llm`` and ``python``
-that are first on the path. It fails where an input is accepted, where a traceback goes through this
+that are first on the path. A command that is refused after heavy imports is forked from a process
+that has done them. It fails where an input is accepted, where a traceback goes through this
 package, or where what was said leaves out what helps. Seconds are printed, and never fail.
 
 The inputs are in ``wrong_cases.py``.
@@ -13,8 +14,10 @@ The inputs are in ``wrong_cases.py``.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -30,6 +33,13 @@ from wrong_cases import CASES, FILES, Case, Kind
 
 AT_ONCE = 2
 LIMIT_S = 300
+HEAVY = (
+    "torchrl_llm.cli.train",
+    "torchrl_llm.recipes.builders",
+    "torchrl_llm.recipes.grpo_config",
+    "transformers.models.llama.modeling_llama",
+)
+OUTSIDE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 SHOWN = 230
 TRACEBACK = "Traceback (most recent call last)"
 # Lines of progress, of other libraries' notices and of what a run says before it is refused.
@@ -43,7 +53,7 @@ class Outcome(NamedTuple):
     said: str
     code: int
     seconds: float
-    cpu: float
+    cpu: float | None
     wrong: list[str]
 
 
@@ -70,33 +80,61 @@ def lay_out(folder: Path) -> None:
 
 def type_in(case: Case, files: Path) -> Outcome:
     """Run a case as a process; what it said, its exit code and its seconds."""
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    outside |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+    of_a_shell = re.search("[&|]", case.command) or not case.command.startswith("torchrl-llm")
+    run = as_typed if of_a_shell or case.kind is Kind.KEY else forked
     with tempfile.TemporaryDirectory(prefix="wrong_") as name:
-        folder = Path(name) / "here"
+        folder, output = Path(name) / "here", Path(name) / "said"
         shutil.copytree(files, folder)
-        with (Path(name) / "said").open("w+", encoding="utf-8", errors="replace") as output:
-            begun = time.monotonic()
-            process = subprocess.Popen(
-                ["bash", "-c", case.command],
-                cwd=folder,
-                env=outside,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            limit = threading.Timer(LIMIT_S, os.killpg, (process.pid, 9))
-            limit.start()
-            _, status, used = os.wait4(process.pid, 0)
-            limit.cancel()
-            seconds = time.monotonic() - begun
-            process.returncode = os.waitstatus_to_exitcode(status)
-            output.seek(0)
-            said = output.read().replace(f"{folder}/", "").replace(f"{folder}", ".")
-    cpu = used.ru_utime + used.ru_stime
-    wrong = complaints(case, said, process.returncode)
-    return Outcome(case, said, process.returncode, seconds, cpu, wrong)
+        begun = time.monotonic()
+        code, cpu = run(case.command, folder, output)
+        seconds = time.monotonic() - begun
+        said = output.read_text(encoding="utf-8", errors="replace")
+        said = said.replace(f"{folder}/", "").replace(f"{folder}", ".")
+    return Outcome(case, said, code, seconds, cpu, complaints(case, said, code))
+
+
+def as_typed(command: str, folder: Path, output: Path) -> tuple[int, float]:
+    """Run a command in a shell; its exit code and CPU seconds."""
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        limit = threading.Timer(LIMIT_S, os.killpg, (process.pid, 9))
+        limit.start()
+        _, status, used = os.wait4(process.pid, 0)
+        limit.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime
+
+
+def forked(command: str, folder: Path, output: Path) -> tuple[int, None]:
+    """Run a command in a fork; its exit code."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=begin, args=(shlex.split(command), folder, output)
+    )
+    process.start()
+    process.join(LIMIT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode, None
+
+
+def begin(words: list[str], folder: Path, output: Path) -> None:
+    """Be the process that a command line would have begun."""
+    os.chdir(folder)
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = words
+    from torchrl_llm.cli import main
+
+    sys.exit(main())
 
 
 def complaints(case: Case, said: str, code: int) -> list[str]:
@@ -142,7 +180,8 @@ def show(outcome: Outcome) -> None:
     mark = f" ({kind.value})" if kind.value else ""
     print(f"$ {case.command}")
     print(f"    {shortened(outcome)}{mark}")
-    print(f"    exit code {outcome.code}, {outcome.seconds:.1f} s, CPU {outcome.cpu:.2f} s")
+    cpu = "" if outcome.cpu is None else f", CPU {outcome.cpu:.2f} s"
+    print(f"    exit code {outcome.code}, {outcome.seconds:.1f} s{cpu}")
     for complaint in outcome.wrong:
         print(f"    WRONG: {complaint}")
     if outcome.wrong:
@@ -156,6 +195,9 @@ def _is_wanted(case: Case, wanted: list[str], groups: set[str]) -> bool:
 
 def main(wanted: list[str]) -> int:
     """Type the inputs and print the table; the exit status."""
+    os.environ |= OUTSIDE
+    os.environ.pop("PYTHONPATH", None)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*HEAVY])
     groups = {case.group for case in CASES}
     cases = [c for c in CASES if not wanted or _is_wanted(c, wanted, groups)]
     with tempfile.TemporaryDirectory(prefix="wrong_files_") as name:

@@ -9,7 +9,6 @@ the table: they take teachers, which score the student's own samples.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 from torchrl.envs import Transform
 
-from torchrl_llm._registry import constructor_arguments, find
+from torchrl_llm._registry import constructor_arguments, did_you_mean, find
 from torchrl_llm.algorithms.algorithm import Algorithm
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import OverlongPenalty, RetrieveTeacherLogProb, RetrieveValues
@@ -112,8 +111,7 @@ class Preset:
             TypeError: an argument does not exist, or is fixed by the preset.
         """
         for name in given.keys() - self._known.keys():
-            near = difflib.get_close_matches(name, self._known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near and name not in self.fixed else ""
+            hint = "" if name in self.fixed else did_you_mean(name, self._known)
             raise TypeError(f"make_{self.name}() takes no argument {name!r}{hint}")
         given = {k: v for k, v in given.items() if v is not None or k not in self._of_style}
         style, size = given.pop("style", "paper"), given.pop("group_size", None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -12,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm._files import replacing
 from torchrl_llm.errors import ConfigError, DataError
 
 _MOST_ROWS = 2000
@@ -56,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     path = given.output or run.folder / "view.html"
     try:
-        _write(path, page)
+        with replacing(path) as draft:
+            draft.write_text(page, encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: of a path without a name
         raise ConfigError(
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
@@ -66,17 +66,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0
-
-
-def _write(path: Path, page: str) -> None:
-    """Write a file, or leave what was there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:

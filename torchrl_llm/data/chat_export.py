@@ -10,7 +10,6 @@ Next: :mod:`torchrl_llm.data.demonstrations` reads them.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from torchrl_llm._files import replacing
 from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
@@ -219,17 +219,13 @@ def write_chats(chats: Iterable[SampledChat], path: str | Path) -> int:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
     number = 0
-    try:
-        with partial.open("wb") as file:
+    with replacing(path) as draft:
+        with draft.open("wb") as file:
             for number, chat in enumerate(chats, 1):
                 file.write(_line(chat, number))
         if not number:
             raise DataError(f"no conversation is good enough to be written to {path}")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return number
 
 

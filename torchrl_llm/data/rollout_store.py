@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
+from torchrl_llm._files import replacing
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
 from torchrl_llm.data.rollout_block import Block, is_sound, read_head, write_block
@@ -303,9 +304,8 @@ class RolloutWriter:
             end = kept[-1].end
             if end < len(data):
                 # Not in place: whoever reads has the file mapped.
-                partial = path.with_suffix(".partial")
-                partial.write_bytes(data[:end])
-                os.replace(partial, path)
+                with replacing(path) as draft:
+                    draft.write_bytes(data[:end])
             last, self._path, self._size = kept[-1].step, path, end
         return last
 

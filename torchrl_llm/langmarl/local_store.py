@@ -17,7 +17,6 @@ import os
 import re
 import socket
 import threading
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -27,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from torchrl_llm._files import replacing
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
@@ -177,18 +177,10 @@ def read_file(place: Path) -> str:
 
 def replace_file(place: Path, text: str) -> None:
     """Write a text so that readers see the old file or the new one, and nothing between."""
-    draft = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
-    with _writing(place):
-        try:
-            with draft.open("xb") as file:
-                file.write(text.encode("utf-8", "surrogatepass"))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, place)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
+    with _writing(place), replacing(place) as draft, draft.open("xb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ interface: write that for something new.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
 from torchrl_llm.tools.tool import Tool, as_text, closed_schema
@@ -98,8 +98,7 @@ class ToolRegistry:
             KeyError: there is none.
         """
         if name not in self._services:
-            near = difflib.get_close_matches(name, self._services, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, self._services)
             raise KeyError(f"no service {name!r}; there are {sorted(self._services)}{hint}")
         return self._services[name]
 

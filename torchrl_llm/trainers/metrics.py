@@ -24,6 +24,7 @@ import torch
 from torchrl._utils import logger as log
 from torchrl.record.loggers import Logger
 
+from torchrl_llm._files import replacing
 from torchrl_llm.objectives.token_loss import LLMLossOutput
 from torchrl_llm.trainers.run_folder import STEP, read_rows
 
@@ -246,13 +247,8 @@ class MetricsTable:
         return columns, [row for row in rows if int(row[STEP]) <= step]
 
     def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
-        temporary = self.path.with_suffix(".csv.tmp")
-        try:
-            self._write(temporary, rows)
-            os.replace(temporary, self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(self.path) as draft:
+            self._write(draft, rows)
         self._waiting.clear()
         self._in_file = list(self._columns)
 

@@ -28,6 +28,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm._files import replacing
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.weights.canary_rule import CanaryTarget
@@ -177,7 +178,8 @@ class DoubleBufferWriter:
         self._lock.close()
 
     def _publish(self, header: BufferHeader) -> None:
-        _replace(_header_path(self.folder, header.slot), json.dumps(header))
+        with replacing(_header_path(self.folder, header.slot)) as draft:
+            draft.write_text(json.dumps(header))
 
     def _slot(self, number: int, weights: Mapping[str, Tensor]) -> TensorDictBase:
         """The slot's tensordict, recreated where it has no place for just these weights."""
@@ -322,7 +324,8 @@ class DoubleBufferReceiver(WeightReceiver):
         )
         receipts = self.apply_weights(source, version=header.version)
         self._seen = header
-        _replace(self._folder / f"receipt-{self._name}.json", json.dumps(receipts[0]))
+        with replacing(self._folder / f"receipt-{self._name}.json") as draft:
+            draft.write_text(json.dumps(receipts[0]))
 
 
 def _check_files(slot: Path) -> None:
@@ -348,13 +351,6 @@ def _each(num_threads: int, call: Callable[[str], Tensor], names: list[str]) -> 
         return [call(name) for name in names]
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(call, names))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one, and nothing between."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    draft.write_text(text)
-    os.replace(draft, path)
 
 
 def _flush(folder: Path) -> None:

@@ -8,7 +8,6 @@ both share the renderer, the shield for special-token strings and the door to th
 
 from __future__ import annotations
 
-import difflib
 import re
 import threading
 from collections import OrderedDict
@@ -20,6 +19,7 @@ import torch
 from tensordict import is_tensorclass
 from torch import Tensor
 
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.data.column import Chat, chat_of, conversations
 from torchrl_llm.data.text.codec import Codec, Encoding, Piece, Shield
 from torchrl_llm.data.text.compose import assistant_regions, label_tokens
@@ -290,8 +290,7 @@ def _refuse_unknown(variables: Mapping[str, Any], spec: TemplateSpec) -> None:
     options += ("return_tensors", "return_dict", "continue_final_message", "add_generation_prompt")
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", spec.template):
-            near = difflib.get_close_matches(name, options, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, options)
             raise TemplateError(f"the template {spec.name!r} has no variable {name!r}{hint}")
 
 

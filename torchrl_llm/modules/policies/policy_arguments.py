@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ from warnings import warn
 import torch
 from tensordict.utils import NestedKey
 
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
 from torchrl_llm.modules.policies.context_limit import OnOverlong, check_on_overlong
@@ -442,8 +442,7 @@ def _check_names(given: Iterable[str], backend: Backend) -> None:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {sorted(known)}"
+    return did_you_mean(name, known) or f"; known are {sorted(known)}"
 
 
 def _temperature(do_sample: bool | None, temperature: float | None) -> float:

@@ -16,12 +16,12 @@ Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions,
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError, RewardError
 
 Relation = Literal["at least", "less than"]
@@ -182,8 +182,7 @@ def find(name: Any, checker: Checker = "strict") -> Instruction:
         return PUBLISHED[name]
     if isinstance(name, str) and name in INSTRUCTIONS:
         return INSTRUCTIONS[name]
-    near = difflib.get_close_matches(str(name), INSTRUCTIONS, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, INSTRUCTIONS)
     raise RewardError(f"unknown instruction {name!r}, there are {len(INSTRUCTIONS)}{hint}")
 
 

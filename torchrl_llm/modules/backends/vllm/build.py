@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import gc
 import importlib
 import os
@@ -26,6 +25,7 @@ import torch
 from torchrl._utils import logger
 
 from torchrl_llm._imports import require
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
 from torchrl_llm.weights.vllm_loading import EXTENSION
@@ -334,9 +334,7 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in arguments:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"vLLM's engine has no option {name!r}{hint}")
+            raise ConfigError(f"vLLM's engine has no option {name!r}{did_you_mean(name, known)}")
 
 
 def _explained(error: Exception, arguments: Mapping[str, Any]) -> TorchRLLLMError:

@@ -1,0 +1,38 @@
+"""Files that are replaced as a whole: readers see the old one or the new one, nothing between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft beside a file, whose place it takes at the end; after an error nothing is left of it.
+
+    Its name begins with a dot.
+
+    Args:
+        path: of the file, which need not be there yet.
+
+    Raises:
+        OSError: the draft cannot take the place of the file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "text"
+        >>> with replacing(path) as draft:
+        ...     _ = draft.write_text("whole")
+        >>> path.read_text(), len(list(path.parent.iterdir()))
+        ('whole', 1)
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
