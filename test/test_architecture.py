@@ -43,6 +43,7 @@ SAME_FLOOR = {
     "weights": {"modules"},
     "trainers": {"collectors", "objectives", "evaluation"},
     "recipes": {"algorithms"},
+    "langmarl": {"recipes"},
     "cli": {"recipes"},
     "compat": {"recipes"},
 }

@@ -152,7 +152,7 @@ def test_a_dict_without_a_model_is_refused():
         ("max_tokens", "100"), ("max_tokens", True), ("input_price_per_million", -1.0),
         ("output_price_per_million", "cheap"), ("output_price_per_million", float("nan")),
         ("input_price_per_million", True), ("extra_params", [1]), ("timeout_s", 0),
-        ("timeout_s", "60"), ("timeout_s", True), ("max_retries", -1), ("concurrency", 0),
+        ("timeout_s", "soon"), ("timeout_s", True), ("max_retries", -1), ("concurrency", 0),
     ],
 )  # fmt: skip
 def test_an_impossible_value_is_refused_by_its_key(key, value):

@@ -11,34 +11,23 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_type_hints
 
 from torchrl_llm._redis import masked
-from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
 from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object
+from torchrl_llm.recipes.strict_config import convert, ensure, from_mapping
 
-_PARADIGMS = ("central_credit", "central_global")
-_LAYOUTS = (
+Layout = Literal[
     "cramped_room",
     "asymmetric_advantages",
     "coordination_ring",
     "forced_coordination",
     "counter_circuit",
-)
-_CHOICES = {
-    "paradigm": _PARADIGMS,
-    "update": ("feedback", "rewrite"),
-    "accept": ("always", "better"),
-    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "task_type": ("qa", "math", "writing", "coding"),
-    "layout": _LAYOUTS,
-    "p0_agent": ("ProAgent", "Greedy"),
-    "p1_agent": ("ProAgent", "Greedy"),
-    "action_mode": ("discrete", "continuous"),
-}
+]
+"""Kitchens of Overcooked."""
+
 _LEAST = {
     "num_iterations": 0,
     "start_iteration": 0,
@@ -102,13 +91,13 @@ class BaseConfig:
         >>> BaseConfig(paradigm="central_globe")
         Traceback (most recent call last):
         ...
-        torchrl_llm.errors.ConfigError: paradigm must be one of central_credit, central_global, \
-got 'central_globe'; did you mean 'central_global'?
+        torchrl_llm.errors.ConfigError: paradigm must be one of 'central_credit', \
+'central_global', got 'central_globe'; did you mean 'central_global'?
     """
 
     env: str = "language"
     exp_name: str = "experiment"
-    paradigm: str = "central_credit"
+    paradigm: Literal["central_credit", "central_global"] = "central_credit"
     num_iterations: int = 5
     trajectories_per_iteration: int = 10
     mini_batch_size: int | None = None
@@ -122,12 +111,12 @@ got 'central_globe'; did you mean 'central_global'?
     experiment_dir: str = "./experiments"
     checkpoint_dir: str = "./ckpt_policy"
     max_workers: int = 5
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     seed: int = 0
     run_name: str | None = None
     resume: str = "latest"
-    update: str = "feedback"
-    accept: str = "always"
+    update: Literal["feedback", "rewrite"] = "feedback"
+    accept: Literal["always", "better"] = "always"
     validation_fraction: float = 0.0
     max_policy_chars: int | None = None
     max_calls: int | None = None
@@ -137,37 +126,42 @@ got 'central_globe'; did you mean 'central_global'?
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for each in fields(self):
-            setattr(self, each.name, _checked(each.name, getattr(self, each.name), hints))
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name in _MODELS:
+                value = _model_of(name, value)
+            else:
+                value, least = convert(value, hints[name], name), _LEAST.get(name)
+                fits = value is None or least is None or value >= least
+                ensure(fits, f"{name} must be at least {least}, got {value}")
+            setattr(self, name, value)
         for name in ("exp_name", "run_name", "resume"):
             value = getattr(self, name)
-            if value is not None and (not value.strip(". ") or "/" in value or "\\" in value):
-                raise ConfigError(f"{name} names a folder, got {value!r}")
-        size = self.mini_batch_size
-        if size is not None and size > self.trajectories_per_iteration:
-            raise ConfigError(
-                f"mini_batch_size={size} is more than the trajectories_per_iteration="
-                f"{self.trajectories_per_iteration} that it is drawn from"
-            )
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(f"validation_fraction is in [0, 1), got {self.validation_fraction}")
-        if self.accept == "better" and not self.validation_fraction:
-            raise ConfigError("accept=better needs held-out tasks: set validation_fraction")
+            fits = value is None or (value.strip(". ") and not set(value) & set("/\\"))
+            ensure(fits, f"{name} names a folder, got {value!r}")
+        size, drawn = self.mini_batch_size, self.trajectories_per_iteration
+        ensure(
+            size is None or size <= drawn,
+            f"mini_batch_size={size} is more than the trajectories_per_iteration={drawn} that it "
+            "is drawn from",
+        )
+        held_out = self.validation_fraction
+        ensure(0 <= held_out < 1, f"validation_fraction is in [0, 1), got {held_out}")
+        better = self.accept == "better"
+        ensure(
+            not better or held_out, "accept=better needs held-out tasks: set validation_fraction"
+        )
         if self.max_cost_usd is not None:
             self._check_prices()
 
     def _check_prices(self) -> None:
         for name in _MODELS:
             model = getattr(self, name)
-            if model is not None and None in (
-                model.input_price_per_million,
-                model.output_price_per_million,
-            ):
-                raise ConfigError(
-                    f"max_cost_usd={self.max_cost_usd:g} cannot be kept: the prices of {name} "
-                    f"({model.name!r}) are not known; set input_price_per_million and "
-                    "output_price_per_million"
-                )
+            ensure(
+                model is None or None not in model.prices,
+                f"max_cost_usd={self.max_cost_usd:g} cannot be kept: the prices of {name} are not "
+                "known; set input_price_per_million and output_price_per_million",
+            )
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -228,13 +222,12 @@ got 'central_globe'; did you mean 'central_global'?
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> Self:
-        known = [each.name for each in fields(cls)]
-        for key in values:
-            if key not in known and key != "schema_version":
-                hint = did_you_mean(key, known) or f"; there are {', '.join(known)}"
-                raise ConfigError(f"unknown key {key!r} for {cls.__name__}{hint}")
-        given = {key: value for key, value in values.items() if key in known}
-        return cls(**given)
+        given = {
+            key: _model_of(key, value) if key in _MODELS else value
+            for key, value in values.items()
+            if key != "schema_version"
+        }
+        return from_mapping(cls, given)
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON has them, without keys of servers."""
@@ -255,43 +248,6 @@ got 'central_globe'; did you mean 'central_global'?
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def _checked(name: str, value: Any, hints: Mapping[str, Any]) -> Any:
-    """A value of its type and within its bounds."""
-    hint = hints[name]
-    if name in _MODELS:
-        return _model_of(name, value)
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if float in options and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not any(_fits(value, each) for each in options):
-        wanted = " or ".join("null" if each is type(None) else _name(each) for each in options)
-        raise ConfigError(f"{name} must be {wanted}, got {_shown(value)}")
-    if name in _CHOICES and value not in _CHOICES[name]:
-        hint = did_you_mean(value, _CHOICES[name])
-        raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{hint}")
-    if name in _LEAST and value is not None and not value >= _LEAST[name]:
-        raise ConfigError(f"{name} must be at least {_LEAST[name]}, got {value}")
-    return value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; what is within a list or a mapping is not looked at."""
-    origin = get_origin(hint)
-    if hint is Any or origin is Literal:
-        return hint is Any or value in get_args(hint)
-    kind = origin or hint
-    return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
-
-
-def _name(hint: Any) -> str:
-    return str(hint) if get_origin(hint) else hint.__name__
-
-
-def _shown(value: Any) -> str:
-    """A value in an error; of a container the type alone, for it may hold the key of a server."""
-    return type(value).__name__ if isinstance(value, (Mapping, list, tuple)) else repr(value)
-
-
 def _model_of(name: str, value: Any) -> LLMConfig | None:
     if value is None or isinstance(value, LLMConfig):
         return value
@@ -302,7 +258,7 @@ def _model_of(name: str, value: Any) -> LLMConfig | None:
             return LLMConfig.from_dict(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    raise ConfigError(f"{name} is the name of a model or a mapping, got {_shown(value)}")
+    raise ConfigError(f"{name} is the name of a model or a mapping, got a {type(value).__name__}")
 
 
 @dataclass(kw_only=True)
@@ -322,7 +278,7 @@ class LanguageTaskConfig(BaseConfig):
         ConfigError: as of :class:`BaseConfig`.
     """
 
-    task_type: str = "qa"
+    task_type: Literal["qa", "math", "writing", "coding"] = "qa"
     benchmark_path: str = ""
     data_limit: int | None = None
     use_verified_reward: bool = False
@@ -346,17 +302,15 @@ class OvercookedConfig(BaseConfig):
     """
 
     env: str = "overcooked"
-    layout: str = "cramped_room"
+    layout: Layout = "cramped_room"
     episode_horizon: int = 400
-    p0_agent: str = "ProAgent"
-    p1_agent: str = "ProAgent"
+    p0_agent: Literal["ProAgent", "Greedy"] = "ProAgent"
+    p1_agent: Literal["ProAgent", "Greedy"] = "ProAgent"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_agents != 2:
-            raise ConfigError(
-                f"Overcooked has two cooks: num_agents must be 2, got {self.num_agents}"
-            )
+        two = self.num_agents == 2
+        ensure(two, f"Overcooked has two cooks: num_agents must be 2, got {self.num_agents}")
 
 
 @dataclass(kw_only=True)
@@ -379,17 +333,17 @@ class PistonballConfig(BaseConfig):
     num_pistons: int = 20
     max_cycles: int = 125
     frame_size: int = 84
-    action_mode: str = "discrete"
+    action_mode: Literal["discrete", "continuous"] = "discrete"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_agents is None:
             self.num_agents = self.num_pistons
-        if self.num_agents != self.num_pistons:
-            raise ConfigError(
-                f"each piston is an agent: num_agents={self.num_agents} must equal "
-                f"num_pistons={self.num_pistons}"
-            )
+        ensure(
+            self.num_agents == self.num_pistons,
+            f"each piston is an agent: num_agents={self.num_agents} must equal "
+            f"num_pistons={self.num_pistons}",
+        )
 
 
 _CLASSES: dict[str, type[BaseConfig]] = {

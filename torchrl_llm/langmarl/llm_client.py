@@ -124,7 +124,7 @@ class LLMClient:
 
     def __init__(self, llm_config: LLMConfig, *, model: TextModel | None = None) -> None:
         self.config = llm_config
-        prices = Prices(llm_config.input_price_per_million, llm_config.output_price_per_million)
+        prices = Prices(*llm_config.prices)
         variable = llm_config.api_key_env_var if llm_config.is_remote else ""
         self.asked = Asked(model or make_text_model(llm_config), llm_config.name, prices, variable)
         self.tracker = TokenTracker(llm_config.name, *prices)

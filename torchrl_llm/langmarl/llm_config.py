@@ -14,24 +14,17 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from types import NoneType
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 from urllib.parse import urlsplit
 
 from torchrl_llm._redis import masked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes.strict_config import convert, ensure
 
 _PRESETS = Path(__file__).with_name("presets.json")
-_TYPES = {
-    "model_string": (str,),
-    "name": (str,),
-    "base_url": (str, NoneType),
-    "api_key": (str, NoneType),
-    "api_key_env_var": (str,),
-    "is_multimodal": (bool,),
-    "extra_params": (Mapping,),
-}
+_LEAST = {"max_tokens": 1, "concurrency": 1, "max_retries": 0}
+_LEAST |= {"input_price_per_million": 0, "output_price_per_million": 0}
 _LOCAL_MAX_TOKENS = 256
 _COMPLETION_TOKENS = re.compile(r"(?:o\d|gpt-5)(?:[-.].*)?$")
 
@@ -79,24 +72,16 @@ class LLMConfig:
     concurrency: int = 32
 
     def __post_init__(self) -> None:
-        for name, kinds in _TYPES.items():
-            kind = type(getattr(self, name))  # not the value, which may be a key
-            if not issubclass(kind, kinds):
-                wanted = " or ".join(each.__name__ for each in kinds)
-                raise ConfigError(f"{name} must be {wanted}, got {kind.__name__}")
-        if not self.model_string:
-            raise ConfigError("model_string names a model, got ''")
-        for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} must be a whole number from {least}, got {value!r}")
-        for name in ("input_price_per_million", "output_price_per_million"):
-            price = getattr(self, name)
-            if price is not None and not (_is_number(price) and price >= 0):
-                raise ConfigError(f"{name} must be a number from 0, or null, got {price!r}")
-        if not _is_number(self.timeout_s) or not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s must be above 0, got {self.timeout_s!r}")
-        self.extra_params = copy.deepcopy(dict(self.extra_params))
+        if self.api_key is not None and not isinstance(self.api_key, str):  # it is never shown
+            raise ConfigError(f"api_key must be str or null, got {type(self.api_key).__name__}")
+        for name, hint in get_type_hints(type(self)).items():
+            value = convert(getattr(self, name), hint, name)
+            least = _LEAST.get(name)
+            fits = value is None or least is None or value >= least
+            ensure(fits, f"{name} must be at least {least}, got {value}")
+            setattr(self, name, copy.deepcopy(value))
+        ensure(self.model_string != "", "model_string names a model, got ''")
+        ensure(self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s!r}")
 
     def __repr__(self) -> str:
         shown = {"name": self.name, "model_string": self.model_string}
@@ -108,6 +93,11 @@ class LLMConfig:
         """Whether a server answers."""
         kind, separator, _ = self.model_string.partition(":")
         return not separator or kind not in ("local", "scripted")
+
+    @property
+    def prices(self) -> tuple[float | None, float | None]:
+        """US dollars for a million input and output tokens; ``None`` where unknown."""
+        return self.input_price_per_million, self.output_price_per_million
 
     def get_api_key(self) -> str:
         """The key: the configured one, else that of the environment.
@@ -163,7 +153,7 @@ class LLMConfig:
             return replace(cls.from_preset(base), **values)
         if "model_string" not in values:
             raise ConfigError(f"a model needs 'model_string' or 'preset', got {sorted(values)}")
-        own: dict[str, Any] = {"name": values["model_string"]}
+        own: dict[str, Any] = {"name": str(values["model_string"])}
         if str(values["model_string"]).startswith("local:"):
             own["max_tokens"] = _LOCAL_MAX_TOKENS
         return cls(**{**own, **values})
@@ -171,10 +161,6 @@ class LLMConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields, the key included."""
         return {each.name: copy.deepcopy(getattr(self, each.name)) for each in fields(self)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_on_this_machine(url: str | None) -> bool:
@@ -200,9 +186,7 @@ def preset_prices(name: str) -> tuple[float | None, float | None]:
         >>> preset_prices("not-a-preset")
         (None, None)
     """
-    config = _presets().get(name, {"config": {}})["config"]
-    keys = ("input_price_per_million", "output_price_per_million")
-    return tuple(config.get(key) for key in keys)
+    return LLMConfig.from_preset(name).prices if name in _presets() else (None, None)
 
 
 def get_llm_config(name_or_path: str) -> LLMConfig:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 import torch
 
 from torchrl_llm._redis import masked
-from torchrl_llm._registry import constructor_arguments, names
+from torchrl_llm._registry import constructor_arguments, did_you_mean, names
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
 from torchrl_llm.trainers.run_folder import dotted  # noqa: F401 (its published path is here)
@@ -416,12 +416,30 @@ def _build(
         if is_dataclass(hints[name]):
             arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed)
         else:
-            arguments[name] = _convert(value, hints[name], path)
+            arguments[name] = convert(value, hints[name], path)
     return schema(**arguments)
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
-    """The value as ``hint`` asks for, or an error that says what was expected."""
+def convert(value: Any, hint: Any, path: str) -> Any:
+    """A value as a type hint asks for it.
+
+    Args:
+        value: the value.
+        hint: a plain type, a union, a ``Literal``, or a list, tuple or dict of these.
+        path: dotted key of the value.
+
+    Raises:
+        ConfigError: it is none of them; the message says what was expected.
+
+    Example:
+        >>> convert([1, 2], tuple[float, float], "train.betas")
+        (1.0, 2.0)
+        >>> convert("meen", Literal["mean", "sum"], "train.reduction")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: train.reduction must be one of 'mean', 'sum', got 'meen'; \
+did you mean 'mean'?
+    """
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in options:
@@ -429,7 +447,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         # A bool is not taken for a number, nor a number for a text: the first member that fits.
         for option in options:
             try:
-                return _convert(value, option, path)
+                return convert(value, option, path)
             except ConfigError:
                 if get_origin(option) in (list, tuple) and _is_list(value):
                     raise
@@ -437,17 +455,18 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if value in options and not isinstance(value, bool):
             return value
         choices = ", ".join(repr(option) for option in options)
-        raise ConfigError(f"{path} must be one of {choices}, got {value!r}")
+        hint = did_you_mean(value, map(str, options))
+        raise ConfigError(f"{path} must be one of {choices}, got {value!r}{hint}")
     elif origin in (list, tuple):
         if _is_list(value):
             inner = options[0] if options else Any
             if origin is tuple and Ellipsis not in options and len(value) != len(options):
                 raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
-            return origin(_convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+            return origin(convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
     elif origin is dict:
         if hasattr(value, "items") and all(isinstance(name, str) for name in value):
             return {
-                name: _convert(item, options[1], f"{path}.{name}") for name, item in value.items()
+                name: convert(item, options[1], f"{path}.{name}") for name, item in value.items()
             }
     elif hint is Any:
         return _as_plain(value)
@@ -461,7 +480,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             pass
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    shown = masked(_as_plain(value))
+    # Of a mapping nothing is shown, for it may hold the key of a server.
+    shown = type(value).__name__ if hasattr(value, "items") else masked(_as_plain(value))
     how = f"; write {path}=[{shown}]" if get_origin(hint) is list and shown is value else ""
     raise ConfigError(f"{path} must be {_name(hint)}, got {shown!r}{how}")
 
