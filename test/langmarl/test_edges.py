@@ -236,7 +236,7 @@ def test_task_files_may_hold_any_mark_and_must_be_utf_8(tmp_path):
     (tmp_path / "qa.jsonl").write_text(json.dumps(task, ensure_ascii=False) + "\n", "utf-8")
     assert load_tasks(config) == [{**task, "task_type": "qa"}]
     (tmp_path / "qa.jsonl").write_bytes("{'question': 'ü'}".encode("latin-1"))
-    with pytest.raises(ValueError, match="is no UTF-8"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         load_tasks(config)
 
 

@@ -177,9 +177,10 @@ def test_an_override_of_the_environment_counts(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON"),
-        ("[]", "line 2: a task is a JSON object, got list"),
-        ('{"question": "q"}', "line 2: a task of 'qa' needs 'answer'"),
+        ("{", "line 2 is not JSON"),
+        ("[]", "line 2 must be a JSON object, got list"),
+        ('{"question": "q", "answer": ""}', "line 2: a task of 'qa' needs 'answer'"),
+        ('{"question": "q"}', "line 2 lacks the column 'answer'"),
     ],
 )
 def test_a_malformed_task_names_its_line(line, message, tmp_path):

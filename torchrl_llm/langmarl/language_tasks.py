@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm.data.table_files import FileRow, read_jsonl
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.langmarl.calls import CallLog
 from torchrl_llm.langmarl.config import LanguageTaskConfig
@@ -99,39 +100,25 @@ def load_tasks(config: LanguageTaskConfig) -> list[dict[str, Any]]:
         raise DataError(
             f"benchmark_path={config.benchmark_path!r} has no tasks: there is no file {path}"
         )
-    tasks = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no UTF-8: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            tasks.append(_task(line, config.task_type, f"{path}, line {number}"))
-    if not tasks:
-        raise DataError(f"{path} has no task")
+    rows = read_jsonl(path, columns=_COLUMNS[config.task_type])
     limit = config.data_limit
-    return tasks if limit is None or limit <= 0 else tasks[:limit]
+    rows = rows if limit is None or limit <= 0 else rows[:limit]
+    return [_task(row, config.task_type) for row in rows]
 
 
-def _task(line: str, task_type: str, where: str) -> dict[str, Any]:
-    try:
-        task = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}") from error
-    if not isinstance(task, dict):
-        raise DataError(f"{where}: a task is a JSON object, got {type(task).__name__}")
+def _task(row: FileRow, task_type: str) -> dict[str, Any]:
     for name in _COLUMNS[task_type]:
-        if not isinstance(task.get(name), (str, int, float)) or task[name] == "":
-            raise DataError(f"{where}: a task of {task_type!r} needs {name!r}, got {sorted(task)}")
+        if not isinstance(row[name], (str, int, float)) or row[name] == "":
+            raise DataError(f"{row.place}: a task of {task_type!r} needs {name!r}")
     if task_type == "coding":
         try:
-            compile(CodeProblem.of(task).prelude, "<prompt>", "exec")
+            compile(CodeProblem.of(row).prelude, "<prompt>", "exec")
         except SyntaxError as error:
             told = "the prompt is no Python by itself (a docstring is a body)"
-            raise DataError(f"{where}: {told}: {error.msg}") from error
+            raise DataError(f"{row.place}: {told}: {error.msg}") from error
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-    return {**task, "task_type": task_type}
+            raise DataError(f"{row.place}: {error}") from error
+    return {**row, "task_type": task_type}
 
 
 def task_text(task: Mapping[str, Any]) -> str:
