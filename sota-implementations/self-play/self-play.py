@@ -33,6 +33,7 @@ from self_play_utils import (
     load_config,
     make_learners,
     make_policies,
+    make_samplers,
     metrics_of,
     shown,
 )
@@ -41,6 +42,7 @@ from torchrl_llm.collectors import AgentShares, LLMCollector
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.modules import PolicyRouter
 from torchrl_llm.recipes.builders import autocast, make_train_env, make_watch, minibatches
+from torchrl_llm.recipes.sampling_engine import canary_metrics
 from torchrl_llm.trainers import TrainingRun, optimize
 
 
@@ -48,18 +50,20 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; the run is given back before the first step, and after each."""
     policies = make_policies(config, folder)  # by name: that of each player, or one for all
     players = config.players_of(policies)  # name of each policy to the players that it trains
-    opponent = Opponent(config, policies)  # an earlier policy, which has the other seat then
-    router = PolicyRouter(opponent.seated(policies), seed=config.seed)
+    samplers, weights = make_samplers(config, policies)  # the policies themselves, or engines
+    opponent = Opponent(config, policies, samplers)  # an earlier policy, in the other seat then
+    router = PolicyRouter(opponent.seats(1), seed=config.seed)
     tokenizer = next(iter(policies.values())).tokenizer
     collector = LLMCollector(
         make_train_env(config, tokenizer, seed=config.seed),
         policy=router,
         yield_completed_trajectories=True,
         reset_at_each_iter=True,
+        weight_updater=weights,
     )
     shares = AgentShares(collector, players)
     learners = make_learners(config, policies, shares, players)
-    evaluation = PlayersEvaluation(config, policies, players)
+    evaluation = PlayersEvaluation(config, samplers, players)
 
     run = TrainingRun(
         folder,
@@ -73,7 +77,6 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
             "collector": collector,
             "shares": shares,
             "calls": router.calls,
-            "opponent": opponent,
         },
         evaluate=evaluation if config.eval.num_prompts != 0 else None,
         config=config.flat(),
@@ -84,9 +87,15 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
         shown=shown(config, policies),
     )
     yield run
-    for _ in run.steps():
+    if samplers != policies:
+        collector.update_policy_weights_()  # engines have none yet, or not those of the checkpoint
+    for step in run.steps():
+        opponent.sit_down(step, router, shares)
         with run.timed("sample"), autocast(config):  # the first to ask has the games played
             rows = {name: learner.source.fill() for name, learner in learners.items()}
+        if config.inference_model.sleep:
+            for updater in weights.updaters:
+                updater.sleep()  # until the sync, which wakes it, its memory is the trainer's
         with run.timed("train"):
             updates = {
                 name: optimize(
@@ -101,8 +110,11 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
                 )
                 for name, learner in learners.items()
             }
-        collector.update_policy_weights_()
-        opponent.follow(run.step, router)
+        with run.timed("sync"):
+            collector.update_policy_weights_()
+        opponent.follow(step)
+        for name, updater in zip(policies, weights.updaters, strict=True):
+            updates[name] |= canary_metrics(getattr(updater, "canary", None))
         metrics = metrics_of(learners, rows, updates, collector.take_absent(), router)
         run.record(metrics, lazy_rows([row for each in rows.values() for row in each.unbind(0)]))
         yield run

@@ -16,7 +16,7 @@ from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs.games.table_env import TableEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
-from torchrl_llm.modules import PolicyRouter, TransformersWrapper
+from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
 from torchrl_llm.recipes import RENAMED, GRPOConfig, launch
 from torchrl_llm.recipes.builders import (
     autocast,
@@ -27,6 +27,7 @@ from torchrl_llm.recipes.builders import (
     seed_everything,
     set_threads,
 )
+from torchrl_llm.recipes.sampling_engine import make_sampler
 from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers import (
@@ -38,6 +39,7 @@ from torchrl_llm.trainers import (
 )
 from torchrl_llm.trainers.run import Shown
 from torchrl_llm.trainers.run_folder import model_folder
+from torchrl_llm.weights import JointWeights
 
 SHARED, EARLIER = "player", "opponent"
 
@@ -92,11 +94,6 @@ class SelfPlayConfig(GRPOConfig):
             f"env.dataset={self.env.dataset} has no two players with a policy: self-play needs a "
             "game of several, such as env=tic_tac_toe_for_two, and no scripted seats",
         )
-        ensure(
-            self.inference_model.backend == "transformers",
-            f"inference_model.backend={self.inference_model.backend}: self-play.py samples with "
-            "the trained modules themselves; a PolicyRouter over vLLM policies is in the docs",
-        )
         ensure(self.loss.type != "ppo", "self-play.py trains no critic: choose another loss")
         ensure(not self.needs_reference, "self-play.py has no reference policy")
         ensure(self.train.parallel == "none", "self-play.py trains in one process")
@@ -141,6 +138,20 @@ def make_policies(config: SelfPlayConfig, folder: str | Path) -> dict[str, Trans
     seed_everything(config.seed)
     names = [SHARED] if config.agents.shared else config.players
     return {name: make_policy(config) for name in names}
+
+
+def make_samplers(
+    config: SelfPlayConfig, policies: Mapping[str, TransformersWrapper]
+) -> tuple[dict[str, LLMWrapperBase], JointWeights]:
+    """What samples for each policy: itself, or an engine of its own; and what brings it weights.
+
+    Args:
+        config: the recipe's.
+        policies: those that are trained.
+    """
+    made = {name: make_sampler(config, policy, policy) for name, policy in policies.items()}
+    samplers = {name: sampler for name, (sampler, _) in made.items()}
+    return samplers, JointWeights(updater for _, updater in made.values())
 
 
 def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
@@ -223,66 +234,67 @@ def make_learners(
 class Opponent:
     """An earlier policy, which plays the other seat where ``agents.opponent=checkpoint``.
 
-    The seat of the trained policy changes with each step.
+    The seat of the trained policy changes with each step, and only its rows are trained on.
 
     Args:
         config: the recipe's.
         policies: those that are trained.
+        samplers: what samples for each of them.
     """
 
-    def __init__(self, config: SelfPlayConfig, policies: Mapping[str, TransformersWrapper]) -> None:
+    def __init__(
+        self,
+        config: SelfPlayConfig,
+        policies: Mapping[str, TransformersWrapper],
+        samplers: Mapping[str, LLMWrapperBase],
+    ) -> None:
         self._players, self._interval = config.players, config.agents.opponent_interval
-        self._trained = policies
-        self._shared = config.agents.shared
+        self._trained, self._samplers = policies, samplers
         self.policies: dict[str, TransformersWrapper] = {}
         if config.agents.opponent == "checkpoint":
             earlier = make_policy(config)
             earlier.model.requires_grad_(False)
             self.policies = {EARLIER: earlier}
-        self.step = 0
 
-    def seated(self, policies: Mapping[str, TransformersWrapper]) -> dict[str, TransformersWrapper]:
-        """The policy of each player.
+    def seats(self, step: int) -> dict[str, LLMWrapperBase]:
+        """What answers for each player.
 
         Args:
-            policies: those that are trained.
+            step: number of the step, from 1.
         """
-        if not self._shared:
-            return dict(policies)
-        [trained] = policies.values()
-        seats = dict.fromkeys(self._players, trained)
+        if len(self._samplers) > 1:
+            return dict(self._samplers)
+        [sampler] = self._samplers.values()
+        seats = dict.fromkeys(self._players, sampler)
         if self.policies:
-            others = [p for p in self._players if p != self.seat]
-            seats |= dict.fromkeys(others, self.policies[EARLIER])
+            seats |= dict.fromkeys(set(seats) - {self._seat(step)}, self.policies[EARLIER])
         return seats
 
-    @property
-    def seat(self) -> str:
-        """The player that is trained in the next step."""
-        return self._players[self.step % len(self._players)]
+    def _seat(self, step: int) -> str:
+        """The player that is trained in a step."""
+        return self._players[(step - 1) % len(self._players)]
 
-    def follow(self, step: int, router: PolicyRouter) -> None:
-        """Change seats, and take the trained weights where that is due.
+    def sit_down(self, step: int, router: PolicyRouter, shares: AgentShares) -> None:
+        """Before a step: change seats.
 
         Args:
-            step: the step that has ended.
+            step: its number, from 1.
             router: whose policies change seats.
+            shares: gives out the rows of the trained policy alone.
         """
-        if not self.policies:
-            return
-        self.step = step
-        if step % self._interval == 0:
+        if self.policies:
+            router.seat(self.seats(step))
+            shares.assign({SHARED: [self._seat(step)]})
+
+    def follow(self, step: int) -> None:
+        """After a step: take the trained weights where that is due.
+
+        Args:
+            step: its number.
+        """
+        if self.policies and step % self._interval == 0:
             [trained] = self._trained.values()
             self.policies[EARLIER].model.load_state_dict(copy.deepcopy(trained.model.state_dict()))
-        router.seat(self.seated(self._trained))
-
-    def state_dict(self) -> dict[str, int]:
-        """The step; the earlier weights are one of the run's models."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        self.step = state["step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,14 +331,14 @@ class PlayersEvaluation:
 
     Args:
         config: the recipe's; ``eval.num_prompts`` games for each player.
-        policies: those that are trained.
+        policies: what samples for each that is trained.
         players: those of each.
     """
 
     def __init__(
         self,
         config: SelfPlayConfig,
-        policies: Mapping[str, TransformersWrapper],
+        policies: Mapping[str, LLMWrapperBase],
         players: Mapping[str, list[str]],
     ) -> None:
         self._config = config
@@ -337,7 +349,7 @@ class PlayersEvaluation:
             for player in players[name]
         }
 
-    def _env(self, player: str, policy: TransformersWrapper) -> TableEnv:
+    def _env(self, player: str, policy: LLMWrapperBase) -> TableEnv:
         config, task = self._config, task_class(self._config.env.dataset)
         others = dict.fromkeys((p for p in config.players if p != player), "random")
         seats = {**(config.env.options.get("seats") or {}), **others}

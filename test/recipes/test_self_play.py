@@ -67,7 +67,12 @@ def test_one_policy_learns_all_seats(tmp_path, monkeypatch, opponent):
         options.append("agents.opponent_interval=2")
     table = run(monkeypatch, tmp_path, *options)
     assert all(float(row["train/player/reward"]) <= 1 for row in table[1:])
+    # What is trained on was sampled by the trained policy, and not by an earlier one.
+    assert all(abs(float(row["train/player/kl_to_inference"])) < 1e-6 for row in table[1:])
     if opponent == "checkpoint":
+        parts = tmp_path / "parts"
+        run(monkeypatch, parts, *options, "train.max_steps=2")
+        assert run(monkeypatch, parts, *options, "checkpoint.resume=auto")[-1] == table[-1]
         now, then = (weights(tmp_path, 3, name) for name in ("player", "opponent"))
         assert any(not torch.equal(now[key], then[key]) for key in now)
     # A checkpoint of one policy, loaded for two.
@@ -89,7 +94,6 @@ def test_one_policy_learns_all_seats(tmp_path, monkeypatch, opponent):
         ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 7}}, "choose a multiple"),
         ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 2}}, "at least 4"),
         ({"agents": {"shard": True}}, "agents.shared"),
-        ({"inference_model": {"backend": "vllm"}}, "samples with the trained modules"),
         ({"train": {"kl_to_ref_coeff": 0.1}}, "no reference"),
     ],
 )
@@ -108,3 +112,24 @@ def test_it_begins_from_a_player_that_is_imitated_once(tmp_path, monkeypatch):
     run(monkeypatch, tmp_path, *options[:1], "train.max_steps=2", "checkpoint.resume=auto",
         "eval.num_prompts=0")  # fmt: skip
     assert made.stat().st_mtime_ns == before
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_engines_sample_with_the_weights_of_each_step(tmp_path, monkeypatch, shared):
+    pytest.importorskip("vllm")
+    options = ["inference_model.backend=vllm", "inference_model.max_model_len=256"]
+    options += [f"agents.shared={shared}"]
+    options += ["agents.opponent=checkpoint"] if shared == "true" else []
+    table = run(monkeypatch, tmp_path, *options, "train.max_steps=2")
+    table += run(monkeypatch, tmp_path, *options, "train.max_steps=3", "checkpoint.resume=auto")[
+        -1:
+    ]
+    assert [row["train/step"] for row in table] == ["0", "1", "2", "3"]
+    for name in ["player"] if shared == "true" else ["A", "B"]:
+        for row in table[1:]:
+            assert int(row[f"train/{name}/tokens_trained"]) > 0
+            assert abs(float(row[f"train/{name}/kl_to_inference"])) < 1e-6
+            assert float(row[f"train/{name}/canary_rounding"]) < 10
+    assert "eval/B/legal" in table[-1]

@@ -43,6 +43,20 @@ class AgentShares:
 
     def __init__(self, collector: Iterable[Any], players: Mapping[str, Collection[str]]) -> None:
         self.collector = collector
+        self.assign(players)
+        self._waiting: dict[str, deque[list[TensorDict]]] = {each: deque() for each in players}
+        self._batches: Iterator[Any] | None = None
+        self.untrained_tokens = 0
+
+    def assign(self, players: Mapping[str, Collection[str]]) -> None:
+        """Give the learners other players, from the next batch on.
+
+        Args:
+            players: as of the constructor.
+
+        Raises:
+            ConfigError: as there.
+        """
         self._learner_of: dict[str, str] = {}
         for learner, names in players.items():
             if isinstance(names, str) or not names:
@@ -50,9 +64,6 @@ class AgentShares:
             for name in names:
                 if self._learner_of.setdefault(name, learner) != learner:
                     raise ConfigError(f"the player {name!r} belongs to two learners")
-        self._waiting: dict[str, deque[list[TensorDict]]] = {each: deque() for each in players}
-        self._batches: Iterator[Any] | None = None
-        self.untrained_tokens = 0
 
     def __getitem__(self, learner: str) -> Share:
         """What a learner iterates, in place of the collector."""

@@ -27,7 +27,7 @@ _LAZY = {
     "torchrl_llm.weights.weight_names": "engine_weights get_model_metadata normalized_name",
     "torchrl_llm.weights.weight_receiver": "WeightReceiver",
     "torchrl_llm.weights.weight_updater": (
-        "InProcessWeights SharedWeights WeightUpdater named_weights"
+        "InProcessWeights JointWeights SharedWeights WeightUpdater named_weights"
     ),
 }
 __getattr__ = lazy(__name__, _LAZY)

@@ -8,7 +8,7 @@ trainers; :mod:`torchrl_llm.weights.engine_updaters` has those of engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -238,3 +238,41 @@ class InProcessWeights(WeightUpdater):
                 if target.data_ptr() != given.data_ptr():
                     target.copy_(given)
                     self.num_copied += 1
+
+
+class JointWeights(WeightUpdater):
+    """Several updaters of one collector, each of the policy of a player.
+
+    Args:
+        updaters: each knows where the weights of its policy are.
+
+    Example:
+        >>> JointWeights([InProcessWeights(), InProcessWeights()]).push_weights()
+    """
+
+    def __init__(self, updaters: Iterable[WeightUpdater]) -> None:
+        self.updaters = list(updaters)
+
+    def register_collector(self, collector: Any) -> None:
+        """Bind all of them to a collector.
+
+        Args:
+            collector: see :meth:`WeightUpdater.register_collector`.
+        """
+        super().register_collector(collector)
+        for each in self.updaters:
+            each.register_collector(collector)
+
+    def push_weights(self, policy_or_weights: Source | None = None) -> None:
+        """Let each bring its weights; the new version is the same for all.
+
+        Args:
+            policy_or_weights: ``None``, for each updater has its own.
+
+        Raises:
+            ConfigError: weights are given, which cannot be those of all policies.
+        """
+        if policy_or_weights is not None:
+            raise ConfigError("each updater of JointWeights has weights of its own: give none")
+        for each in self.updaters:
+            each.push_weights()
