@@ -238,6 +238,12 @@ def test_a_run_of_another_configuration_is_not_gone_on_with(tmp_path):
         langmarl.train(written(tmp_path), resume="other")
 
 
+def test_a_first_iteration_that_is_done_is_said(tmp_path, capfd):
+    langmarl.train(written(tmp_path), num_iterations=2)
+    langmarl.train(written(tmp_path), num_iterations=3, start_iteration=1)
+    assert "has 2 iterations and goes on: start_iteration=1 is done" in capfd.readouterr().err
+
+
 def test_a_server_that_moved_or_is_asked_more_patiently_is_no_other_configuration(tmp_path):
     langmarl.train(written(tmp_path), num_iterations=1)
     moved = {"base_url": "http://localhost:9", "timeout_s": 7.0, "concurrency": 2}

@@ -61,7 +61,7 @@ class BaseConfig:
         num_iterations: all in all; 0 trains nothing.
         trajectories_per_iteration: episodes of each.
         mini_batch_size: episodes that gradients are made of; all if not given.
-        start_iteration: where to begin.
+        start_iteration: where to begin; the newest checkpoint if that is later.
         llm: model of all roles that have none of their own.
         actor_llm: of the agents.
         critic_llm: of the critic.

@@ -151,7 +151,13 @@ class MonteCarloTrainer:
             self.log.reload()  # others may have trained since this trainer was made
             self.history = read_metrics(self.store, self.run_id)
             self._fire("on_resume", self)
-            begin = max([self.config.start_iteration, *self.files.policies.iterations()])
+            first = self.config.start_iteration
+            begin = max([first, *self.files.policies.iterations()])
+            if 0 < first < begin:
+                told = (
+                    f"the run has {begin} iterations and goes on: start_iteration={first} is done"
+                )
+                self.logger.warning(told)
             try:
                 for iteration in range(begin, last):
                     if self.should_stop:
