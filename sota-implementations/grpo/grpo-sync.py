@@ -81,6 +81,8 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         weight_updater=weight_updater,
     )
     algorithm = make_algorithm(config, policy, learner)
+    if config.num_players > 1:
+        algorithm.credit.short_groups = True  # not every player acts in every game
     buffer = make_buffer(own, algorithm)
     source = BatchSource(
         collector,

@@ -63,7 +63,8 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     shares = AgentShares(collector, players)
     learners = make_learners(config, policies, shares, players)
-    evaluation = PlayersEvaluation(config, samplers, players)
+    evaluates = config.eval.num_prompts != 0
+    evaluation = PlayersEvaluation(config, samplers, players) if evaluates else None
 
     run = TrainingRun(
         folder,
@@ -78,7 +79,7 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
             "shares": shares,
             "calls": router.calls,
         },
-        evaluate=evaluation if config.eval.num_prompts != 0 else None,
+        evaluate=evaluation,
         config=config.flat(),
         logging=config.logging,
         checkpoint=config.checkpoint,
@@ -116,6 +117,7 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
         for name, updater in zip(policies, weights.updaters, strict=True):
             updates[name] |= canary_metrics(getattr(updater, "canary", None))
         metrics = metrics_of(learners, rows, updates, collector.take_absent(), router)
+        metrics["train/tokens_untrained"] = shares.take_untrained()
         run.record(metrics, lazy_rows([row for each in rows.values() for row in each.unbind(0)]))
         yield run
     run.finish()

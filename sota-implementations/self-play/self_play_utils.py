@@ -18,8 +18,10 @@ from torchrl_llm.envs.games.table_env import TableEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
 from torchrl_llm.recipes import RENAMED, GRPOConfig, launch
+from torchrl_llm.recipes.algorithm_parts import make_algorithm
 from torchrl_llm.recipes.builders import (
     autocast,
+    make_eval_env,
     make_policy,
     make_step_buffer,
     max_turns,
@@ -98,6 +100,18 @@ class SelfPlayConfig(GRPOConfig):
         ensure(not self.needs_reference, "self-play.py has no reference policy")
         ensure(self.train.parallel == "none", "self-play.py trains in one process")
         ensure(not self.curriculum.follows_results, "self-play.py plays all games alike")
+
+    @property
+    def rows_per_policy(self) -> int:
+        """Trajectories of a step that one policy is trained on."""
+        all_seats = self.agents.shared and self.agents.opponent == "self"
+        return self.rows_per_batch if all_seats else self.rows_per_batch // self.num_players
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of a policy on its rows of one step."""
+        size = self.train.optim_batch_size or self.rows_per_policy
+        return self.train.epochs * -(-self.rows_per_policy // size)
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -205,13 +219,9 @@ def make_learners(
     """A learner for each policy, on the rows of its players."""
     learners = {}
     for name, policy in policies.items():
-        seats = 1 if config.agents.opponent == "checkpoint" else len(players[name])
-        num_rows = config.rows_per_batch * seats // config.num_players
-        algorithm = Algorithm(
-            name=f"{config.loss.type} with {config.advantage.type}",
-            loss=config.build_loss(policy),
-            credit=config.build_credit(),
-        )
+        num_rows = config.rows_per_policy
+        algorithm = make_algorithm(config, policy)
+        algorithm.credit.short_groups = True  # players need not all act, and no further rows come
         buffer = algorithm.append_to(make_step_buffer(config, num_rows))
         optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
         source = BatchSource(
@@ -350,17 +360,9 @@ class PlayersEvaluation:
         }
 
     def _env(self, player: str, policy: LLMWrapperBase) -> TableEnv:
-        config, task = self._config, task_class(self._config.env.dataset)
-        others = dict.fromkeys((p for p in config.players if p != player), "random")
-        seats = {**(config.env.options.get("seats") or {}), **others}
-        return task(
-            **{**config.env.options, "seats": seats},
-            system_prompt=config.env.system_prompt,
-            split="test",
-            shuffle=False,
-            num_envs=min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size),
-            tokenizer=policy.tokenizer,
-        )
+        others = dict.fromkeys((p for p in self._config.players if p != player), "random")
+        seats = {**(self._config.env.options.get("seats") or {}), **others}
+        return make_eval_env(self._config, policy.tokenizer, seats=seats)
 
     def __call__(self) -> PlayersResult:
         """Play."""

@@ -13,6 +13,7 @@ from torchrl_llm.agents import Agent
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.envs import ChatEnv
@@ -150,6 +151,19 @@ def test_what_children_are_trained_by(by, total, tokenizer):
             key = int(row["traj_id"])
             returns[key] = returns.get(key, 0.0) + float(row["next", "reward"])
     assert set(returns.values()) == {total}
+
+
+def test_children_of_their_own_end_and_have_no_group(tokenizer):
+    def endless(num):
+        return ChatEnv(batch_size=(num,), tokenizer=tokenizer)
+
+    delegate = Delegate(endless, max_turns=1, trained_by="own")
+    _, rows = collect(delegate, says, tokenizer, num_envs=2)
+    children = children_of(rows)
+    assert len(children) == 4
+    assert all(row["next", "done"].all() and row["next", "truncated"].all() for row in children)
+    with pytest.raises(ConfigError, match=r"trained_by='own'.*has no group"):
+        ReplayBuffer(transform=MCAdvantage(2)).extend(lazy_rows(rows))
 
 
 # -- limits, and what fails -----------------------------------------------------------------------

@@ -396,6 +396,17 @@ def test_learners_get_the_rows_of_their_players_and_what_waits_is_saved(tokenize
     assert frozen.untrained_tokens > 0
 
 
+def test_rows_of_earlier_weights_are_given_to_nobody(tokenizer):
+    collector, _ = collect(two(num_envs=4, repeats=4), "1", tokenizer)
+    shares = AgentShares(collector, {"first": ["X"], "second": ["O"]})
+    next(iter(shares["first"]))
+    collector.increment_version()
+    rows = row_list(next(iter(shares["second"])))
+    versions = {int(row["trace", "policy_version"].max()) for row in rows}
+    assert versions == {collector.policy_version}
+    assert shares.untrained_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("players", "why"),
     [({"a": ["X"], "b": ["X"]}, "two learners"), ({"a": []}, "list"), ({"a": "X"}, "list")],

@@ -62,7 +62,7 @@ class Interrupting(Callback):
 def stopped_after(rewards, **arguments):
     """The iteration after which training ends, ``None`` if it goes on."""
     for last in range(1, len(rewards) + 1):
-        history = [{"avg_reward": reward} for reward in rewards[:last]]
+        history = [{"avg_reward": reward, "rewards": [reward]} for reward in rewards[:last]]
         trainer = SimpleNamespace(history=history, should_stop=False, ended_by="")
         callback = EarlyStoppingCallback(**arguments)  # a new one each time, as after a resume
         callback.on_iteration_end(last - 1, history[-1], trainer)
@@ -133,7 +133,9 @@ def test_training_ends_where_the_mean_reward_does_not_rise(rewards, arguments, l
 
 
 def test_training_that_had_ended_ends_at_once_after_a_resume():
-    trainer = SimpleNamespace(history=[{"avg_reward": 0.5}] * 4, should_stop=False, ended_by="")
+    trainer = SimpleNamespace(
+        history=[{"avg_reward": 0.5, "rewards": [0.5]}] * 4, should_stop=False, ended_by=""
+    )
     EarlyStoppingCallback(patience=4).on_resume(trainer)
     assert not trainer.should_stop
     EarlyStoppingCallback(patience=3).on_resume(trainer)

@@ -181,6 +181,13 @@ def test_a_written_configuration_has_no_password_of_an_address(tmp_path):
     assert json.loads(path.read_text())["llm"]["base_url"] == "https://me:***@x.org/v1"
 
 
+def test_a_written_configuration_has_no_secret_of_a_request(tmp_path):
+    extra = {"api_key": SECRET, "extra_headers": {"Authorization": SECRET}, "top_p": 0.5}
+    BaseConfig(llm=LLMConfig("n", "m", extra_params=extra)).to_json(tmp_path / "out.json")
+    assert SECRET not in (tmp_path / "out.json").read_text()
+    assert '"top_p": 0.5' in (tmp_path / "out.json").read_text()
+
+
 def test_a_path_in_a_file_may_be_relative_to_the_file(tmp_path):
     (tmp_path / "tasks").mkdir()
     path = written(tmp_path, benchmark_path="tasks", prompts_dir="not_there")

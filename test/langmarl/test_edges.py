@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from chat_server import ChatHandler, chat_server
 from langmarl.world import scripted, settings, written
+from tensordict import TensorDict
 
 from torchrl_llm import langmarl
 from torchrl_llm.errors import BackendError, ConfigError
@@ -23,6 +24,7 @@ from torchrl_llm.langmarl import (
     load_config,
     make_trainer,
 )
+from torchrl_llm.langmarl.calls import Asked, CallLog, spent_in
 from torchrl_llm.langmarl.config import parse_overrides
 from torchrl_llm.langmarl.environment import register_env
 from torchrl_llm.langmarl.language_tasks import load_tasks, same_text
@@ -266,3 +268,79 @@ def test_a_path_in_a_file_is_first_looked_for_next_to_it(tmp_path, monkeypatch):
 def test_a_run_with_which_nothing_was_done_takes_another_configuration(tmp_path):
     langmarl.train(written(tmp_path), num_iterations=0)
     assert len(langmarl.train(written(tmp_path, paradigm="central_global"), num_iterations=1)) == 1
+
+
+@register_env("edges_negative")
+class Negative(Flaky):
+    """All episodes of the second iteration fail; the others have negative rewards."""
+
+    played = 0
+
+    def collect_trajectory(self, policies, task):
+        Negative.played += 1
+        if Negative.played in (3, 4):
+            raise RuntimeError("down")
+        return Trajectory(task, [{"agent_id": "agent_1", "action": "a"}], Negative.played - 6.0)
+
+
+def test_an_iteration_of_failures_is_not_the_best_and_stops_nothing(tmp_path):
+    made = trainer(tmp_path, "negative", trajectories_per_iteration=2, num_iterations=3, **ADVICE)
+    made.callbacks.append(langmarl.EarlyStoppingCallback(patience=2))
+    assert [stats["avg_reward"] for stats in made.train()] == [-4.5, 0.0, -0.5]
+    made.close()
+    path = tmp_path / "policies" / "experiment_best.json"
+    assert json.loads(path.read_text())["current_iteration"] == 2
+
+
+def test_an_update_is_told_of_where_it_goes_on(tmp_path):
+    class Told(langmarl.Callback):
+        def __init__(self):
+            self.agents = []
+
+        def on_policy_update(self, agent_id, old_policy, new_policy):
+            self.agents.append(agent_id)
+
+    told = []
+    for accept in ("always", "better"):
+        made = trainer(
+            tmp_path, "flaky", accept=accept, validation_fraction=0.5, num_iterations=1,
+            run_name=accept, **ADVICE,
+        )  # fmt: skip
+        made.callbacks.append(Told())
+        made.train()
+        told.append(made.callbacks[-1].agents)
+        made.close()
+    assert told == [["agent_1"], []]
+
+
+def test_a_budget_counts_what_others_have_spent_since(tmp_path):
+    written(tmp_path)
+    runs = [
+        make_trainer(load_config(written(tmp_path), {"run_name": name, "max_calls": 70}))
+        for name in "ab"
+    ]
+    for run in runs:
+        run.train(1)
+    calls = [run.log.total().calls for run in runs]
+    assert calls[0] > 35
+    assert sum(calls) == 70
+    assert "max_calls=70" in runs[1].ended_by
+
+
+def test_calls_of_a_model_that_tells_of_none_are_counted_when_read_again(tmp_path):
+    path = tmp_path / "runs" / "one" / "calls.jsonl"
+    log = CallLog(path)
+    questions = [({"role": "user", "content": text},) for text in "ab"]
+    log.ask(Asked(Fixed("x"), "silent"), "actor", ["0", "1"], questions)
+    assert log.total() == CallLog(path).total() == spent_in(tmp_path)
+    assert log.total().calls == 2
+
+
+def test_a_critic_may_say_none_of_an_agent():
+    class Short(BaseCritic):
+        def evaluate(self, trajectory, policies):
+            return {"raw_response": "", "per_agent": {"agent_1": None}}
+
+    credit = TextCredit(Short(), {"agent_1": LanguagePolicy("Be.")})
+    said = credit._evaluate(Trajectory({}, [], 1.0, {"episode_id": 0}))
+    assert credit._told(TensorDict(), said)["evaluation"] == ""

@@ -151,6 +151,7 @@ def test_frame_size_is_how_finely_pistons_see():
         ("up", "continuous", 1.0),
         ("1.5", "continuous", None),
         ("0.5e3", "continuous", None),
+        ("1e-1", "continuous", 0.1),
         ("nan", "continuous", None),
         ("0.1 or 0.2", "continuous", None),
     ],

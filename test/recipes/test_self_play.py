@@ -9,8 +9,12 @@ import torch
 from recipes.script import read_metrics, run_main
 from safetensors.torch import load_file
 
+from torchrl_llm.collectors import AgentShares
+from torchrl_llm.envs.layers import transforms_of
+from torchrl_llm.envs.transforms import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
+from torchrl_llm.recipes.builders import make_train_env
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "self-play" / "self-play.py"
 SMALL = [
@@ -78,6 +82,59 @@ def test_one_policy_learns_all_seats(tmp_path, monkeypatch, opponent):
     # A checkpoint of one policy, loaded for two.
     with pytest.raises(ConfigError, match=r"agents\.shared: True -> False"):
         run(monkeypatch, tmp_path, "train.max_steps=4", "checkpoint.resume=auto")
+
+
+def made(tmp_path, **settings):
+    """The page's parts, of a small run: its configuration, policies and the learner of X."""
+    page = launch.load_page("self-play/self-play.py")
+    env = {"dataset": "tic_tac_toe_for_two", "repeats": 8, "options": {"actions": "bare"}}
+    small = {"agents": {"imitate_steps": 0}, "eval": {"num_prompts": 4}}
+    train = {"prompts_per_batch": 4, **settings.pop("train", {})}
+    env |= settings.pop("env", {})
+    config = page.load_config({**small, "env": env, "train": train, **settings})
+    policies = page.make_policies(config, tmp_path)
+    players = config.players_of(policies)
+    learners = page.make_learners(config, policies, AgentShares([], players), players)
+    return page, config, policies, learners["X"]
+
+
+def test_players_are_evaluated_in_the_environment_that_they_are_trained_in(tmp_path):
+    agent = {"type": "tool", "tools": ["calculator"]}
+    page, config, policies, _ = made(tmp_path, agent=agent, env={"max_steps": 2})
+    evaluation = page.PlayersEvaluation(config, policies, config.players_of(policies))
+    envs = [
+        make_train_env(config, policies["X"].tokenizer, seed=0),
+        evaluation._seats["X"][1],
+    ]
+    kinds = [[type(each).__name__ for each in transforms_of(env)] for env in envs]
+    assert kinds[0] == kinds[1]
+    assert "ToolTransform" in kinds[0]
+    limits = [[t.max_steps for t in transforms_of(e) if isinstance(t, StepCounter)] for e in envs]
+    assert limits == [[2], [2]]
+
+
+def test_a_learner_has_what_its_settings_ask_for(tmp_path):
+    *_, learner = made(tmp_path, reward={"overlong_cache": 2})
+    assert [type(each).__name__ for each in learner.algorithm.transforms] == ["OverlongPenalty"]
+    *_, learner = made(tmp_path, correction={"type": "tis"}, train={"epochs": 2})
+    assert [type(each).__name__ for each in learner.algorithm.scorers] == ["RetrieveLogProb"]
+
+
+def test_the_learning_rate_ends_where_the_updates_of_a_policy_end(tmp_path):
+    train = {"optim_batch_size": 16, "max_steps": 4}
+    optimizer = {"scheduler": "linear", "warmup_steps": 0, "lr": 1e-3}
+    _, config, _, learner = made(tmp_path, train=train, optimizer=optimizer)
+    assert (config.rows_per_policy, config.num_updates) == (16, 4)
+    for _ in range(4):
+        learner.optimizer.step()
+        learner.scheduler.step()
+    assert learner.scheduler.get_last_lr() == [0.0]
+
+
+def test_a_price_of_cut_answers_that_no_game_asks_for_is_refused(tmp_path):
+    _, config, policies, _ = made(tmp_path, reward={"cut_penalty": 0.5})
+    with pytest.raises(ConfigError, match=r"cut_penalty has no effect.*invalid_reward"):
+        make_train_env(config, policies["X"].tokenizer, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import asdict
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, make_dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +16,12 @@ from torchrl_llm.recipes import (
     check_arguments,
     load_config,
 )
-from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping, valid_keys
+from torchrl_llm.recipes.strict_config import (
+    check_override_keys,
+    convert,
+    from_mapping,
+    valid_keys,
+)
 
 
 def test_the_defaults_are_a_valid_configuration():
@@ -176,3 +185,30 @@ def test_schemas_of_other_recipes_use_the_same_machinery():
     assert from_mapping(schema, {"epochs": 2}).epochs == 2
     with pytest.raises(ConfigError, match="'epochs'"):
         check_override_keys(["epoch=2"], schema)
+
+
+@dataclass
+class Inner:
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"),
+    [
+        (Path, Path("x")), (Path | None, None), (Callable, len), (Callable[[str], int], len),
+        (Mapping[str, int], {"a": 1}), (Sequence[str], ("a",)), (set[str], {"a"}),
+        (dict, {"a": 1}), (typing.Dict, {"a": 1}), (dict[int, str], {1: "a"}),  # noqa: UP006
+        (Literal[True, False], True), (Any, (1, 2)), (Inner, Inner(3)), (object, Inner(3)),
+    ],
+)  # fmt: skip
+def test_a_schema_of_ones_own_may_have_any_type(hint, value):
+    schema = make_dataclass("Schema", [("it", hint)])
+    assert from_mapping(schema, {"it": value}).it == value
+
+
+@pytest.mark.parametrize("hint", [int, list[int], Literal["a"], str])
+@pytest.mark.parametrize("value", [{"api_key": "sk-1"}, [{"api_key": "sk-1"}]])
+def test_what_a_mapping_holds_is_not_shown(hint, value):
+    with pytest.raises(ConfigError) as told:
+        convert(value, hint, "it")
+    assert "sk-1" not in str(told.value)

@@ -21,14 +21,16 @@ class AgentShares:
     """Shares out the batches of a collector: each learner gets the rows of its players.
 
     A batch is drawn when a learner asks for one and none waits for it; what of it belongs to others
-    waits for them. Rows of players that no learner has are not given out.
+    waits for them until there are new weights. Rows of earlier weights, and of players that no
+    learner has, are given to nobody.
 
     Args:
         collector: iterated for batches of rows with ``"agent"``.
         players: names of the players of each learner.
 
     Attributes:
-        untrained_tokens: sampled tokens of players that no learner has, so far.
+        untrained_tokens: sampled tokens of rows that were given to nobody, until
+            :meth:`take_untrained`.
 
     Raises:
         ConfigError: a player belongs to two learners, or a learner has none.
@@ -46,6 +48,7 @@ class AgentShares:
         self.assign(players)
         self._waiting: dict[str, deque[list[TensorDict]]] = {each: deque() for each in players}
         self._batches: Iterator[Any] | None = None
+        self._version = getattr(collector, "policy_version", None)
         self.untrained_tokens = 0
 
     def assign(self, players: Mapping[str, Collection[str]]) -> None:
@@ -79,6 +82,7 @@ class AgentShares:
             StopIteration: the collector has ended.
             DataError: many batches have no row for the learner, or rows lack ``"agent"``.
         """
+        self._forget_earlier()
         for _ in range(_MOST_BATCHES):
             if not self._waiting[learner]:
                 if self._batches is None:
@@ -90,6 +94,15 @@ class AgentShares:
             f"no player of {learner!r} has acted in {_MOST_BATCHES} batches: the episodes end "
             "before its turn"
         )
+
+    def _forget_earlier(self) -> None:
+        version = getattr(self.collector, "policy_version", None)
+        if version is None or version == self._version:
+            return
+        self._version = version
+        for batches in self._waiting.values():
+            self.untrained_tokens += sum(sampled_tokens(row) for each in batches for row in each)
+            batches.clear()
 
     def _share(self, batch: Any) -> None:
         shares: dict[str, list[TensorDict]] = {each: [] for each in self._waiting}
@@ -107,13 +120,19 @@ class AgentShares:
         for learner, rows in shares.items():
             self._waiting[learner].append(rows)
 
+    def take_untrained(self) -> int:
+        """Sampled tokens of rows that were given to nobody, since this was called last."""
+        number, self.untrained_tokens = self.untrained_tokens, 0
+        return number
+
     def state_dict(self) -> dict[str, Any]:
         """The rows that wait; the collector has a state of its own."""
         waiting = {each: list(batches) for each, batches in self._waiting.items()}
         rows = [row for batches in waiting.values() for batch in batches for row in batch]
         sizes = {each: [len(batch) for batch in batches] for each, batches in waiting.items()}
         packed = pack_rows(rows) if rows else None
-        return {"sizes": sizes, "rows": packed, "untrained": self.untrained_tokens}
+        told = {"untrained": self.untrained_tokens, "version": self._version}
+        return {"sizes": sizes, "rows": packed, **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
@@ -122,7 +141,7 @@ class AgentShares:
             each: deque([next(rows) for _ in range(size)] for size in sizes)
             for each, sizes in state["sizes"].items()
         }
-        self.untrained_tokens = state["untrained"]
+        self.untrained_tokens, self._version = state["untrained"], state["version"]
 
 
 class Share:

@@ -24,6 +24,7 @@ from torchrl_llm.data.rollouts import sampled_tokens
 
 # Of these the child has its own, whatever the parent's row says; the rest is the parent's.
 _ENDS = ("done", "terminated", "truncated")
+_OWN = -2  # and below: trajectories of children that are their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class ChildRows:
             if rides:
                 self._ride(made, parent)
             elif (value := made.get("traj_id", None)) is not None:
-                made.set("traj_id", torch.full_like(value, -2 - self.child_id))
+                made.set("traj_id", torch.full_like(value, _OWN - self.child_id))
             yield made
 
     def _ride(self, row: TensorDict, parent: TensorDict) -> None:
@@ -85,6 +86,15 @@ class ChildRows:
                 after.set(name, torch.zeros_like(flag))
         if self.trained_by == "parent" and (reward := after.get("reward", None)) is not None:
             after.set("reward", torch.zeros_like(reward))
+
+
+def is_own_child(row: TensorDictBase) -> bool:
+    """Whether a row is of a child that is a trajectory of its own.
+
+    Args:
+        row: without batch dimension.
+    """
+    return "child_id" in row.keys() and int(row.get("traj_id", torch.tensor(0))) <= _OWN
 
 
 def _filled(row: TensorDict, like: TensorDict) -> TensorDict:

@@ -293,6 +293,10 @@ class Delegate(ToolTransform):
             if not running.any():
                 break
             td = env.step_mdp(td)
+        for place in running.nonzero().flatten().tolist():  # out of turns
+            after = children[place].rows[-1]["next"]
+            for name in {"done", "truncated"} & set(after.keys()):
+                after.set(name, torch.ones_like(after.get(name)))
 
     def _note(self, child: _Child, row: TensorDict, message: Any) -> None:
         """What the child's last turn says, or that it is no answer."""

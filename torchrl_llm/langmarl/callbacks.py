@@ -113,5 +113,6 @@ class EarlyStoppingCallback(Callback):
 
     def on_resume(self, trainer: Any) -> None:
         """End training that had ended before."""
-        if self.should_stop([each["avg_reward"] for each in trainer.history]):
+        # An iteration whose episodes have all failed says nothing.
+        if self.should_stop([each["avg_reward"] for each in trainer.history if each["rewards"]]):
             trainer.should_stop, trainer.ended_by = True, "the mean reward does not rise any more"

@@ -370,17 +370,23 @@ class _Calls:
         self, log: CallLog, asked: Asked, role: str, keys: Sequence[tuple[str, str]]
     ) -> None:
         self._log, self._asked, self._role, self._keys = log, asked, role, keys
+        self._begun: set[int] = set()
         self._written: set[int] = set()
         self._error: CheckpointError | None = None
 
     def told(self, place: int, answer: TextAnswer | Exception | None) -> None:
-        begun = {"event": "begun", **self._facts(place)}
         try:
-            self._log._keep([begun if answer is None else self._record(place, answer)])
+            self._log._keep(self._records(place, answer))
         except CheckpointError as error:  # raised at the end: whoever tells of a call goes on
             self._error = error
         if answer is not None:
             self._written.add(place)
+
+    def _records(self, place: int, answer: TextAnswer | Exception | None) -> list[dict[str, Any]]:
+        """The begin of a call, if nobody told of it, and its answer, if it has come."""
+        begun = [] if place in self._begun else [{"event": "begun", **self._facts(place)}]
+        self._begun.add(place)
+        return begun if answer is None else [*begun, self._record(place, answer)]
 
     def _facts(self, place: int) -> dict[str, Any]:
         key, digest = self._keys[place]
@@ -391,9 +397,10 @@ class _Calls:
             raise self._error
         self._log._keep(
             [
-                self._record(place, answer)
+                record
                 for place, answer in enumerate(answers)
                 if place not in self._written
+                for record in self._records(place, answer)
             ]
         )
 

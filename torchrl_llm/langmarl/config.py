@@ -17,6 +17,7 @@ from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
 from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object
+from torchrl_llm.langmarl.local_store import redacted
 from torchrl_llm.recipes.strict_config import convert, ensure, from_mapping
 
 Layout = Literal[
@@ -231,13 +232,7 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON has them, without keys of servers."""
-        found: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, LLMConfig):
-                value = {**value.to_dict(), "api_key": None, "base_url": masked(value.base_url)}
-            found[each.name] = value
-        return found
+        return masked(redacted(self))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write a file, without keys of servers.

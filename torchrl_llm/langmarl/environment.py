@@ -315,6 +315,21 @@ def evaluation_of(
         return {"raw_response": "", "per_agent": {}, "error": told}
 
 
+def said_of(per_agent: Mapping[str, Any], agent: str) -> str:
+    """What an evaluation says of an agent; nothing where it does not name it.
+
+    Args:
+        per_agent: texts by name; what is none is written as JSON.
+        agent: its name.
+
+    Example:
+        >>> said_of({"a": "Good. ", "b": None}, "a"), said_of({"a": "Good.", "b": None}, "b")
+        ('Good.', '')
+    """
+    text = per_agent.get(agent) or ""
+    return (text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)).strip()
+
+
 class BaseReward(ABC):
     """Base of rewards that replace those of an environment."""
 

@@ -11,7 +11,6 @@ Next: :class:`~torchrl_llm.langmarl.MonteCarloTrainer` calls them in turn.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import random
 import statistics
@@ -36,6 +35,7 @@ from torchrl_llm.langmarl.environment import (
     checked_names,
     evaluation_of,
     in_threads,
+    said_of,
 )
 from torchrl_llm.langmarl.language_policy import check_base, split_policy
 from torchrl_llm.langmarl.store import (
@@ -274,7 +274,7 @@ def evaluate(state: TrainingState, files: RunFiles) -> None:
     state.gradients = {agent: [] for agent in state.policies}
     records: dict[str, list[dict[str, Any]]] = {agent: [] for agent in state.policies}
     for (agent, one, evaluation), gradient in zip(jobs, gradients, strict=True):
-        said = _said_of(evaluation, agent or next(iter(state.policies)))
+        said = said_of(evaluation["per_agent"], agent or next(iter(state.policies)))
         state.num_fallbacks += bool(said) and not gradient
         for name in [agent] if agent else state.policies:
             records[name].append({"episode_id": one.metadata["episode_id"], "gradient": gradient})
@@ -309,17 +309,11 @@ def _gradient_of(state: TrainingState) -> list[str | None]:
     return [None] if state.config.paradigm == "central_global" else list(state.policies)
 
 
-def _said_of(evaluation: Mapping[str, Any], agent: str) -> str:
-    """What an evaluation says of an agent; nothing where it does not name it."""
-    text = evaluation["per_agent"].get(agent, "")
-    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-
-
 def _gradient(
     state: TrainingState, agent: str | None, one: Trajectory, evaluation: Mapping[str, Any]
 ) -> str:
-    said = _said_of(evaluation, agent or next(iter(state.policies)))
-    if not said.strip():
+    said = said_of(evaluation["per_agent"], agent or next(iter(state.policies)))
+    if not said:
         return ""
     context = state.env.task_context(one.task)[:_CONTEXT]
     number, optimizer = one.metadata["episode_id"], state.optimizer
@@ -357,8 +351,6 @@ def apply(state: TrainingState, files: RunFiles) -> None:
         files.store.write_text(path, shared[gradients])
         with calls.scope(state.log, "optimizer", f"{state.prefix}/apply/{agent}"):
             state.updated[agent] = _applied(state, policy, shared[gradients])
-        if state.updated[agent] != policy:
-            state.fire("on_policy_update", agent, policy, state.updated[agent])
 
 
 def _aggregate(state: TrainingState, gradients: list[str]) -> str:
@@ -412,6 +404,9 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
     append_metrics(
         files.store, files.run_id, {"iteration": state.iteration, **stats, "metadata": facts}
     )
+    for agent, text in policies.items():
+        if text != state.policies[agent]:
+            state.fire("on_policy_update", agent, state.policies[agent], text)
     return stats
 
 

@@ -24,7 +24,7 @@ from torchrl_llm.langmarl.llm_client import LLMClient
 _WORDS = {"up": "1", "down": "-1", "stay": "0"}
 _NAMES = {float(value): word for word, value in _WORDS.items()}
 _WORD = r"\b(?:up|down|stay)\b"
-_NUMBER = r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?!\w|\.\d)"
+_NUMBER = r"(?<![\w.])(?<![\w.][-+])[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?!\w|\.\d)"
 _ACTION = {"discrete": _WORD, "continuous": f"{_WORD}|{_NUMBER}"}
 _ASK = {"discrete": "up, down or stay", "continuous": "a number from -1 (down) to 1 (up)"}
 

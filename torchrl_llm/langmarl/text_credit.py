@@ -19,7 +19,13 @@ from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory as AgentRows
 from torchrl_llm.langmarl.calls import CallLog, scope
-from torchrl_llm.langmarl.environment import BaseCritic, Trajectory, evaluation_of, in_threads
+from torchrl_llm.langmarl.environment import (
+    BaseCritic,
+    Trajectory,
+    evaluation_of,
+    in_threads,
+    said_of,
+)
 from torchrl_llm.langmarl.language_policy import LanguagePolicy
 
 EVALUATION_KEY = "evaluation"
@@ -148,7 +154,7 @@ class TextCredit(GroupTransform):
 
     def _told(self, row: TensorDict, said: Mapping[str, Any]) -> TensorDict:
         name = _text(row, "agent") or next(iter(self.policies))
-        return row.set(EVALUATION_KEY, str(said.get(name, "")))
+        return row.set(EVALUATION_KEY, said_of(said, name))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Queues and counts."""

@@ -148,7 +148,9 @@ class MonteCarloTrainer:
         """
         last = self.config.num_iterations if num_iterations is None else num_iterations
         with self.store.lock(self.run_id):
-            self.log.reload()  # others may have trained since this trainer was made
+            # Others may have trained since this trainer was made.
+            self.log.before = spent_in(self.store.path("."), but=self.run_id)
+            self.log.reload()
             self.history = read_metrics(self.store, self.run_id)
             self._fire("on_resume", self)
             first = self.config.start_iteration
@@ -256,7 +258,7 @@ class MonteCarloTrainer:
             judged[0] = first["previous_validation_reward"]
         if judged:
             return saved[-1], max(judged, key=lambda number: (judged[number], number))
-        played = {row["iteration"]: row["avg_reward"] for row in self.rows}
+        played = {row["iteration"]: row["avg_reward"] for row in self.rows if row["rewards"]}
         best = max(played, key=lambda number: (played[number], number)) if played else saved[-1]
         return saved[-1], best
 

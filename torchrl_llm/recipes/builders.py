@@ -462,7 +462,7 @@ def make_train_env(config: RecipeConfig, tokenizer: Any, *, seed: int, **order: 
     return _with_context_limit(config, _with_components(config, _with_agent(config, env)))
 
 
-def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
+def make_eval_env(config: RecipeConfig, tokenizer: Any, **options: Any) -> TaskEnv | None:
     """The environment of the held-out prompts; ``None`` with ``eval.num_prompts=0``.
 
     With ``eval.num_prompts=null`` it has all that are held out.
@@ -470,6 +470,7 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     Args:
         config: the recipe's.
         tokenizer: the policy's.
+        **options: of the task, in the place of those in ``env.options``.
 
     Raises:
         ConfigError: the problems do not suffice.
@@ -479,11 +480,11 @@ def make_eval_env(config: RecipeConfig, tokenizer: Any) -> TaskEnv | None:
     task = task_class(config.env.dataset)
     data = _data(config, task)[1]
     num_envs = min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size)
-    players = task.num_players(config.env.options)
+    players = task.num_players({**config.env.options, **options})
     num_envs = max(players, num_envs - num_envs % players)
     env = task(
         **data,
-        **_settings(config),
+        **{**_settings(config), **options},
         num_envs=num_envs,
         shuffle=False,
         tokenizer=tokenizer,
@@ -515,9 +516,14 @@ def _with_agent(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
     with naming(f"agent={config.agent.type}"):
         config.agent.build().wrap(env)
     if (penalty := getattr(config.reward, "cut_penalty", None)) is not None:
-        for gate in env.transform:
-            if isinstance(gate, CutAnswers):
-                gate.penalty = penalty
+        gates = [each for each in env.transform if isinstance(each, CutAnswers)]
+        ensure(
+            bool(gates) or not penalty,
+            f"reward.cut_penalty has no effect in env.dataset={config.env.dataset}, where a cut "
+            "answer is a turn without an action: set env.options.invalid_reward",
+        )
+        for gate in gates:
+            gate.penalty = penalty
     return env
 
 

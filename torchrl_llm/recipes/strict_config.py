@@ -413,7 +413,7 @@ def _build(
         path = f"{prefix}{name}"
         if name not in names:
             raise ConfigError(refusal(path, keys, renamed))
-        if is_dataclass(hints[name]):
+        if is_dataclass(hints[name]) and not isinstance(value, hints[name]):
             arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed)
         else:
             arguments[name] = convert(value, hints[name], path)
@@ -452,11 +452,11 @@ did you mean 'mean'?
                 if get_origin(option) in (list, tuple) and _is_list(value):
                     raise
     elif origin is Literal:
-        if value in options and not isinstance(value, bool):
+        if any(type(value) is type(each) and value == each for each in options):
             return value
         choices = ", ".join(repr(option) for option in options)
-        hint = did_you_mean(value, map(str, options))
-        raise ConfigError(f"{path} must be one of {choices}, got {value!r}{hint}")
+        near = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
+        raise ConfigError(f"{path} must be one of {choices}, got {_shown(value)!r}{near}")
     elif origin in (list, tuple):
         if _is_list(value):
             inner = options[0] if options else Any
@@ -464,10 +464,15 @@ did you mean 'mean'?
                 raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
             return origin(convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
     elif origin is dict:
-        if hasattr(value, "items") and all(isinstance(name, str) for name in value):
+        keys, inner = options or (Any, Any)
+        if hasattr(value, "items"):
             return {
-                name: convert(item, options[1], f"{path}.{name}") for name, item in value.items()
+                convert(name, keys, path): convert(item, inner, f"{path}.{name}")
+                for name, item in value.items()
             }
+    elif isinstance(origin, type):  # a set, or what is called: what is in it is not looked at
+        if isinstance(value, origin):
+            return value
     elif hint is Any:
         return _as_plain(value)
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -478,19 +483,29 @@ did you mean 'mean'?
             return float(value)
         except ValueError:
             pass
-    elif isinstance(hint, type) and type(value) is hint:
+    elif isinstance(hint, type) and (
+        type(value) is hint or (isinstance(value, hint) and hint not in (bool, int, float))
+    ):
         return value
-    # Of a mapping nothing is shown, for it may hold the key of a server.
-    shown = type(value).__name__ if hasattr(value, "items") else masked(_as_plain(value))
+    shown = _shown(value)
     how = f"; write {path}=[{shown}]" if get_origin(hint) is list and shown is value else ""
     raise ConfigError(f"{path} must be {_name(hint)}, got {shown!r}{how}")
 
 
+def _shown(value: Any) -> Any:
+    """A value in an error; of a mapping the type alone, for it may hold the key of a server."""
+    parts = value if _is_list(value) else [value]
+    hides = any(hasattr(part, "items") for part in parts)
+    return type(value).__name__ if hides else masked(_as_plain(value))
+
+
 def _as_plain(value: Any) -> Any:
     """Lists and dicts of Python where they are those of another library."""
+    if isinstance(value, tuple):
+        return value
     if _is_list(value):
         return [_as_plain(item) for item in value]
-    if hasattr(value, "items"):
+    if isinstance(value, Mapping):
         return {name: _as_plain(item) for name, item in value.items()}
     return value
 

@@ -25,6 +25,7 @@ from tensordict.utils import NestedKey
 from torchrl._utils import logger
 from torchrl.envs import Transform
 
+from torchrl_llm.data.child_rows import is_own_child
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
@@ -124,10 +125,16 @@ class GroupTransform(Transform):
             counted as unfilled, with one warning.
         verbose: log every call.
 
+    Attributes:
+        short_groups: whether each write brings all there is of its groups, so that one that is not
+            full takes part as it is, with two trajectories at least. So it is where episodes begin
+            together and not every player acts.
+
     Raises:
         ConfigError: for sizes below 1.
     """
 
+    short_groups: bool = False
     counts: ClassVar[Literal["trajectories", "turns"]] = "trajectories"
     """What the size of a group counts."""
     fallback_key: ClassVar[NestedKey] = "query"
@@ -208,6 +215,8 @@ class GroupTransform(Transform):
             group = self._arrived(self._key(rows[0]), trajectory)
             if group is not None:
                 groups += self._admitted(group)
+        if self.short_groups:
+            groups += self._take_short()
         while len(self._groups) > self.max_queued_groups:
             self._give_up_oldest()
         ready = [row for batch in self._batches(groups) for row in self._written(batch)]
@@ -222,6 +231,13 @@ class GroupTransform(Transform):
         """Queue a trajectory; its group when that is full."""
         return self._groups.push(key, trajectory)
 
+    def _take_short(self) -> list[list[Trajectory]]:
+        """The groups that will not become full, without those that compare nothing."""
+        short = list(self._groups.groups.values())
+        self._groups.groups.clear()
+        self._count_unfilled([group for group in short if len(group) < 2])
+        return [each for group in short if len(group) > 1 for each in self._admitted(group)]
+
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
         """Groups that are completed together, out of those that this write has filled."""
         if groups:
@@ -230,6 +246,11 @@ class GroupTransform(Transform):
     def _key(self, row: TensorDict) -> Hashable:
         if self.group_size == 1:
             return None
+        if is_own_child(row):
+            raise ConfigError(
+                "a sub-agent that is trained by its own rewards (trained_by='own') has no group: "
+                "choose an estimator that compares none, or trained_by='both'"
+            )
         return self._group_of(row), agent_of(row)
 
     def _group_of(self, row: TensorDict) -> Hashable:
