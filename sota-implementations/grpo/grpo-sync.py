@@ -82,7 +82,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     algorithm = make_algorithm(config, policy, learner)
     if config.num_players > 1:
-        algorithm.credit.short_groups = True  # not every player acts in every game
+        algorithm.credit.whole_groups = True  # not every player acts, and no further rows come
     buffer = make_buffer(own, algorithm)
     source = BatchSource(
         collector,

@@ -221,7 +221,7 @@ def make_learners(
     for name, policy in policies.items():
         num_rows = config.rows_per_policy
         algorithm = make_algorithm(config, policy)
-        algorithm.credit.short_groups = True  # players need not all act, and no further rows come
+        algorithm.credit.whole_groups = True  # not every player acts, and no further rows come
         buffer = algorithm.append_to(make_step_buffer(config, num_rows))
         optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
         source = BatchSource(

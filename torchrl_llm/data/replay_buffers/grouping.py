@@ -126,15 +126,15 @@ class GroupTransform(Transform):
         verbose: log every call.
 
     Attributes:
-        short_groups: whether each write brings all there is of its groups, so that one that is not
-            full takes part as it is, with two trajectories at least. So it is where episodes begin
-            together and not every player acts.
+        whole_groups: whether each write brings all there is of its groups, so that one that is not
+            full is given up and does not wait. So it is where episodes begin together and not every
+            player acts.
 
     Raises:
         ConfigError: for sizes below 1.
     """
 
-    short_groups: bool = False
+    whole_groups: bool = False
     counts: ClassVar[Literal["trajectories", "turns"]] = "trajectories"
     """What the size of a group counts."""
     fallback_key: ClassVar[NestedKey] = "query"
@@ -215,8 +215,8 @@ class GroupTransform(Transform):
             group = self._arrived(self._key(rows[0]), trajectory)
             if group is not None:
                 groups += self._admitted(group)
-        if self.short_groups:
-            groups += self._take_short()
+        if self.whole_groups:
+            self._give_up(list(self._groups.groups))
         while len(self._groups) > self.max_queued_groups:
             self._give_up_oldest()
         ready = [row for batch in self._batches(groups) for row in self._written(batch)]
@@ -230,13 +230,6 @@ class GroupTransform(Transform):
     def _arrived(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
         """Queue a trajectory; its group when that is full."""
         return self._groups.push(key, trajectory)
-
-    def _take_short(self) -> list[list[Trajectory]]:
-        """The groups that will not become full, without those that compare nothing."""
-        short = list(self._groups.groups.values())
-        self._groups.groups.clear()
-        self._count_unfilled([group for group in short if len(group) < 2])
-        return [each for group in short if len(group) > 1 for each in self._admitted(group)]
 
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
         """Groups that are completed together, out of those that this write has filled."""
@@ -330,14 +323,15 @@ class GroupTransform(Transform):
     # -- queues and counts ------------------------------------------------------------------------
 
     def _give_up_oldest(self) -> None:
-        key = next(iter(self._groups.groups))
-        group = self._groups.groups.pop(key)
-        self._count_unfilled([group])
+        self._give_up([next(iter(self._groups.groups))])
         self._warn(
             f"more than {self.max_queued_groups} groups wait for {self.group_size} trajectories; "
             "the oldest are given up. Does the primer repeat each prompt "
             f"{self.group_size} times, and do all trajectories end?"
         )
+
+    def _give_up(self, keys: Sequence[Hashable]) -> None:
+        self._count_unfilled([self._groups.groups.pop(key) for key in keys])
 
     def _count_unfilled(self, groups: list[list[Trajectory]]) -> None:
         self._counts["unfilled_groups"] += len(groups)
@@ -352,14 +346,13 @@ class GroupTransform(Transform):
         Returns:
             How many groups were given up.
         """
-        groups = list(self._groups.groups.values())
-        self._groups.groups.clear()
-        self._count_unfilled(groups)
+        keys = list(self._groups.groups)
+        self._give_up(keys)
         self._counts["unfilled_trajectories"] += len(self._trajectories)
         self._counts["unfilled_tokens"] += sum(
             sampled_tokens(row) for row in self._trajectories.clear()
         )
-        return len(groups)
+        return len(keys)
 
     def get_stats(self) -> dict[str, int]:
         """Counts since the start or :meth:`reset_stats`, and what waits now.
