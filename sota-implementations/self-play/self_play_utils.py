@@ -108,12 +108,6 @@ class SelfPlayConfig(GRPOConfig):
         return self.rows_per_batch if all_seats else self.rows_per_batch // self.num_players
 
     @property
-    def updates_per_batch(self) -> int:
-        """Optimizer steps of a policy on its rows of one step."""
-        size = self.train.optim_batch_size or self.rows_per_policy
-        return self.train.epochs * -(-self.rows_per_policy // size)
-
-    @property
     def players(self) -> tuple[str, ...]:
         """Names of the players that have a policy."""
         seats = self.env.options.get("seats") or {}

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_answered_with_what_there_is(view, run, tmp_path, argum
     assert (status, out) == (1, "")
     assert WRONG[arguments] in err
     assert err.count("\n") == 1
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob(".*"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the root user may write everywhere")

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_type_hints
+from typing import Any, Literal, Self
 
 from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
 from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object
 from torchrl_llm.langmarl.local_store import redacted
-from torchrl_llm.recipes.strict_config import convert, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import check_fields, ensure, from_mapping
 
 Layout = Literal[
     "cramped_room",
@@ -126,16 +126,9 @@ class BaseConfig:
     prompts_dir: str | None = None
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if name in _MODELS:
-                value = _model_of(name, value)
-            else:
-                value, least = convert(value, hints[name], name), _LEAST.get(name)
-                fits = value is None or least is None or value >= least
-                ensure(fits, f"{name} must be at least {least}, got {value}")
-            setattr(self, name, value)
+        for name in _MODELS:
+            setattr(self, name, _model_of(name, getattr(self, name)))
+        check_fields(self, _LEAST)
         for name in ("exp_name", "run_name", "resume"):
             value = getattr(self, name)
             fits = value is None or (value.strip(". ") and not set(value) & set("/\\"))

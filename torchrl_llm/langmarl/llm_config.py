@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from torchrl_llm._redis import masked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.strict_config import convert, ensure
+from torchrl_llm.recipes.strict_config import check_fields, ensure
 
 _PRESETS = Path(__file__).with_name("presets.json")
 _LEAST = {"max_tokens": 1, "concurrency": 1, "max_retries": 0}
@@ -74,12 +74,8 @@ class LLMConfig:
     def __post_init__(self) -> None:
         if self.api_key is not None and not isinstance(self.api_key, str):  # it is never shown
             raise ConfigError(f"api_key must be str or null, got {type(self.api_key).__name__}")
-        for name, hint in get_type_hints(type(self)).items():
-            value = convert(getattr(self, name), hint, name)
-            least = _LEAST.get(name)
-            fits = value is None or least is None or value >= least
-            ensure(fits, f"{name} must be at least {least}, got {value}")
-            setattr(self, name, copy.deepcopy(value))
+        check_fields(self, _LEAST)
+        self.extra_params = copy.deepcopy(self.extra_params)
         ensure(self.model_string != "", "model_string names a model, got ''")
         ensure(self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s!r}")
 

@@ -14,7 +14,7 @@ import inspect
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -265,16 +265,15 @@ def evaluate(state: TrainingState, files: RunFiles) -> None:
     }
     state.num_fallbacks += sum("error" in each for each in found)
     jobs = [
-        (agent, one, state.evaluations[one.metadata["episode_id"]])
+        (agent, one, said_of(each["per_agent"], agent or next(iter(state.policies))))
         for agent in _gradient_of(state)
-        for one in chosen
+        for one, each in zip(chosen, found, strict=True)
     ]
     workers = getattr(state.config, "optimizer_workers", 1)
     gradients = in_threads(lambda job: _gradient(state, *job), jobs, workers)
     state.gradients = {agent: [] for agent in state.policies}
     records: dict[str, list[dict[str, Any]]] = {agent: [] for agent in state.policies}
-    for (agent, one, evaluation), gradient in zip(jobs, gradients, strict=True):
-        said = said_of(evaluation["per_agent"], agent or next(iter(state.policies)))
+    for (agent, one, said), gradient in zip(jobs, gradients, strict=True):
         state.num_fallbacks += bool(said) and not gradient
         for name in [agent] if agent else state.policies:
             records[name].append({"episode_id": one.metadata["episode_id"], "gradient": gradient})
@@ -309,10 +308,7 @@ def _gradient_of(state: TrainingState) -> list[str | None]:
     return [None] if state.config.paradigm == "central_global" else list(state.policies)
 
 
-def _gradient(
-    state: TrainingState, agent: str | None, one: Trajectory, evaluation: Mapping[str, Any]
-) -> str:
-    said = said_of(evaluation["per_agent"], agent or next(iter(state.policies)))
+def _gradient(state: TrainingState, agent: str | None, one: Trajectory, said: str) -> str:
     if not said:
         return ""
     context = state.env.task_context(one.task)[:_CONTEXT]

@@ -64,6 +64,11 @@ class GRPOGroups:
         return self.train.prompts_per_batch * self.env.repeats
 
     @property
+    def rows_per_policy(self) -> int:
+        """Of these the responses that one policy is trained on."""
+        return self.rows_per_batch
+
+    @property
     def num_players(self) -> int:
         """Rows of an episode; more than one where players share it."""
         return task_class(self.env.dataset).num_players(self.env.options)
@@ -80,9 +85,9 @@ class GRPOGroups:
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps on the rows of one step."""
-        size = self.train.optim_batch_size or self.rows_per_batch
-        return self.train.epochs * -(-self.rows_per_batch // size)
+        """Optimizer steps of a policy on its rows of one step."""
+        size = self.train.optim_batch_size or self.rows_per_policy
+        return self.train.epochs * -(-self.rows_per_policy // size)
 
     @property
     def stores_proximal(self) -> bool:

@@ -244,6 +244,25 @@ def check_least(group: Any, path: str, least: int, *names: str) -> None:
         ensure(value is None or value >= least, f"{path}.{name} must {wanted}, got {value}")
 
 
+def check_fields(group: Any, least: Mapping[str, float]) -> None:
+    """Check the fields of a dataclass, which may have been made in Python, and convert them.
+
+    Args:
+        group: an instance.
+        least: the smallest value that is allowed, by the name of a field; ``None`` passes.
+
+    Raises:
+        ConfigError: a field of the wrong type, or below.
+    """
+    hints = get_type_hints(type(group))
+    for entry in fields(group):
+        name = entry.name
+        value = convert(getattr(group, name), hints[name], name)
+        fits = value is None or name not in least or value >= least[name]
+        ensure(fits, f"{name} must be at least {least.get(name)}, got {value}")
+        setattr(group, name, value)
+
+
 def check_device(name: str, key: str) -> None:
     """Refuse what is no name of a device, whether this machine has one or not.
 
