@@ -1,7 +1,7 @@
 """Figures of one section of the check: how a section reads its arguments, measures and reports.
 
-A section is a file ``section_<name>.py`` beside this one. It runs as a process of its own and writes
-each figure to its JSON file as soon as it has it, so that what ends it early loses only the rest::
+A section is a file ``section_<name>.py`` next to this one. It runs as its own process and writes each
+figure to its JSON file at once, so that a section that is killed keeps the figures it had::
 
     if __name__ == "__main__":
         run = Section.from_command_line()
