@@ -4,10 +4,11 @@
     python test/gpu/check.py --budget-s 420 --out DIR2 --skip-done DIR   # what is left
     python test/gpu/check.py --tiny --device cpu --out DIR               # the rehearsal
 
-Each section is a process with its own time limit. Sections run in the order of their value: one that
-fails, hangs or is killed costs only itself. A section writes its figures to ``DIR/<name>.json`` as it
-finds them and everything else to ``DIR/<name>.log``; ``DIR/table.txt`` is rewritten after each
-section. One that runs out of time writes the stack of every thread to its log before it is killed.
+Each section is a process with its own time limit. Sections run in the order of their value: one
+that fails, hangs or is killed costs only itself. A section writes its figures to
+``DIR/<name>.json`` as it finds them and everything else to ``DIR/<name>.log``; ``DIR/table.txt`` is
+rewritten after each section. One that runs out of time writes the stack of every thread to its log
+before it is killed.
 
 ``test/gpu/page.py`` makes the page of the documentation from the same files.
 """

@@ -1,7 +1,7 @@
 """Figures of one section of the check: how a section reads its arguments, measures and reports.
 
-A section is a file ``section_<name>.py`` next to this one. It runs as its own process and writes each
-figure to its JSON file at once, so that a section that is killed keeps the figures it had::
+A section is a file ``section_<name>.py`` next to this one. It runs as its own process and writes
+each figure to its JSON file at once, so that a section that is killed keeps the figures it had::
 
     if __name__ == "__main__":
         run = Section.from_command_line()

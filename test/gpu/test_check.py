@@ -17,8 +17,8 @@ run = Section.from_command_line()
 run.add("before", 1.5, "s")
 """
 )
-# It imports no torch, so that it hangs soon. It ignores the polite signals, and its child leaves its
-# session.
+# It imports no torch, so that it hangs soon. It ignores the polite signals, and its child leaves
+# its session.
 HANGS = """
 import json, signal, subprocess, sys, time
 for number in (signal.SIGTERM, signal.SIGINT):
