@@ -218,6 +218,7 @@ def _entry(
         "status": status,
         "reason": reason,
         "seconds": round(seconds, 1),
+        "on": found.get("on", ""),
         "facts": found.get("facts", {}),
         "figures": found.get("figures", []),
     }
