@@ -59,7 +59,8 @@ def logits_bytes(
     """Bytes of the float32 logits that a head holds at once, with a backward to come.
 
     They do not grow with tokens times vocabulary: that is a tile, and all of them only where they
-    fit into ``chunk_size``.
+    fit into ``chunk_size``. On a GPU, for products in bfloat16 or float16, it is a tile and its
+    gradient in their type.
 
     Args:
         num_tokens: tokens of the forward.
@@ -72,6 +73,8 @@ def logits_bytes(
         True
     """
     rows, columns = _tile_shape(num_tokens, num_entries, chunk_size, kind)
+    if kind != "cpu":
+        return (4 + 2) * rows * columns
     kept = num_tokens * num_entries
     return 4 * (rows * columns + (kept if kept <= (chunk_size or _KEPT) else 0))
 
@@ -146,7 +149,7 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """``into += left @ right``, summed in float32 or more whatever the factors are."""
     if _sums(into, left):
         into.addmm_(left, right)
-    elif _widens(into, left):
+    elif _widens(into, left) and not torch.compiler.is_compiling():  # which cannot trace it
         torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
     else:
         into.add_(_product(left, right))
@@ -290,7 +293,7 @@ class KeptTiles:
             weight: ``[V, D]`` as it takes gradients.
         """
         if head.fused:
-            return None  # a product costs less than to write and read exponentials
+            return None  # none fits beside gradients in bfloat16, unless the inputs are small
         count, size = head.hidden.shape
         dtype, all_columns = head.settings.sum_dtype, weight.shape[0]
         if count * all_columns <= (head.settings.chunk_size or _KEPT):
