@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_llm.functional import head_kernels
 from torchrl_llm.functional.head_tiles import (
     HeadGradients,
     HeadSettings,
@@ -250,8 +251,11 @@ class _ChunkedHead(torch.autograd.Function):
             for columns in head.columns:
                 weight = head.slice_of_weight(columns)
                 for rows in head.rows:
-                    tile = _tile_gradient(head, rows, columns, weight, upstream, kept)
-                    grads.add(tile, rows, columns, weight)
+                    gradient = _kernel_gradient if head.fused else _tile_gradient
+                    # Not named: a tile is freed before the next one is made.
+                    grads.add(
+                        gradient(head, rows, columns, weight, upstream, kept), rows, columns, weight
+                    )
             return (*grads.finish(), None, None, None)
 
 
@@ -271,6 +275,10 @@ def _scan(head: HeadTiles, targets: Tensor, with_entropy: bool, kept: KeptTiles 
             tile = kept and kept.tile(rows, columns)
             into = head.buffer(rows, columns) if tile is None or with_entropy else tile
             logits = head.logits(rows, columns, weight, into)
+            if head.fused:
+                sums = (top[rows], total[rows], moment[rows], picked[rows])
+                head_kernels.fold(logits, targets[rows], columns.start, sums, entropy=with_entropy)
+                continue
             inside, index = _index(targets, rows, columns)
             picked[rows] = torch.where(inside, logits.gather(0, index[None])[0], picked[rows])
             old = top[rows]
@@ -309,6 +317,18 @@ class _Upstream(NamedTuple):
     log_probs: Tensor | None
     entropy: Tensor | None
     entropy_value: Tensor | None
+
+
+def _kernel_gradient(
+    head: HeadTiles, rows: slice, columns: slice, weight: Tensor, upstream: _Upstream, _kept: None
+) -> Tensor:
+    """As :func:`_tile_gradient`, in the type of the products."""
+    logits = head.logits(rows, columns, weight, head.buffer(rows, columns))
+    own = [None if x is None else x[rows] for x in upstream]
+    targets, log_sum, log_probs, slope, entropy = own
+    return head_kernels.gradient(
+        logits, targets, columns.start, log_sum, entropy, log_probs, slope, head.settings.dtype
+    )
 
 
 def _tile_gradient(

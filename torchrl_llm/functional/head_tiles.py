@@ -14,10 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Logits alive at once. On a CPU a tile should stay in the cache; on a GPU it should fill the
-# device.
-_TILE = {"cpu": 1 << 21, "cuda": 1 << 26}
+from torchrl_llm.functional import head_kernels
+
+# Logits alive at once. On a CPU a tile should stay in the cache. On a GPU 2,048 entries of 8,192
+# tokens fill the device; their float32 logits and bfloat16 gradients are 96 MiB.
+_TILE = {"cpu": 1 << 21, "cuda": 1 << 24}
 _MAX_ROWS = {"cpu": 1024, "cuda": 8192}
+# Matrix products of a GPU are fast where the sides of a tile are multiples of it.
+_ALIGNED = 128
 # Logits that are kept for the backward instead of being computed twice, 256 MiB of float32.
 _KEPT = 1 << 26
 
@@ -55,7 +59,8 @@ def logits_bytes(
     """Bytes of the float32 logits that a head holds at once, with a backward to come.
 
     They do not grow with tokens times vocabulary: that is a tile, and all of them only where they
-    fit into ``chunk_size``.
+    fit into ``chunk_size``. On a GPU, for products in bfloat16 or float16, it is a tile and its
+    gradient in their type.
 
     Args:
         num_tokens: tokens of the forward.
@@ -68,6 +73,8 @@ def logits_bytes(
         True
     """
     rows, columns = _tile_shape(num_tokens, num_entries, chunk_size, kind)
+    if kind != "cpu":
+        return (4 + 2) * rows * columns
     kept = num_tokens * num_entries
     return 4 * (rows * columns + (kept if kept <= (chunk_size or _KEPT) else 0))
 
@@ -78,7 +85,10 @@ def _tile_shape(
     """Tokens and vocabulary entries of a tile."""
     tile = chunk_size or _TILE.get(kind, _TILE["cuda"])
     rows = max(1, min(num_tokens, _MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile))
-    return rows, max(1, min(num_entries, tile // rows))
+    columns = tile // rows
+    if kind != "cpu" and columns > _ALIGNED:
+        columns -= columns % _ALIGNED
+    return rows, max(1, min(num_entries, columns))
 
 
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -120,10 +130,17 @@ def _sums(into: Tensor, factor: Tensor) -> bool:
     return into.dtype is factor.dtype and into.dtype in (torch.float32, torch.float64)
 
 
+def _widens(into: Tensor, factor: Tensor) -> bool:
+    """Whether a product of short factors is summed into float32, which only a GPU can."""
+    return into.dtype is torch.float32 and factor.dtype in (torch.bfloat16, torch.float16)
+
+
 def write_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """``into = left @ right``, summed in float32 or more whatever the factors are."""
     if _sums(into, left):
         torch.mm(left, right, out=into)
+    elif _widens(into, left):
+        torch.mm(left, right, out_dtype=torch.float32, out=into)
     else:
         into.copy_(_product(left, right))
 
@@ -132,6 +149,8 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """``into += left @ right``, summed in float32 or more whatever the factors are."""
     if _sums(into, left):
         into.addmm_(left, right)
+    elif _widens(into, left) and not torch.compiler.is_compiling():  # which cannot trace it
+        torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
     else:
         into.add_(_product(left, right))
 
@@ -156,6 +175,7 @@ class HeadTiles:
         rows: slices of the tokens.
         columns: slices of the vocabulary.
         factor: what the states were multiplied with: a number, or ``[N]``.
+        fused: tiles are read by :mod:`torchrl_llm.functional.head_kernels`.
     """
 
     def __init__(self, hidden, weight, bias, adapter, adapter_weight, temperature, settings):
@@ -166,6 +186,8 @@ class HeadTiles:
         height, width = _tile_shape(num_rows, num_columns, settings.chunk_size, kind)
         self.rows = _slices(num_rows, height)
         self.columns = _slices(num_columns, width)
+        plain = bias is None and settings.softcap is None
+        self.fused = plain and head_kernels.available(hidden.device, settings.dtype)
         self._buffer = None
         # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
         self.late = None
@@ -197,7 +219,9 @@ class HeadTiles:
             self._buffer = torch.empty(
                 height * width, dtype=self.settings.sum_dtype, device=self.hidden.device
             )
-        return self._buffer[: height * width].view(height, width)
+        flat = self._buffer[: height * width]
+        # The kernels read a token's logits as one piece.
+        return flat.view(width, height).t() if self.fused else flat.view(height, width)
 
     def logits(self, rows: slice, columns: slice, weight: Tensor, into: Tensor) -> Tensor:
         """What the softmax sees ``[v, n]``, written into ``into``."""
@@ -268,6 +292,8 @@ class KeptTiles:
             head: the tiles.
             weight: ``[V, D]`` as it takes gradients.
         """
+        if head.fused:
+            return None  # none fits beside gradients in bfloat16, unless the inputs are small
         count, size = head.hidden.shape
         dtype, all_columns = head.settings.sum_dtype, weight.shape[0]
         if count * all_columns <= (head.settings.chunk_size or _KEPT):

@@ -218,13 +218,18 @@ def prefix_views(blocks: Sequence[AttentionBlock], like: Tensor) -> list[PrefixV
 def _view(block: AttentionBlock, before: AttentionBlock, like: Tensor) -> PrefixView:
     lengths = block.prefix.lengths
     lengths = lengths[:1] if len(set(lengths)) == 1 else lengths
-    seen = torch.arange(before.width) < torch.tensor(lengths)[:, None]
-    own = torch.ones(block.width, block.width, dtype=torch.bool).tril()
+    device = like.device
+    # Two short lists are copied, for which the host does not wait; the masks are made where they
+    # are needed.
+    sizes, owner = (
+        torch.tensor(x).to(device, non_blocking=True) for x in (lengths, block.prefix.owner)
+    )
+    seen = torch.arange(before.width, device=device) < sizes[:, None]
+    own = torch.ones(block.width, block.width, dtype=torch.bool, device=device).tril()
     shape = (len(lengths), 1, block.width)
     seen = seen[:, None, None].expand(*shape, before.width)
-    whole = torch.cat([seen, own.expand(*shape, block.width)], dim=-1).to(like.device)
-    mask = torch.zeros(whole.shape, dtype=like.dtype, device=like.device)
-    owner = torch.tensor(block.prefix.owner, device=like.device)
+    whole = torch.cat([seen, own.expand(*shape, block.width)], dim=-1)
+    mask = torch.zeros(whole.shape, dtype=like.dtype, device=device)
     return PrefixView(block.prefix.block, owner, mask.masked_fill_(~whole, -torch.inf))
 
 

@@ -36,6 +36,11 @@ class RowKeys:
     group_id: NestedKey = "group_id"
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Values of rows where the loss is computed; the host does not wait for a copy to a GPU."""
+    return values.to(device, non_blocking=device.type != "cpu")
+
+
 def key_name(key: NestedKey) -> str:
     """A key as errors write it."""
     return key if isinstance(key, str) else repr(key)

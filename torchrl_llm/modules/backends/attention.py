@@ -114,7 +114,8 @@ def stream_arguments(
     """
     if uses_flash(model):
         widths = [block.width for block in blocks for _ in range(block.rows)]
-        ends = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=device)
+        ends = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
+        ends = ends.to(device, non_blocking=True)
         lengths = {"max_length_q": max(widths), "max_length_k": max(widths)}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths}
     if causal_model(model).config._attn_implementation == "flex_attention":
@@ -138,7 +139,8 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
             spans.append((start + row * block.width, first, first + size))
             widths.append(block.width)
     per_token = torch.tensor(spans).repeat_interleave(torch.tensor(widths), 0)
-    begin, first, last = (column.contiguous().to(device) for column in per_token.unbind(1))
+    per_token = per_token.t().contiguous().to(device, non_blocking=True)
+    begin, first, last = per_token.unbind(0)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = (begin[query] <= key) & (key <= query)

@@ -30,8 +30,10 @@ LAYOUTS = ("padded", "bucketed", "packed", "shared")
 
 # Seconds, forward and backward: a floating point operation, a layer's share of a call, a weight's
 # share of a call, attention of one more block in a layer. Measured with float32 on one CPU thread;
-# those of a GPU are estimates. Only their ratios matter, and only for speed.
-_SECONDS = {"cpu": (2e-11, 2e-3, 1.5e-9, 1.6e-4), "cuda": (1e-14, 1e-3, 1e-11, 1.6e-4)}
+# those of a GPU are estimates for bfloat16 on an H100: 400 TFLOP/s, 80 launches of 6 us a layer, 12
+# bytes of a weight and its gradient at 3 TB/s, 16 launches a block. Only their ratios matter, and
+# only for speed.
+_SECONDS = {"cpu": (2e-11, 2e-3, 1.5e-9, 1.6e-4), "cuda": (2.5e-15, 5e-4, 4e-12, 1e-4)}
 
 
 class Rows:

@@ -222,7 +222,8 @@ class CausalScorer(nn.Module, TokenScorer):
             costs = costs._replace(block=0.0)
         stream = lay_out(rows, self._choice(rows), costs)
         if isinstance(temperature, Tensor):
-            temperature = temperature.float().to(rows.row.device)[rows.row].to(device)
+            temperature = temperature.float().to(rows.row.device)[rows.row]
+            temperature = temperature.to(device, non_blocking=True)
         return self(stream.to(device), temperature=temperature, entropy=entropy, extras=extras)
 
     def naive_scorer(self) -> CausalScorer | None:
