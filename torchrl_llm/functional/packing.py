@@ -222,9 +222,10 @@ def _view(block: AttentionBlock, before: AttentionBlock, like: Tensor) -> Prefix
     own = torch.ones(block.width, block.width, dtype=torch.bool).tril()
     shape = (len(lengths), 1, block.width)
     seen = seen[:, None, None].expand(*shape, before.width)
-    whole = torch.cat([seen, own.expand(*shape, block.width)], dim=-1).to(like.device)
+    whole = torch.cat([seen, own.expand(*shape, block.width)], dim=-1)
+    whole = whole.to(like.device, non_blocking=True)
     mask = torch.zeros(whole.shape, dtype=like.dtype, device=like.device)
-    owner = torch.tensor(block.prefix.owner, device=like.device)
+    owner = torch.tensor(block.prefix.owner).to(like.device, non_blocking=True)
     return PrefixView(block.prefix.block, owner, mask.masked_fill_(~whole, -torch.inf))
 
 

@@ -36,6 +36,16 @@ class RowKeys:
     group_id: NestedKey = "group_id"
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values on a device; those of the CPU go there without waiting for what the device does.
+
+    Args:
+        values: a column, an index.
+        device: where the loss is computed.
+    """
+    return values.to(device, non_blocking=values.device.type == "cpu")
+
+
 def key_name(key: NestedKey) -> str:
     """A key as errors write it."""
     return key if isinstance(key, str) else repr(key)

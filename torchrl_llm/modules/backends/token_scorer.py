@@ -222,7 +222,8 @@ class CausalScorer(nn.Module, TokenScorer):
             costs = costs._replace(block=0.0)
         stream = lay_out(rows, self._choice(rows), costs)
         if isinstance(temperature, Tensor):
-            temperature = temperature.float().to(rows.row.device)[rows.row].to(device)
+            temperature = temperature.float().to(rows.row.device)[rows.row]
+            temperature = temperature.to(device, non_blocking=True)
         return self(stream.to(device), temperature=temperature, entropy=entropy, extras=extras)
 
     def naive_scorer(self) -> CausalScorer | None:
@@ -329,7 +330,8 @@ def _divergence(
     whole = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
     for number, teacher in enumerate(extras.teachers):
         # Indices rather than a mask: tokens are picked once and put back once.
-        index = (extras.teacher_index.to(hidden_ND.device) == number).nonzero()[:, 0]
+        index = (extras.teacher_index == number).nonzero()[:, 0]
+        index = index.to(hidden_ND.device, non_blocking=True)
         own = temperature[index] if isinstance(temperature, Tensor) else temperature
         values = head.divergence(hidden_ND[index], teacher, temperature=own, **settings)
         whole = whole.to(values.dtype).index_put((index,), values)
