@@ -36,22 +36,24 @@ from torchrl_llm.modules.model_loading import known_eos
 _MOST_ROOM = 64
 
 
-_Builder = Callable[[Any, int, tuple[int, ...]], Any]
+_Builder = Callable[[Any, int, tuple[int, ...], torch.device], Any]
 
 _BUILDERS: dict[str, _Builder] = {
-    "min_new_tokens": lambda value, prompt, eos: lp.MinNewTokensLengthLogitsProcessor(
-        prompt, value, list(eos)
+    "min_new_tokens": lambda value, prompt, eos, device: lp.MinNewTokensLengthLogitsProcessor(
+        prompt, value, list(eos), device=device
     ),
-    "no_repeat_ngram_size": lambda value, prompt, eos: lp.NoRepeatNGramLogitsProcessor(value),
-    "bad_words_ids": lambda value, prompt, eos: lp.NoBadWordsLogitsProcessor(value, list(eos)),
-    "sequence_bias": lambda value, prompt, eos: lp.SequenceBiasLogitsProcessor(value),
-    "suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensLogitsProcessor(value),
-    "begin_suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensAtBeginLogitsProcessor(
-        value, prompt
+    "no_repeat_ngram_size": lambda value, *_: lp.NoRepeatNGramLogitsProcessor(value),
+    "bad_words_ids": lambda value, prompt, eos, _: lp.NoBadWordsLogitsProcessor(value, list(eos)),
+    "sequence_bias": lambda value, *_: lp.SequenceBiasLogitsProcessor(value),
+    "suppress_tokens": lambda value, prompt, eos, device: lp.SuppressTokensLogitsProcessor(
+        value, device=device
     ),
-    "typical_p": lambda value, prompt, eos: lp.TypicalLogitsWarper(mass=value),
-    "epsilon_cutoff": lambda value, prompt, eos: lp.EpsilonLogitsWarper(value),
-    "eta_cutoff": lambda value, prompt, eos: lp.EtaLogitsWarper(value),
+    "begin_suppress_tokens": lambda value, prompt, eos, device: (
+        lp.SuppressTokensAtBeginLogitsProcessor(value, prompt, device=device)
+    ),
+    "typical_p": lambda value, *_: lp.TypicalLogitsWarper(mass=value),
+    "epsilon_cutoff": lambda value, *_: lp.EpsilonLogitsWarper(value),
+    "eta_cutoff": lambda value, prompt, eos, device: lp.EtaLogitsWarper(value, device=device),
 }
 
 NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
@@ -59,7 +61,10 @@ NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
 
 
 def native_processors(
-    arguments: Mapping[str, Any], prompt_length: int, end_ids: tuple[int, ...]
+    arguments: Mapping[str, Any],
+    prompt_length: int,
+    end_ids: tuple[int, ...],
+    device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
     """Processors for the arguments given, in transformers' own order.
 
@@ -69,13 +74,14 @@ def native_processors(
         arguments: names of :data:`NATIVE_ARGUMENTS` and their values.
         prompt_length: tokens of the longest (padded) prompt.
         end_ids: ids that end a response.
+        device: of the logits.
 
     Example:
         >>> [type(p).__name__ for p in native_processors({"suppress_tokens": [3]}, 4, (2,))]
         ['SuppressTokensLogitsProcessor']
     """
     built = [
-        build(arguments[name], prompt_length, end_ids)
+        build(arguments[name], prompt_length, end_ids, torch.device(device))
         for name, build in _BUILDERS.items()
         if name in arguments
     ]
@@ -183,6 +189,7 @@ class TransformersBackend(LocalBackend):
         distinct = [torch.frombuffer(bytearray(key), dtype=torch.int64) for key in unique]
         rows = [distinct[owner] for owner in owners]
         longest = max(p.shape[0] for p in distinct)
+        device = causal_model(self.model).get_input_embeddings().weight.device
         with sampling_mode(self.model):
             decoder = _CausalDecoder(
                 self.model, distinct, self.max_length, params.max_new_tokens, takes=self._takes
@@ -195,7 +202,9 @@ class TransformersBackend(LocalBackend):
                 max_tokens=torch.tensor([self._room(p, params) for p in rows]),
                 end_ids=self._ends(params),
                 stop_strings=StopStrings(self.tokenizer, params.stop),
-                processors=native_processors(params.native, longest, self.eos_token_ids),
+                processors=native_processors(
+                    params.native, longest, self.eos_token_ids, device
+                ),
                 pad_id=getattr(self._config, "pad_token_id", None) or 0,
             )
 
