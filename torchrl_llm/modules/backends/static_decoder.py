@@ -103,7 +103,8 @@ class StaticDecoder:
         self._bias.select(-1, self._held).zero_()
         self._held += 1
         if self._run is None:
-            self._run = self._record(self._step)
+            step = partial(_forward, self._plain, self._ids, self._positions, self._bias)
+            self._run = self._record(step)
         logits = self._run()
         return logits if self._live is None else logits[self._live]
 
@@ -130,9 +131,10 @@ class StaticDecoder:
             layer.values = _padded(layer.values, size, 0.0, -2)
         self._bias = _padded(self._bias, size, torch.finfo(self._bias.dtype).min, -1)
 
-    def _step(self) -> Tensor:
-        with _grouped_attention(self._plain.model):
-            return self._plain.forward(self._ids, self._positions, self._bias)
+
+def _forward(plain: CausalDecoder, ids: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
+    with _grouped_attention(plain.model):
+        return plain.forward(ids, positions, bias)
 
 
 def _padded(tensor: Tensor, size: int, value: float, dim: int) -> Tensor:
@@ -183,7 +185,7 @@ def _grouped(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """The ``sdpa`` of transformers; without copies of the keys for one token ``[B, heads, 1, D]``."""
+    """The ``sdpa`` of transformers; for one token a row it makes no copies of the keys."""
     if query.shape[2] != 1 or attention_mask is None or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
