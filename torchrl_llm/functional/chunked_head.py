@@ -15,6 +15,9 @@ micro-batch by itself.
 Tiles are slices of the *vocabulary* rather than of the tokens: each slice of the weight is read
 once, its gradient is written once, and the running sums over it stay in cache.
 
+On a GPU, with products in bfloat16 or float16 and neither bias nor soft-cap, the kernels of
+:mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
+
 Not here: how the head of a given model is found and what it multiplies its logits with; that is
 :mod:`torchrl_llm.modules.backends.head`.
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mistra
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import RowCosts
 from torchrl_llm.modules import load_model
+from torchrl_llm.modules.backends import attention
 from torchrl_llm.modules.backends.attention import why_not_packed
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, lay_out
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
@@ -394,6 +395,49 @@ def test_one_kernel_for_all_rows_needs_no_padding(make_tiny_model, flash_by_hand
     lengths = seen[-1]["cu_seq_lens_q"].diff().tolist()
     assert sum(lengths) == seen[-1]["input_ids"].shape[1]
     assert sorted(lengths) == sorted(n for n in Rows(*ragged_group()).lengths if n)
+
+
+@pytest.fixture
+def row_kernel(monkeypatch):
+    """Torch's kernel for rows of all lengths, row by row on the CPU; what lengths it was given."""
+    seen = []
+
+    def varlen_attn(q, k, v, ends, ends_k, most, most_k, *, scale, window_size):
+        sizes = ends.diff().tolist()
+        assert window_size == (-1, 0), "causal"
+        assert (most, most_k) == (max(sizes), max(sizes))
+        assert ends.dtype == torch.int32
+        assert torch.equal(ends, ends_k)
+        seen.append(sizes)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        rows = [
+            attend(*(x.transpose(0, 1)[None] for x in row), is_causal=True, scale=scale)
+            for row in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+        ]
+        return torch.cat([row[0].transpose(0, 1) for row in rows])
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "has_row_kernel", lambda *given: True)
+    return seen
+
+
+def test_packed_rows_of_all_lengths_are_attended_by_torchs_kernel(make_tiny_model, row_kernel):
+    scorer, rows = CausalScorer(make_tiny_model(num_key_value_heads=2)), ragged_group()
+    assert_all_layouts_agree(scorer, rows)
+    row_kernel.clear()
+    results(scorer, "packed", rows)
+    assert sorted(row_kernel[-1]) == sorted(n for n in Rows(*rows).lengths if n), "no padding"
+    row_kernel.clear()
+    results(scorer, "shared", rows)
+    assert row_kernel == [], "a shared prompt needs a mask"
+
+
+def test_torchs_kernel_is_for_16_bit_types_on_a_gpu():
+    device = torch.device("cpu")
+    assert not attention.has_row_kernel(device, torch.bfloat16, 64)
+    assert attention.compute_dtype(device, torch.float32) is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention.compute_dtype(device, torch.float32) is torch.bfloat16
 
 
 def test_attention_that_cannot_run_here_is_refused_with_what_to_do(make_tiny_model):

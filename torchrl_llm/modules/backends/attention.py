@@ -4,7 +4,8 @@ What tells the attention of the rows depends on its implementation:
 
 - ``sdpa``: transformers hands a four-dimensional mask to ``scaled_dot_product_attention`` as it is.
   :class:`RowMask` is such a mask that is not written out: it holds the blocks, and where it arrives
-  as ``attn_mask`` the blocks are attended one by one, the way of torch's own ``CausalBias``.
+  as ``attn_mask`` the blocks are attended one by one, the way of torch's own ``CausalBias``, or,
+  where :func:`has_row_kernel` says so and no prompt is shared, all rows by one kernel.
 - ``eager``: the same mask, written out.
 - ``flex_attention``: a ``BlockMask`` that skips what no row sees.
 - flash attention: where each row ends. It cannot show a row a prompt that it shares.
@@ -53,6 +54,7 @@ class RowMask(Tensor):
 
     blocks: tuple[AttentionBlock, ...]
     _prefixes: list[packing.PrefixView | None] | None = None
+    _ends: Tensor | None = None
 
     @classmethod
     def of(cls, blocks: Sequence[AttentionBlock], device: torch.device) -> RowMask:
@@ -94,12 +96,62 @@ def _attend(
     if is_causal or query.shape[0] != 1:
         raise TypeError("a mask of rows goes with one stream and without is_causal")
     blocks = attn_mask.blocks
+    dtype = compute_dtype(query.device, query.dtype)
+    plain = not settings.get("dropout_p") and all(block.prefix is None for block in blocks)
+    if plain and has_row_kernel(query.device, dtype, query.shape[-1]):
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        return _attend_rows(query, key, value, attn_mask, settings.get("scale"))
     if attn_mask._prefixes is None:
         # The same for all layers, and for the second forward of gradient checkpointing.
         attn_mask._prefixes = packing.prefix_views(blocks, query)
     return packing.block_attention(
         query, key, value, blocks, prefixes=attn_mask._prefixes, **settings
     )
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Type that attention computes in: that of autocast where it is on.
+
+    Args:
+        device: of the model.
+        dtype: of the weights or states.
+    """
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+
+
+def has_row_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch has one kernel for rows of all lengths: 16-bit types on an Nvidia GPU.
+
+    Args:
+        device: of the model.
+        dtype: that attention computes in.
+        head_dim: width of a head.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch.cuda.is_available() or torch.version.hip or torch.compiler.is_compiling():
+        return False
+    fits = head_dim % 8 == 0 and head_dim <= 256
+    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, scale: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    widths = [block.width for block in mask.blocks for _ in range(block.rows)]
+    if mask._ends is None:
+        ends = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
+        mask._ends = ends.to(query.device, non_blocking=True)
+    if key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    parts = [x[0].transpose(0, 1) for x in (query, key, value)]
+    ends, most = mask._ends, max(widths)
+    out = varlen_attn(*parts, ends, ends, most, most, scale=scale, window_size=(-1, 0))
+    return out.transpose(0, 1)[None]
 
 
 def stream_arguments(

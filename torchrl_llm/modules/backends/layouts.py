@@ -123,13 +123,17 @@ class _Plan(NamedTuple):
     members: list[list[tuple[int, int, int]]]
 
 
-def lay_out(rows: Rows, allowed: Sequence[str], costs: RowCosts) -> RowStream:
+def lay_out(
+    rows: Rows, allowed: Sequence[str], costs: RowCosts, one_kernel: Sequence[str] = ()
+) -> RowStream:
     """Lay rows out for a model in the cheapest way.
 
     Args:
         rows: the rows.
         allowed: layouts that the choice is between.
         costs: of the model, for the choice and for where to cut.
+        one_kernel: layouts of which one kernel attends all blocks, so that rows need not be padded
+            to a common width.
 
     Example:
         >>> rows = Rows([torch.tensor([5, 6, 7]), torch.tensor([5, 8])],
@@ -138,11 +142,13 @@ def lay_out(rows: Rows, allowed: Sequence[str], costs: RowCosts) -> RowStream:
         >>> stream.input_ids.tolist(), stream.index.tolist(), stream.targets.tolist()
         ([5, 6, 5, 0], [1, 2], [7, 8])
     """
-    plans = {name: _PLANS[name](rows, costs) for name in allowed}
+    own = {name: costs._replace(block=0.0) if name in one_kernel else costs for name in allowed}
+    plans = {name: _PLANS[name](rows, own[name]) for name in allowed}
 
     def price(name: str) -> float:
         blocks = plans[name].blocks
-        return packing.blocks_cost(blocks, costs, calls=len(blocks) if name == "bucketed" else 1)
+        calls = len(blocks) if name == "bucketed" else 1
+        return packing.blocks_cost(blocks, own[name], calls=calls)
 
     best = min(plans, key=price)
     return _stream(rows, plans[best], best)

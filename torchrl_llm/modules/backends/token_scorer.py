@@ -217,10 +217,7 @@ class CausalScorer(nn.Module, TokenScorer):
         device = causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
         costs = self._size.costs(device)
-        if self._kernel not in ("sdpa", "eager"):
-            # One kernel attends all blocks, so that rows need not be padded to a common width.
-            costs = costs._replace(block=0.0)
-        stream = lay_out(rows, self._choice(rows), costs)
+        stream = lay_out(rows, self._choice(rows), costs, self._in_one_kernel(device))
         if isinstance(temperature, Tensor):
             temperature = temperature.float().to(rows.row.device)[rows.row]
             temperature = temperature.to(device, non_blocking=True)
@@ -231,6 +228,17 @@ class CausalScorer(nn.Module, TokenScorer):
         if self.head is None:
             return None
         return CausalScorer(self.model, full_logits=True, layout="padded")
+
+    def _in_one_kernel(self, device: torch.device) -> tuple[str, ...]:
+        """The layouts of which one kernel attends all blocks."""
+        if self._kernel not in ("sdpa", "eager"):
+            return self._one_call
+        config = causal_model(self.model).config.get_text_config(decoder=True)
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        dtype = attention.compute_dtype(device, causal_model(self.model).dtype)
+        has_kernel = attention.has_row_kernel(device, dtype, head_dim)
+        return ("packed",) if self._kernel == "sdpa" and has_kernel else ()
 
     def _choice(self, rows: Rows) -> tuple[str, ...]:
         """The layouts that these rows may have."""
