@@ -70,9 +70,7 @@ def _inner(x):
 def _run(func, args, kwargs):
     name = func._schema.name.removeprefix("aten::")
     tensors = []
-    tree_map(
-        lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs)
-    )
+    tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
     ours = [x for x in tensors if isinstance(x, Pretended)]
     if name in ("_to_copy", "copy_"):
         return _copy(name, func, args, kwargs, ours)

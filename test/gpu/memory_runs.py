@@ -1,7 +1,8 @@
 """Peak memory of steps of the GRPO recipe next to what ``torchrl-llm memory`` says by formula.
 
-    python test/gpu/memory_runs.py --device cuda --out FILE.json full
-    python test/gpu/memory_runs.py --device cpu --tiny --out FILE.json full checkpointing lora
+    export PYTHONPATH=.:test
+    python -P test/gpu/memory_runs.py --device cuda --out FILE.json full
+    python -P test/gpu/memory_runs.py --device cpu --tiny --out FILE.json full checkpointing lora
 
 Two steps of a model of Qwen2.5-0.5B's shape with random weights, cut into three micro-batches each,
 so that gradients are there while activations are. Nothing is saved.
@@ -16,8 +17,6 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch
 from conftest import _make_tokenizer

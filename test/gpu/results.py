@@ -1,7 +1,8 @@
 """Figures of one section of the check: how a section reads its arguments, measures and reports.
 
-A section is a file ``section_<name>.py`` beside this one. It runs as a process of its own and writes
-each figure to its JSON file as soon as it has it, so that what ends it early loses only the rest::
+A section is a file ``section_<name>.py`` beside this one. It runs as a process of its own and
+writes each figure to its JSON file as soon as it has it, so that what ends it early loses only the
+rest::
 
     if __name__ == "__main__":
         run = Section.from_command_line()

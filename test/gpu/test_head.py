@@ -159,9 +159,7 @@ def test_tiles_of_the_devices_own_size_give_the_gradients_of_all_logits(device, 
     slow = with_gradients(twin, problem, naive_scores(twin, {}, problem)[:1])
     leaves = problem.leaves({})
     scores = chunked_log_probs(leaves[0], leaves[1], problem.targets, chunk_size=chunk_size)
-    assert_all_as_exact(
-        with_gradients(leaves, problem, [scores.log_probs]), slow, exact, dtype
-    )
+    assert_all_as_exact(with_gradients(leaves, problem, [scores.log_probs]), slow, exact, dtype)
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
@@ -203,9 +201,7 @@ def test_autocast_gives_what_it_gives_the_plain_head(device):
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_the_divergence_from_a_teacher_is_that_of_all_logits(
-    device, dtype, direction, chunk_size
-):
+def test_the_divergence_from_a_teacher_is_that_of_all_logits(device, dtype, direction, chunk_size):
     form = {"bias": True, "softcap": 3.0, "temperature": "rows"}
     problem, teacher = Problem(device, dtype), Problem(device, dtype, width=48, seed=1)
     results = []

@@ -202,9 +202,7 @@ class TransformersBackend(LocalBackend):
                 max_tokens=torch.tensor([self._room(p, params) for p in rows]),
                 end_ids=self._ends(params),
                 stop_strings=StopStrings(self.tokenizer, params.stop),
-                processors=native_processors(
-                    params.native, longest, self.eos_token_ids, device
-                ),
+                processors=native_processors(params.native, longest, self.eos_token_ids, device),
                 pad_id=getattr(self._config, "pad_token_id", None) or 0,
             )
 
