@@ -1,4 +1,4 @@
-"""Small models on a device, and their plain twins: each row alone, all logits, no helper of ours."""
+"""Small models on a device, and their plain twins: each row alone, and all of its logits."""
 
 from __future__ import annotations
 

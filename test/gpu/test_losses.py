@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from gpu.exactness import distance
 from gpu.models import small_model
 from objectives.every_loss import LOSSES, full_rows, make_actor, make_loss
 
+from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import GRPOLoss, SFTLoss
 from torchrl_llm.trainers import make_optimizer, micro_batches, optimize
 
@@ -82,3 +84,38 @@ def test_an_update_on_the_device_is_that_on_the_cpu(device, budget):
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
     for name, change in moved.items():
         assert distance(change, expected_moved[name]) < 1e-2, name
+
+
+def test_a_policy_that_has_diverged_is_refused_and_stays_as_it_is(device):
+    actor = make_actor(small_model("cpu"))
+    torch.nn.init.constant_(actor.model.model.norm.weight, torch.nan)
+    actor.to(device)
+    before = copy.deepcopy(actor.model.state_dict())
+    optimizer = make_optimizer(actor.parameters(), name="AdamW", lr=1e-3)
+    with pytest.raises(DataError, match="NaN or infinite"):
+        optimize(GRPOLoss(actor), [full_rows()], optimizer, max_norm=1.0)
+    for name, value in actor.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_forward_and_backward_wait_for_the_device_at_most_once(device, layout):
+    """transformers looks whether padded rows are packed, which waits; nothing else does."""
+    if device.type == "cpu":
+        pytest.skip("nothing waits for a CPU; test/objectives/test_waits.py pretends a device")
+    rows, actor = full_rows(), make_actor(small_model("cpu"))
+    actor.to(device)
+    actor.layout = layout
+    loss = GRPOLoss(actor)
+    normalizer = loss.normalizer(rows)
+    loss(rows, normalizer=normalizer).total_loss().backward()  # whatever waits the first time
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            loss(rows, normalizer=normalizer).total_loss().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}" for w in found if "synchroniz" in str(w.message)]
+    assert len(waits) <= (layout == "padded"), waits

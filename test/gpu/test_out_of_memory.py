@@ -76,7 +76,7 @@ def test_a_share_of_the_card_that_is_too_small_for_the_forward_is_told_too(devic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CausalScorer, "forward", limited)
         try:
-            with pytest.raises(ResourceError, match="Lower train.micro_token_budget"):
+            with pytest.raises(ResourceError, match=r"Lower train\.micro_token_budget"):
                 recipe.train()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)

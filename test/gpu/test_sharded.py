@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.gpu
 def rank(device):
     """One rank of one, over a store in this process, so that no port is needed."""
     backend = "gloo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network has no other
     if device.type == "cuda":
         torch.cuda.set_device(0)
         backend = "cpu:gloo,cuda:nccl"

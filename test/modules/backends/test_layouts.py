@@ -448,22 +448,3 @@ def test_attention_that_cannot_run_here_is_refused_with_what_to_do(make_tiny_mod
     scorer = CausalScorer(make_tiny_model())
     assert "is not told of rows" in why_not_packed(packed_model(make_tiny_model, "paged|sdpa"))
     assert scorer.why_not_packed is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA; run pytest -m gpu there")
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
-def test_all_layouts_agree_on_a_gpu_by_one_kernel(make_tiny_model, kernel):
-    if kernel == "flash_attention_2":
-        pytest.importorskip("flash_attn", reason="needs flash-attn: pip install flash-attn")
-    small = {"initializer_range": 0.02, "attn_implementation": kernel}
-    scorer = CausalScorer(make_tiny_model(**small).cuda().bfloat16())
-    assert scorer.why_not_packed is None
-    assert "packed" in scorer.layouts
-    assert_all_layouts_agree(scorer, ragged_group(), tolerance=3e-2)
-    if kernel == "flash_attention_2":
-        float32 = CausalScorer(make_tiny_model(**small).cuda())
-        with pytest.raises(ConfigError, match="takes bfloat16 or float16"):
-            float32.token_scores(*ragged_group())
-        with torch.autocast("cuda", torch.bfloat16):
-            assert_all_layouts_agree(float32, ragged_group(), tolerance=3e-2)
