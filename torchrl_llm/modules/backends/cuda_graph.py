@@ -27,13 +27,10 @@ class GraphRecorder:
 
     Args:
         device: a CUDA device with an index.
-
-    Attributes:
-        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         # torch cannot reuse a pool whose graphs have all gone, and memory would pile up in new
@@ -53,7 +50,7 @@ class GraphRecorder:
         Raises:
             RuntimeError: when CUDA cannot record the function; the device is fit for work then.
         """
-        outside = torch.cuda.current_stream(self.device)
+        outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream):
@@ -91,9 +88,9 @@ class GraphRecorder:
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         # A recording takes the state of the device's generator for itself: draws of other threads
         # would fail meanwhile, and all draws after a recording that has failed. It gets another.
-        generator = torch.cuda.default_generators[self.device.index]
+        generator = torch.cuda.default_generators[self._device.index]
         state = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(torch.Generator(self.device))
+        generator.graphsafe_set_state(torch.Generator(self._device))
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         finally:
@@ -106,4 +103,4 @@ class GraphRecorder:
         # Without this the allocator thinks that it goes on, and gives no memory back; an error when
         # the line above has done it.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
