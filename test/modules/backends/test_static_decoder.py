@@ -11,6 +11,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -199,6 +200,15 @@ def test_on_a_cpu_auto_is_plain_and_on_a_gpu_short_responses_are(
     monkeypatch.setattr(static_decoder, "_RECORDED_ON", "cuda")
     backend.generate(PROMPTS, SamplingParams(max_new_tokens=16))
     assert len(recorders[0].batches) == 1
+
+
+def test_in_another_thread_auto_is_plain_as_a_trainer_may_run_next_to_it(tiny_model, recorders):
+    params = SamplingParams(max_new_tokens=16)
+    for decode, number in (("auto", 0), ("graph", 1)):
+        backend = TransformersBackend(tiny_model, decode=decode)
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(backend.generate, PROMPTS, params).result()
+        assert len(recorders) == number
 
 
 def test_a_context_beyond_a_sliding_window_is_plain(recorders):

@@ -23,6 +23,7 @@ Shape legend: ``B`` rows in the step, ``b`` rows still decoded, ``C`` tokens tha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -277,9 +278,11 @@ class DecoderChoice:
         """
         device = plain.next_positions.device
         records = device.type == _RECORDED_ON and self._can_record
-        pays = self.mode == "graph" or (records and max_new_tokens >= _FEWEST_STEPS)
+        # In another thread there may be a trainer next to it, which a recording disturbs.
+        is_alone = threading.current_thread() is threading.main_thread()
+        pays = is_alone and records and max_new_tokens >= _FEWEST_STEPS
         is_short = plain.held + max_new_tokens <= longest_plain_row(plain.model)
-        if self.mode == "plain" or not pays or not is_short:
+        if not is_short or self.mode == "plain" or (self.mode == "auto" and not pays):
             return plain
         problem = self._problem(plain)
         if problem is None:
