@@ -11,6 +11,7 @@ import gc
 import inspect
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import SamplingParams, TransformersBackend
 from torchrl_llm.modules.backends import static_decoder
+from torchrl_llm.modules.backends.causal_decoder import CausalDecoder
 from torchrl_llm.modules.backends.static_decoder import StaticDecoder, why_not_static
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8], [9], [10, 11], [5, 6, 7, 8], [3] * 9)]
@@ -200,6 +202,15 @@ def test_on_a_cpu_auto_is_plain_and_on_a_gpu_short_responses_are(
     assert len(recorders[0].batches) == 1
 
 
+def test_in_another_thread_auto_is_plain_as_a_trainer_may_run_next_to_it(tiny_model, recorders):
+    params = SamplingParams(max_new_tokens=16)
+    for decode, number in (("auto", 0), ("graph", 1)):
+        backend = TransformersBackend(tiny_model, decode=decode)
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(backend.generate, PROMPTS, params).result()
+        assert len(recorders) == number
+
+
 def test_a_context_beyond_a_sliding_window_is_plain(recorders):
     model = family("mistral", num_key_value_heads=2, sliding_window=25)
     both(model, max_new_tokens=16)  # 9 + 16
@@ -217,9 +228,9 @@ def test_models_that_cannot_say_why(tiny_model):
     flex = family("llama", attn_implementation="flex_attention")
     assert "'flex_attention' takes no mask" in why_not_static(flex, takes(flex))
     bloom = family("bloom", n_layer=2, n_head=4)
-    assert "takes no position_ids" in why_not_static(bloom, takes(bloom))
+    assert "BloomForCausalLM takes no static cache" in why_not_static(bloom, takes(bloom))
     hybrid = family("lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
-    assert "has a cache of" in why_not_static(hybrid, takes(hybrid))
+    assert "caches more than keys and values" in why_not_static(hybrid, takes(hybrid))
 
 
 def test_a_model_that_reads_its_tensors_on_the_host_is_refused():
@@ -260,13 +271,13 @@ def test_a_model_that_would_give_other_logits_is_refused(make_tiny_model, flaw):
 def test_graph_mode_refuses_such_a_model_and_auto_warns_once(recorders, told):
     model = family("bloom", n_layer=2, n_head=4)
     params = SamplingParams(max_new_tokens=16)
-    with pytest.raises(ConfigError, match="takes no position_ids"):
+    with pytest.raises(ConfigError, match="takes no static cache"):
         TransformersBackend(model, decode="graph").generate(PROMPTS, params)
     backend = TransformersBackend(model)
     for _ in range(2):
         assert backend.generate(PROMPTS, params)
     assert len(told) == 1
-    assert "BloomForCausalLM takes no position_ids" in told[0]
+    assert "BloomForCausalLM takes no static cache" in told[0]
     assert not recorders
 
 
@@ -296,20 +307,27 @@ def test_sharing_a_configuration_does_no_harm_while_a_step_runs(make_tiny_model)
     ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     expected = model(ids, attention_mask=mask).logits[mask.bool()]
-    with static_decoder._grouped_attention(model):
-        assert model.config._attn_implementation == "torchrl_llm_grouped"
-        got = model(ids, attention_mask=mask).logits[mask.bool()]
+    model.config._attn_implementation = static_decoder._GROUPED
+    got = model(ids, attention_mask=mask).logits[mask.bool()]
     torch.testing.assert_close(got, expected)
-    assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_attention_is_given_back_after_an_error(tiny_model):
-    with (
-        pytest.raises(RuntimeError, match="planted"),
-        static_decoder._grouped_attention(tiny_model),
-    ):
+def test_the_attention_is_given_back_after_an_error(make_tiny_model, monkeypatch):
+    model = make_tiny_model()
+    seen = []
+
+    def failing(*args):
+        seen.append(model.config._attn_implementation)
         raise RuntimeError("planted")
-    assert tiny_model.config._attn_implementation == "sdpa"
+
+    decoder = CausalDecoder(model, PROMPTS[:1], None, 4, takes=takes(model))
+    decoder.prefill(torch.tensor([0]))
+    static = StaticDecoder(decoder, 4, lambda step: step)
+    monkeypatch.setattr(decoder, "forward", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        static.advance(torch.tensor([3]))
+    assert seen == [static_decoder._GROUPED]
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_cache_is_freed_with_the_call(tiny_model, monkeypatch):
@@ -335,7 +353,7 @@ def test_copies_and_pickles_leave_the_recorder_behind(make_tiny_model, recorders
     params = SamplingParams(max_new_tokens=20, seed=1)
     expected = backend.generate(PROMPTS, params)[0][0].token_ids.tolist()
     for other in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
-        assert other._decoders._recorder is None
+        assert not other._decoders._recorders
         assert other.generate(PROMPTS, params)[0][0].token_ids.tolist() == expected
     assert len(recorders) == 3
 

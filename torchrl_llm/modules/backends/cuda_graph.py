@@ -5,7 +5,6 @@ Replaying a graph costs one launch, where the function would launch each of its 
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,17 +22,15 @@ class GraphRecorder:
     """Records functions as CUDA graphs, for one thread at a time and one graph in use at a time.
 
     While it records (some 20 ms), no other thread may wait for the whole device
-    (``torch.cuda.synchronize``): CUDA makes that an error in both threads.
+    (``torch.cuda.synchronize``), and while it begins (some 0.1 ms), none may draw from the device's
+    own generator (dropout): both are errors in that thread.
 
     Args:
         device: a CUDA device with an index.
-
-    Attributes:
-        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         # torch cannot reuse a pool whose graphs have all gone, and memory would pile up in new
@@ -53,7 +50,7 @@ class GraphRecorder:
         Raises:
             RuntimeError: when CUDA cannot record the function; the device is fit for work then.
         """
-        outside = torch.cuda.current_stream(self.device)
+        outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream):
@@ -69,31 +66,25 @@ class GraphRecorder:
         return replay
 
     def _record(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # torch.cuda.graph would empty the allocator's cache first, and leave its stream current
-        # after an error.
+        # Unlike torch.cuda.graph, which empties the allocator's cache first and leaves its stream
+        # current after an error.
         graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
         with _RECORDING, torch.cuda.stream(self._stream):
-            gc.disable()  # to free a forgotten graph while another is recorded ends the process
+            self._begin(graph)
             try:
-                self._begin(graph)
-                try:
-                    result = step()
-                    graph.capture_end()
-                except BaseException:
-                    self._abandon(graph)
-                    raise
-            finally:
-                if collects:
-                    gc.enable()
+                result = step()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
         return graph, result
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         # A recording takes the state of the device's generator for itself: draws of other threads
-        # would fail meanwhile, and all draws after a recording that has failed. It gets another.
-        generator = torch.cuda.default_generators[self.device.index]
+        # would fail all the time, and all draws after a recording that has failed. It gets another.
+        generator = torch.cuda.default_generators[self._device.index]
         state = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(torch.Generator(self.device))
+        generator.graphsafe_set_state(torch.Generator(self._device))
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         finally:
@@ -106,4 +97,4 @@ class GraphRecorder:
         # Without this the allocator thinks that it goes on, and gives no memory back; an error when
         # the line above has done it.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

@@ -23,14 +23,15 @@ Shape legend: ``B`` rows in the step, ``b`` rows still decoded, ``C`` tokens tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -55,8 +56,10 @@ _LEAST_ROOM = 512
 _ALIGNED = 64
 # Reading this much takes 0.3 ms of a step, so that half of it pays for a recording soon.
 _COMPACT_ABOVE_BYTES = 2**30
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _GROUPED = "torchrl_llm_grouped"
-_WHAT_FAILS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+# With a context that is shorter than its window, a sliding layer is a full one.
+_LAYERS = (BlockLayer, DynamicSlidingWindowLayer)
 
 
 class StaticDecoder:
@@ -74,29 +77,24 @@ class StaticDecoder:
         self._plain, self._record = plain, record
         self._held, self._most = plain.held, plain.held + max_new_tokens
         self._next = plain.next_positions
-        rows, device = self._next.shape[0], self._next.device
-        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ids, self._positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        dtype = plain.cache.layers[0].keys.dtype
-        self._bias = torch.zeros(rows, 1, 1, self._held, dtype=dtype, device=device)
+        rows = len(self._next)
+        # Rows of the step that are still decoded.
+        self._live = torch.arange(rows, device=self._next.device)
+        self._slot = self._next.new_zeros(1)
+        self._ids, self._positions = self._next.new_zeros(2, rows, 1)
+        self._bias = plain.cache.layers[0].keys.new_zeros(rows, 1, 1, self._held)
         if plain.mask is not None:
             pads = ~plain.mask[:, None, None, : self._held]
-            self._bias.masked_fill_(pads, torch.finfo(dtype).min)
+            self._bias.masked_fill_(pads, torch.finfo(self._bias.dtype).min)
         self._layers = [_StaticLayer(layer, self._held, self._slot) for layer in plain.cache.layers]
         plain.cache.layers = self._layers
-        # Rows of the step that are still decoded; None for all.
-        self._live: Tensor | None = None
-        self._run: Step | None = None
         self._make_room()
 
     def advance(self, token_ids: Tensor) -> Tensor:
-        """See ``decoding.Decoder``; the logits ``[b, V]`` may be overwritten by the next call."""
+        """See ``decoding.Decoder``."""
         if self._held == self._bias.shape[-1]:
             self._make_room()
-        if self._live is None:
-            self._ids[:, 0] = token_ids
-        else:
-            self._ids[self._live, 0] = token_ids
+        self._ids[self._live, 0] = token_ids
         self._positions[:, 0] = self._plain.in_context(self._next)
         self._next = self._next + 1
         self._slot.fill_(self._held)
@@ -105,44 +103,38 @@ class StaticDecoder:
         if self._run is None:
             step = partial(_forward, self._plain, self._ids, self._positions, self._bias)
             self._run = self._record(step)
-        logits = self._run()
-        return logits if self._live is None else logits[self._live]
+        return self._run()[self._live]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64 indices into the present ``b``."""
-        self._live = rows if self._live is None else self._live[rows]
-        held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers)
-        if 2 * rows.shape[0] > self._ids.shape[0] or held_bytes < _COMPACT_ABOVE_BYTES:
-            return
-        live, self._live = self._live, None
-        self._next = self._next[live]
-        self._ids, self._positions = self._ids[live], self._positions[live]
-        self._bias = self._bias[live]
-        for layer in self._layers:
-            layer.keys, layer.values = layer.keys[live], layer.values[live]
-        self._run = None
+        """See ``decoding.Decoder``."""
+        self._live = live = self._live[rows]
+        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers)
+        if 2 * len(live) <= len(self._ids) and num_bytes >= _COMPACT_ABOVE_BYTES:
+            self._run = None
+            self._next, self._bias = self._next[live], self._bias[live]
+            self._ids, self._positions = self._ids[live], self._positions[live]
+            for layer in self._layers:
+                layer.keys, layer.values = layer.keys[live], layer.values[live]
+            self._live = torch.arange(len(live), device=live.device)
 
     def _make_room(self) -> None:
-        self._run = None  # a graph of the old addresses, gone before the new ones are made
+        self._run: Step | None = None  # the graph goes before the memory that it uses
         room = min(max(self._held, _LEAST_ROOM), self._most - self._held)
-        size = -(-(self._held + room) // _ALIGNED) * _ALIGNED
+        more = -(-(self._held + room) // _ALIGNED) * _ALIGNED - self._held
+        self._bias = pad(self._bias, (0, more), value=torch.finfo(self._bias.dtype).min)
         for layer in self._layers:
-            layer.keys = _padded(layer.keys, size, 0.0, -2)
-            layer.values = _padded(layer.values, size, 0.0, -2)
-        self._bias = _padded(self._bias, size, torch.finfo(self._bias.dtype).min, -1)
+            layer.keys = pad(layer.keys, (0, 0, 0, more))
+            layer.values = pad(layer.values, (0, 0, 0, more))
 
 
 def _forward(plain: CausalDecoder, ids: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-    with _grouped_attention(plain.model):
+    config = _text_config(plain.model)
+    before = config._attn_implementation
+    config._attn_implementation = _GROUPED if before == "sdpa" else before
+    try:
         return plain.forward(ids, positions, bias)
-
-
-def _padded(tensor: Tensor, size: int, value: float, dim: int) -> Tensor:
-    shape, held = list(tensor.shape), tensor.shape[dim]
-    shape[dim] = size
-    new = tensor.new_full(shape, value)
-    new.narrow(dim, 0, held).copy_(tensor)
-    return new
+    finally:
+        config._attn_implementation = before
 
 
 class _StaticLayer(DynamicLayer):
@@ -177,43 +169,22 @@ class _StaticLayer(DynamicLayer):
 
 
 def _grouped(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **settings: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, None]:
     """The ``sdpa`` of transformers; for one token a row it makes no copies of the keys."""
-    if query.shape[2] != 1 or attention_mask is None or attention_mask.shape[1] != 1:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **settings
-        )
-    if settings.get("position_bias") is not None:
-        raise NotImplementedError("attention with a bias of positions")
-    rows, heads = query.shape[:2]
-    grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    is_plain = attention_mask is not None and settings.get("position_bias") is None
+    if not is_plain or query.shape[2] != 1 or attention_mask.shape[1] != 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    attended = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=settings.get("scaling")
     )
-    return attended.reshape(rows, 1, heads, value.shape[-1]), None
+    return attended.reshape(len(query), 1, query.shape[1], -1), None
 
 
+# Complete, for another thread may run a model that has the same configuration.
 AttentionInterface.register(_GROUPED, _grouped)
 AttentionMaskInterface.register(_GROUPED, sdpa_mask)
-
-
-@contextmanager
-def _grouped_attention(model: nn.Module) -> Iterator[None]:
-    config = _text_config(model)
-    before = config._attn_implementation
-    if before == "sdpa":
-        config._attn_implementation = _GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -225,12 +196,11 @@ class _OnDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch of torch's operations."""
-        waits = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(
-            func.tags
-        )
         if func is torch.ops.aten.index.Tensor:
             # Only a mask among the indices makes a shape that is not known.
             waits = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        else:
+            waits = not _WAITS.isdisjoint(func.tags)
         if waits:
             raise RuntimeError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))
@@ -239,48 +209,37 @@ class _OnDevice(TorchDispatchMode):
 def why_not_static(model: nn.Module, takes: frozenset[str]) -> str | None:
     """Why a model cannot decode in static tensors; ``None`` when it can.
 
-    Looks at the configuration, then decodes two short rows both ways, with noise where the static
-    cache is not filled.
+    Decodes two short rows both ways, with noise where the static cache is not filled.
 
     Args:
-        model: a causal model, in PEFT or not.
+        model: a causal model, in PEFT or not, on one device and not sharded.
         takes: names of the arguments of its forward.
     """
-    name, implementation = (
-        type(causal_model(model)).__name__,
-        _text_config(model)._attn_implementation,
-    )
+    name = type(causal_model(model)).__name__
+    implementation = _text_config(model)._attn_implementation
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation {implementation!r} takes no mask; 'sdpa' and 'eager' do"
-    if "position_ids" not in takes:
-        return f"{name} takes no position_ids"
-    weights = list(model.parameters())
-    if any(isinstance(p, DTensor) for p in weights) or len({p.device for p in weights}) > 1:
-        return f"the weights of {name} are sharded or on several devices"
     embedding = causal_model(model).get_input_embeddings().weight
-    size, device = embedding.shape[0], embedding.device
-    prompts = [torch.tensor([1, 2, 3, 4]) % size, torch.tensor([5, 6]) % size]
+    prompts = [torch.tensor(ids) % len(embedding) for ids in ([1, 2, 3, 4], [5, 6])]
+    tokens = torch.tensor([[3, 6], [4, 7], [5, 8]], device=embedding.device) % len(embedding)
     try:
-        with evaluating(model) as rounding, torch.autocast(device.type, enabled=False):
+        with evaluating(model) as rounding, torch.autocast(embedding.device.type, enabled=False):
             plain, other = (CausalDecoder(model, prompts, None, 4, takes=takes) for _ in range(2))
             plain.prefill(torch.arange(2))
             other.prefill(torch.arange(2))
             for layer in other.cache.layers:
-                if type(layer) not in (BlockLayer, DynamicSlidingWindowLayer):
-                    return f"{name} has a cache of {type(layer).__name__}"
-                if layer.get_seq_length() != other.held:
-                    return f"{name} caches more than its tokens"
-            static = StaticDecoder(other, 4, lambda step: step)
+                if type(layer) not in _LAYERS or layer.get_seq_length() != other.held:
+                    return f"{name} caches more than keys and values of its tokens"
+            static = StaticDecoder(other, 4, _as_it_is)
             for layer in other.cache.layers:
                 layer.keys[..., other.held :, :] = layer.values[..., other.held :, :] = 100.0
-            for token in (3, 4, 5):
-                ids = torch.tensor([token, token + 3], device=device) % size
+            for ids in tokens:
                 expected = plain.advance(ids).float()
                 with _OnDevice():
                     got = static.advance(ids).float()
                 if not bool((got - expected).abs().max() <= rounding * expected.abs().max()):
                     return f"{name} gives other logits with a static cache"
-    except _WHAT_FAILS as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{name} takes no static cache: {error}"
     return None
 
@@ -298,15 +257,14 @@ class DecoderChoice:
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
             raise ConfigError(f"decode must be one of {', '.join(MODES)}, got {mode!r}")
-        self.mode = mode
-        # By attention implementation and whether weights are sharded: both may be changed later.
-        self._problems: dict[tuple[str, bool], str | None] = {}
-        self._recorder: GraphRecorder | None = None
-        self._can_record = True
+        self.mode, self._can_record = mode, True
+        # By attention implementation and by device, which may be changed between two calls.
+        self._problems: dict[str, str | None] = {}
+        self._recorders: dict[torch.device, GraphRecorder] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph belongs to its process and its device.
-        return {**self.__dict__, "_problems": {}, "_recorder": None}
+        return {**self.__dict__, "_problems": {}, "_recorders": {}}
 
     def over(self, plain: CausalDecoder, max_new_tokens: int) -> Decoder:
         """The decoder to go on with.
@@ -320,10 +278,11 @@ class DecoderChoice:
         """
         device = plain.next_positions.device
         records = device.type == _RECORDED_ON and self._can_record
-        pays = records and max_new_tokens >= _FEWEST_STEPS
-        if self.mode == "plain" or (self.mode == "auto" and not pays):
-            return plain
-        if plain.held + max_new_tokens > longest_plain_row(plain.model):
+        # In another thread there may be a trainer next to it, which a recording disturbs.
+        is_alone = threading.current_thread() is threading.main_thread()
+        pays = is_alone and records and max_new_tokens >= _FEWEST_STEPS
+        is_short = plain.held + max_new_tokens <= longest_plain_row(plain.model)
+        if not is_short or self.mode == "plain" or (self.mode == "auto" and not pays):
             return plain
         problem = self._problem(plain)
         if problem is None:
@@ -335,17 +294,19 @@ class DecoderChoice:
         return plain
 
     def _problem(self, plain: CausalDecoder) -> str | None:
-        sharded = any(isinstance(p, DTensor) for p in plain.model.parameters())
-        key = (_text_config(plain.model)._attn_implementation, sharded)
-        if key not in self._problems:
-            self._problems[key] = why_not_static(plain.model, plain.takes)
-        return self._problems[key]
+        weights = list(plain.model.parameters())
+        if any(isinstance(p, DTensor) or p.device != weights[0].device for p in weights):
+            return "the weights are sharded or on several devices"
+        implementation = _text_config(plain.model)._attn_implementation
+        if implementation not in self._problems:
+            self._problems[implementation] = why_not_static(plain.model, plain.takes)
+        return self._problems[implementation]
 
     def _recorded(self, device: torch.device, step: Step) -> Step:
         try:
-            if self._recorder is None or self._recorder.device != device:
-                self._recorder = GraphRecorder(device)
-            return self._recorder(step)
+            if device not in self._recorders:
+                self._recorders[device] = GraphRecorder(device)
+            return self._recorders[device](step)
         except RuntimeError as error:
             self._can_record = False
             tell_once(f"decoding goes on without a CUDA graph, which failed: {error}")
