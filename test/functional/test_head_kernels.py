@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchrl_llm.functional import head_kernels
 from torchrl_llm.functional.head_tiles import logits_bytes
 
 # Triton reads TRITON_INTERPRET when it is imported, so this is a process of its own.
@@ -19,6 +21,7 @@ torch.manual_seed(0)
 hidden, weight = 2 * torch.randn(9, 6), 2 * torch.randn(45, 6)
 targets, upstream = torch.randint(0, 45, (9,)), torch.linspace(-1, 1, 9)
 head_kernels._BLOCK = 16
+assert head_kernels.works(torch.device("cpu"), torch.bfloat16)
 
 def run(by_kernels, chunk_size, temperature):
     head_kernels.available = lambda device, dtype: by_kernels
@@ -48,6 +51,38 @@ def test_kernels_give_the_values_and_gradients_of_torchs_operations():
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     subprocess.run(command, env=environment, check=True, timeout=300)
+
+
+def test_kernels_compile_for_a_hopper_gpu():
+    pytest.importorskip("triton")
+    from triton import compile as build
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = dict.fromkeys(
+        ["tile", "tops", "totals", "moments", "picked", "log_sums", "entropies"], "*fp32"
+    )
+    pointers |= {"targets": "*i64", "grad_log_probs": "*fp32", "grad_entropies": "*fp32"}
+    types = {**pointers, "result": "*bf16", "first": "i32", "width": "i32"}
+    for function in (head_kernels._fold, head_kernels._gradient):
+        kernel = head_kernels._compiled(function)
+        flags = [name for name in kernel.arg_names if name not in types]
+        for value in (True, False):
+            constants = {**dict.fromkeys(flags, value), "BLOCK": 2048}
+            signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+            source = ASTSource(kernel, signature, constexprs=constants)
+            assert build(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_kernels_that_do_not_run_are_not_used_and_that_is_said(monkeypatch):
+    def broken(*args, **settings):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(head_kernels, "fold", broken)
+    head_kernels.works.cache_clear()
+    with pytest.warns(UserWarning, match="do not run: no C compiler; torch's operations take over"):
+        assert not head_kernels.works(torch.device("cpu"), torch.bfloat16)
+    head_kernels.works.cache_clear()
 
 
 def test_on_a_gpu_a_tile_has_2048_entries_of_8192_tokens():

@@ -13,6 +13,7 @@ next to each other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ tl: Any = None  # triton.language, from the first use on
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tiles on a device are read by these kernels.
+    """Whether tiles on a device are read by these kernels; the first call there tries them.
 
     Args:
         device: of the tile.
@@ -34,12 +35,42 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return torch.cuda.is_available() and _has_triton() and not torch.compiler.is_compiling()
+    return torch.cuda.is_available() and find_spec("triton") is not None and works(device, dtype)
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run on a device and give what torch's operations give.
+
+    Warns where they do not, for the head is slower there.
+
+    Args:
+        device: any that Triton knows.
+        dtype: of gradients.
+    """
+    width, targets = 300, torch.tensor([0, 150, 299], device=device)
+    tile = torch.linspace(-9.0, 9.0, 3 * width, device=device).view(3, width).t()
+    zeros = torch.zeros(3, device=device)
+    sums = (zeros - torch.inf, zeros.clone(), zeros.clone(), zeros.clone())
+    probs = tile.softmax(0)
+    slope = torch.nn.functional.one_hot(targets, width).t() - probs
+    try:
+        fold(tile, targets, 0, sums, entropy=True)
+        top, total, moment, picked = sums
+        log_sum = top + total.log()
+        got = gradient(tile, targets, 0, log_sum, None, torch.ones_like(zeros), None, dtype)
+        close = torch.allclose(got.float(), slope, atol=1e-2)
+        close &= torch.allclose(log_sum, tile.logsumexp(0), atol=1e-4)
+        close &= torch.allclose(
+            total.log() - moment / total, -(probs * probs.log()).sum(0), atol=1e-3
+        )
+        close &= torch.equal(picked, tile.gather(0, targets[None])[0])
+        problem = "give other values than torch"
+    except Exception as error:  # Triton needs a compiler at run time, which a machine may lack
+        close, problem = False, f"do not run: {error}"
+    if not close:
+        warnings.warn(f"the kernels of the chunked head {problem}; torch's operations take over")
+    return close
 
 
 def fold(

@@ -307,7 +307,7 @@ class DecoderChoice:
             if device not in self._recorders:
                 self._recorders[device] = GraphRecorder(device)
             return self._recorders[device](step)
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError, TypeError) as error:
             self._can_record = False
             tell_once(f"decoding goes on without a CUDA graph, which failed: {error}")
             return step
