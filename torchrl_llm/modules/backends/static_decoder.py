@@ -15,10 +15,9 @@ Graphs live for one call of ``generate``: parameters may be replaced between two
 GPU the same step is called instead of recorded.
 
 Heads that share a key (GQA) are attended as rows of one query. transformers copies the cache for
-each head when there is a mask, which would cost more than the rest of the step.
+each head when there is a mask: at Qwen2.5-0.5B seven times its bytes, in each step.
 
-Shape legend: ``B`` rows in the step, ``b`` rows still decoded, ``C`` tokens that there is room for,
-``V`` vocabulary, ``D`` size of a head.
+Shape legend: ``B`` rows in the step, ``C`` tokens that there is room for, ``D`` size of a head.
 """
 
 from __future__ import annotations
