@@ -120,6 +120,18 @@ def test_after_a_step_that_fails_the_device_is_fit_for_work(fake, recorder, erro
     assert not cuda_graph._RECORDING.locked()
 
 
+def test_a_recording_that_cannot_be_begun_fails(fake, recorder, monkeypatch):
+    def refuses(self, **settings):
+        fake.fails = True
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuses)
+    with pytest.raises(RuntimeError, match="no memory"):
+        recorder(lambda: torch.ones(1))
+    assert fake.log[-3:] == ["end", "allocator told", "outside waits for side"]
+    assert (fake.current, fake.state) == ("outside", "own")
+
+
 def test_a_recording_that_cannot_be_ended_fails(fake, recorder):
     calls = []
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conformance.backends import flatten
+from conformance.backends import BackendConformance, flatten
 from modules.backends.test_transformers import SMALL, gpt2
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,6 +47,15 @@ def family(name, **overrides):
     return AutoModelForCausalLM.from_config(
         config, attn_implementation=overrides.get("attn_implementation")
     ).eval()
+
+
+class TestBackendWithTheStaticDecoder(BackendConformance):
+    @pytest.fixture(autouse=True)
+    def _model(self, tiny_model):
+        self.model = tiny_model
+
+    def make_backend(self, **options):
+        return TransformersBackend(self.model, decode="graph", **options)
 
 
 class Recorder:

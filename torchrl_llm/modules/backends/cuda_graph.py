@@ -70,8 +70,8 @@ class GraphRecorder:
         # current after an error.
         graph = torch.cuda.CUDAGraph()
         with _RECORDING, torch.cuda.stream(self._stream):
-            self._begin(graph)
             try:
+                self._begin(graph)
                 result = step()
                 graph.capture_end()
             except BaseException:

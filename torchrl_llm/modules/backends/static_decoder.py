@@ -1,12 +1,12 @@
 """Causal model that decodes in tensors that stay where they are, so that a step is a CUDA graph.
 
-Run from Python, a step of a small model waits for the launches of its kernels: some thousand at
-0.5B parameters, 20 ms, where reading the weights takes less than one. A CUDA graph launches them at
-once. What a graph needs:
+Run from Python, a step of a small model waits for the launches of its kernels, some thousand at
+0.5B parameters, while its weights are read in less than a millisecond. A CUDA graph launches them
+at once. What a graph needs:
 
 - A cache with room for the tokens to come, written at an index that is a tensor, and a mask that
   hides what is not filled. Room doubles when it is full, so that a response of 8,192 tokens costs
-  five recordings. Each is about three plain steps, much cheaper than ``torch.compile``.
+  five recordings. Each runs the model's Python twice, which is much less than ``torch.compile``.
 - A batch that stays as it is. Rows that have ended stay in the step, and leave when half of them
   have and the cache is large: with a small one, a step costs the same and a recording does not pay.
 - Nothing that waits for the device. Sampling stays outside: its launches are hidden by the step.
@@ -15,10 +15,9 @@ Graphs live for one call of ``generate``: parameters may be replaced between two
 GPU the same step is called instead of recorded.
 
 Heads that share a key (GQA) are attended as rows of one query. transformers copies the cache for
-each head when there is a mask, which would cost more than the rest of the step.
+each head when there is a mask: at Qwen2.5-0.5B seven times its bytes, in each step.
 
-Shape legend: ``B`` rows in the step, ``b`` rows still decoded, ``C`` tokens that there is room for,
-``V`` vocabulary, ``D`` size of a head.
+Shape legend: ``B`` rows in the step, ``C`` tokens that there is room for, ``D`` size of a head.
 """
 
 from __future__ import annotations
