@@ -74,9 +74,38 @@ LOSSES = {
     **{f"aggregate {mode}": aggregated(mode) for mode in MODES},
     **{f"aggregate {m} of a part": aggregated(m, COUNTS) for m in ("sequence_mean", "constant")},
 }
+
+
+def options(h, w):
+    """All that a head may have besides, made of states and weights so that these get gradients."""
+    low_rank = (h[:, :2], w[:, 2:4])
+    return {"bias": w.sum(-1), "low_rank": low_rank, "softcap": 5.0, "scale": 0.7}
+
+
+def teacher_options(h, w):
+    return {f"teacher_{name}": value for name, value in options(h, w).items()}
+
+
+TEMPERATURES = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+
 # Of states, weights of the head, targets, and states and weights of a teacher.
 HEADS = {
     "log_probs and entropy": lambda h, w, t, *_: scores(F.chunked_log_probs(h, w, t, entropy=True)),
+    "log_probs": lambda h, w, t, *_: F.chunked_log_probs(h, w, t, temperature=0.5).log_probs,
+    "log_probs of a head with everything": lambda h, w, t, *_: scores(
+        F.chunked_log_probs(
+            h, w, t, **options(h, w), temperature=TEMPERATURES, entropy=True, chunk_size=12
+        )
+    ),
+    "reverse of heads with everything": lambda h, w, t, *teacher: F.chunked_divergence(
+        h,
+        w,
+        *teacher,
+        **options(h, w),
+        **teacher_options(*teacher),
+        temperature=TEMPERATURES,
+        chunk_size=12,
+    ),
     "log_probs of logits": lambda h, w, t, *_: F.selective_log_softmax(h @ w.T, t),
     "reverse": lambda h, w, t, *teacher: F.chunked_divergence(h, w, *teacher),
     "forward": lambda h, w, t, *teacher: F.chunked_divergence(h, w, *teacher, direction="forward"),
@@ -110,11 +139,60 @@ def test_a_loss_is_one_graph(name):
     check(LOSSES[name], ragged(), "aot_eager")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "forward" else ()) for n in HEADS]
-)
+@pytest.mark.parametrize("name", HEADS)
 def test_what_a_loss_is_made_of_is_one_graph(name):
     check(HEADS[name], head(), "aot_eager")
+
+
+def test_ids_and_a_gradient_in_place_are_those_without_a_compiler():
+    states, weights, targets, *_ = head()
+
+    def function(w):
+        scores = F.chunked_log_probs(states.detach(), w, targets, in_place_head_grad=True)
+        return scores.log_probs.sum(), F.chunked_greedy_ids(states, w, chunk_size=12)
+
+    found = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        leaf = weights.detach().clone().requires_grad_()
+        loss, ids = run(leaf)
+        loss.backward()
+        found.append((loss, ids, leaf.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_softmax_over_a_few_ids_is_that_without_a_compiler():
+    states, weights, targets, *_ = head()
+    ids = torch.stack([targets, (targets + 1) % 11], 1).flatten()
+
+    def function(h, w):
+        counts = torch.full((5,), 2)
+        return scores(F.support_log_probs(h, w, targets, ids, counts, entropy=True))
+
+    found = [
+        values_and_gradients(run, (states, weights))
+        for run in (function, torch.compile(function, backend="aot_eager"))  # not in one graph
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("head_dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_an_operator_keeps_the_rules_of_operators(needs, head_dtype):
+    """Shapes, types and strides that a compiler is told; nothing written that nobody is told of."""
+    hidden = torch.randn(5, 8, dtype=head_dtype, requires_grad=needs[0])
+    weight = torch.randn(8, 11, dtype=head_dtype).t().requires_grad_(needs[1])
+    bias, temperature = torch.randn(11, requires_grad=True), torch.rand(5) + 0.5
+    targets, low = torch.randint(0, 11, (5,)), (torch.randn(5, 2), torch.randn(11, 2))
+    products = torch.float64 if head_dtype is torch.float64 else torch.float32
+    own = (hidden, weight, bias, *low)
+    arguments = (*own, targets, temperature, 1.0, 0.7, 5.0, True, 12, products)
+    torch.library.opcheck(torch.ops.torchrl_llm.chunked_head, arguments)
+    teacher = (torch.randn(5, 6), torch.randn(11, 6), None, None, None)
+    rest = (0.7, None, products, 1.0, 5.0, products, 12, "forward")
+    arguments = (*own, *teacher, None, 0.5, *rest)
+    torch.library.opcheck(torch.ops.torchrl_llm.chunked_divergence, arguments)
 
 
 @pytest.mark.slow

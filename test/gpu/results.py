@@ -1,7 +1,7 @@
 """Figures of one section of the check: how a section reads its arguments, measures and reports.
 
-A section is a file ``section_<name>.py`` beside this one. It runs as a process of its own and writes
-each figure to its JSON file as soon as it has it, so that what ends it early loses only the rest::
+A section is a file ``section_<name>.py`` next to this one. It runs as its own process and writes
+each figure to its JSON file at once, so that a section that is killed keeps the figures it had::
 
     if __name__ == "__main__":
         run = Section.from_command_line()
@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ class Section:
         figures: dicts with ``name``, ``value``, ``unit`` and, where there is an aim, ``aim`` (text)
             and ``met``.
         facts: name to text or number.
+        on: the card and the versions.
     """
 
     def __init__(self, out: Path, device: str, *, tiny: bool, seconds: float) -> None:
         self.out, self.device, self.tiny = out, torch.device(device), tiny
         self.figures: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+        card = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        self.on = f"{card}, torch {torch.__version__}, transformers {version('transformers')}"
         self._end = time.monotonic() + seconds
 
     @classmethod
@@ -139,5 +143,6 @@ class Section:
 
     def _write(self) -> None:
         draft = self.out.with_suffix(".draft")
-        draft.write_text(json.dumps({"figures": self.figures, "facts": self.facts}, indent=1))
+        found = {"on": self.on, "facts": self.facts, "figures": self.figures}
+        draft.write_text(json.dumps(found, indent=1))
         os.replace(draft, self.out)

@@ -16,7 +16,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import HeadSettings, HeadTiles, KeptTiles, logits_bytes
 from torchrl_llm.modules import empty_model, load_model
-from torchrl_llm.modules.backends.transformers import make_cache
+from torchrl_llm.modules.backends.causal_decoder import make_cache
 from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config, memory
 from torchrl_llm.trainers import make_optimizer
 

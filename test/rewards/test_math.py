@@ -247,14 +247,18 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         MATHRewardParser()
 
 
-def test_the_processes_load_neither_torch_nor_this_package():
+def test_the_processes_load_all_they_need_before_an_answer_and_neither_torch_nor_this_package():
     script = math_reward._CHECK[0]
     code = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('check', {str(script)!r})\n"
         "module = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
+        "assert not {'sympy', 'math_verify'} & set(sys.modules)\n"
+        f"module.{math_reward._PREPARE}()\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "assert module.same_mathematics('1/2', '0.5')\n"
-        "assert not {'torch', 'torchrl', 'torchrl_llm'} & set(sys.modules)\n"
+        "assert {name.partition('.')[0] for name in sys.modules} == loaded\n"
+        "assert not {'torch', 'torchrl', 'torchrl_llm'} & loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

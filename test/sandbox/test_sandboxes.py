@@ -278,10 +278,9 @@ def test_bubblewrap_that_is_absent_or_forbidden_is_named(monkeypatch):
     module._working_layout.cache_clear()
 
 
-def test_an_interpreter_that_does_not_run_is_refused():
-    for kind in (BubblewrapSandbox, SubprocessSandbox):
-        with pytest.raises(ResourceError, match="no-such-python"):
-            kind(python="/no-such-python")
+def test_an_interpreter_that_does_not_run_is_refused(sandbox):
+    with pytest.raises(ResourceError, match="no-such-python"):
+        type(sandbox)(python="/no-such-python")
 
 
 def test_an_unknown_kind_is_refused():

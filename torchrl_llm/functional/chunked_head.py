@@ -18,6 +18,10 @@ once, its gradient is written once, and the running sums over it stay in cache.
 On a GPU, with products in bfloat16 or float16 and neither bias nor soft-cap, the kernels of
 :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
 
+``torch.compile`` sees one operator and one for its backward, and nothing inside: tiles share their
+memory, which a compiler must not order anew (torch 2.11 computes wrong gradients if it looks), and
+a loop over tiles would become a graph as long as the vocabulary. These operators keep no tiles.
+
 Not here: how the head of a given model is found and what it multiplies its logits with; that is
 :mod:`torchrl_llm.modules.backends.head`.
 
@@ -37,6 +41,7 @@ from torchrl_llm.functional.head_tiles import (
     HeadSettings,
     HeadTiles,
     KeptTiles,
+    empty_gradients,
     matmul_dtype,
     without_autocast,
 )
@@ -93,7 +98,8 @@ def chunked_log_probs(
             computes as many as suit the device, and keeps up to 256 MiB of them for the backward.
         in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward instead
             of handing it to autograd, which would hold one more tensor of the weight's size. The
-            weight must be a leaf; its gradient hooks do not run, so this is for one process.
+            weight must be a leaf; its gradient hooks do not run, so this is for one process. Under
+            ``torch.compile`` autograd gets it all the same.
 
     Returns:
         The scores; ``entropy`` is ``None`` unless asked for.
@@ -122,10 +128,10 @@ def chunked_log_probs(
         matmul_dtype(hidden_ND, weight_VD),
     )
     adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
-    log_probs, entropies = _ChunkedHead.apply(
-        hidden_ND, weight_VD, bias, adapter, adapter_weight, targets_N, temperature, settings
-    )
-    return HeadScores(log_probs, entropies)
+    inputs = (hidden_ND, weight_VD, bias, adapter, adapter_weight)
+    if torch.compiler.is_compiling():
+        return _compiled(inputs, targets_N, temperature, settings)
+    return HeadScores(*_ChunkedHead.apply(*inputs, targets_N, temperature, settings))
 
 
 @torch.no_grad()
@@ -224,17 +230,13 @@ class _ChunkedHead(torch.autograd.Function):
         settings: HeadSettings,
     ):
         ctx.set_materialize_grads(False)
-        with without_autocast(hidden.device.type):
-            head = HeadTiles(hidden, weight, bias, adapter, adapter_weight, temperature, settings)
-            ctx.kept = KeptTiles.of(head, weight) if settings.keep else None
-            log_probs, entropy, log_sum = _scan(head, targets, settings.entropy, ctx.kept)
+        inputs = (hidden, weight, bias, adapter, adapter_weight)
+        log_probs, entropy, log_sum, ctx.kept = _score(inputs, targets, temperature, settings)
         temperature_N = temperature if isinstance(temperature, Tensor) else None
         ctx.temperature = None if temperature_N is not None else temperature
         ctx.settings = settings
         ctx.leaf = weight if settings.in_place else None
-        ctx.save_for_backward(
-            hidden, weight, bias, adapter, adapter_weight, targets, temperature_N, log_sum, entropy
-        )
+        ctx.save_for_backward(*inputs, targets, temperature_N, log_sum, entropy)
         return log_probs, entropy
 
     @staticmethod
@@ -244,22 +246,37 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
         temperature = temperature_N if temperature_N is not None else ctx.temperature
-        needs = ctx.needs_input_grad[:5]
-        with without_autocast(inputs[0].device.type):
-            head = HeadTiles(*inputs, temperature, ctx.settings)
-            # The first backward overwrites what is kept; the tiles also lack log p.
-            kept, ctx.kept = ctx.kept, None
-            grads = HeadGradients(head, inputs, needs, ctx.leaf, kept)
-            upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
-            for columns in head.columns:
-                weight = head.slice_of_weight(columns)
-                for rows in head.rows:
-                    gradient = _kernel_gradient if head.fused else _tile_gradient
-                    # Not named: a tile is freed before the next one is made.
-                    grads.add(
-                        gradient(head, rows, columns, weight, upstream, kept), rows, columns, weight
-                    )
-            return (*grads.finish(), None, None, None)
+        # The first backward overwrites what is kept; the tiles also lack log p.
+        kept, ctx.kept = ctx.kept, None
+        upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
+        grads = _gradients(
+            inputs, upstream, temperature, ctx.settings, ctx.needs_input_grad[:5], ctx.leaf, kept
+        )
+        return (*grads, None, None, None)
+
+
+def _score(inputs, targets, temperature, settings: HeadSettings):
+    """Log-probs, entropy, log-sum-exp, and the tiles that are kept."""
+    with without_autocast(inputs[0].device.type):
+        head = HeadTiles(*inputs, temperature, settings)
+        kept = KeptTiles.of(head, inputs[1]) if settings.keep else None
+        return *_scan(head, targets, settings.entropy, kept), kept
+
+
+def _gradients(inputs, upstream: _Upstream, temperature, settings, needs, leaf=None, kept=None):
+    """Gradients of the five inputs, ``None`` where none is needed."""
+    with without_autocast(inputs[0].device.type):
+        head = HeadTiles(*inputs, temperature, settings)
+        grads = HeadGradients(head, inputs, needs, leaf, kept)
+        for columns in head.columns:
+            weight = head.slice_of_weight(columns)
+            for rows in head.rows:
+                gradient = _kernel_gradient if head.fused else _tile_gradient
+                # Not named: a tile is freed before the next one is made.
+                grads.add(
+                    gradient(head, rows, columns, weight, upstream, kept), rows, columns, weight
+                )
+        return grads.finish()
 
 
 def _scan(head: HeadTiles, targets: Tensor, with_entropy: bool, kept: KeptTiles | None):
@@ -369,3 +386,91 @@ def _tile_gradient(
         value = torch.where(inside, grad_log_probs, 0.0)
         grad.scatter_add_(0, index[None], value[None])
     return grad if capped is None else head.uncap(grad, capped, rows)
+
+
+# -- operators that torch.compile does not look into ----------------------------------------------
+
+_ARGUMENTS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter, Tensor? adapter_weight, "
+    "Tensor targets, Tensor? temperature_N, float temperature, float scale, float? softcap, "
+    "bool entropy, int? chunk_size, ScalarType dtype"
+)
+
+
+def _compiled(inputs, targets, temperature, settings: HeadSettings) -> HeadScores:
+    per_row = isinstance(temperature, Tensor)
+    log_probs, entropy, _ = _operator(
+        *inputs,
+        targets,
+        temperature if per_row else None,
+        1.0 if per_row else temperature,
+        settings.scale,
+        settings.softcap,
+        settings.entropy,
+        settings.chunk_size,
+        settings.dtype,
+    )
+    return HeadScores(log_probs, entropy if settings.entropy else None)
+
+
+def _read(arguments):
+    """Inputs, targets, temperature and settings from the arguments of an operator."""
+    *inputs, targets, temperature_N, temperature = arguments[:8]
+    scale, softcap, entropy, chunk_size, dtype = arguments[8:13]
+    settings = HeadSettings(scale, softcap, entropy, chunk_size, False, False, dtype)
+    return inputs, targets, temperature if temperature_N is None else temperature_N, settings
+
+
+@torch.library.custom_op(
+    "torchrl_llm::chunked_head",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor log_probs, Tensor entropy, Tensor log_sum)",
+)
+def _operator(*arguments):
+    log_probs, entropy, log_sum, _ = _score(*_read(arguments))
+    return log_probs, log_probs.new_empty(0) if entropy is None else entropy, log_sum
+
+
+@_operator.register_fake
+def _(*arguments):
+    (hidden, *_), *_, settings = _read(arguments)
+    sums = hidden.new_empty(hidden.shape[0], dtype=settings.sum_dtype)
+    entropy = torch.empty_like(sums) if settings.entropy else sums.new_empty(0)
+    return sums, entropy, torch.empty_like(sums)
+
+
+@torch.library.custom_op(
+    "torchrl_llm::chunked_head_backward",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor log_sum, Tensor entropy_value, Tensor grad_log_probs, "
+    "Tensor grad_entropy, bool[] needs) -> Tensor[]",
+)
+def _backward_operator(*arguments):
+    inputs, targets, temperature, settings = _read(arguments)
+    log_sum, entropy, grad_log_probs, grad_entropy, needs = arguments[13:]
+    of_entropy = (grad_entropy, entropy) if settings.entropy else (None, None)
+    upstream = _Upstream(targets, log_sum, grad_log_probs, *of_entropy)
+    grads = _gradients(inputs, upstream, temperature, settings, needs)
+    return [grad for grad in grads if grad is not None]
+
+
+@_backward_operator.register_fake
+def _(*arguments):
+    return empty_gradients(arguments[:5], arguments[-1])
+
+
+def _save(ctx, inputs, output):
+    _, entropy, log_sum = output
+    ctx.save_for_backward(*inputs[:7], log_sum, entropy)
+    ctx.rest = inputs[7:]
+
+
+def _backward(ctx, grad_log_probs, grad_entropy, _):
+    *inputs, log_sum, entropy = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    upstream = (log_sum, entropy, grad_log_probs, grad_entropy)
+    grads = iter(_backward_operator(*inputs, *ctx.rest, *upstream, needs))
+    return *(next(grads) if need else None for need in needs), *(None,) * 8
+
+
+_operator.register_autograd(_backward, setup_context=_save)

@@ -2,8 +2,9 @@ r"""Divergence between two models over the whole vocabulary, from their states b
 
 A sampled token tells of one entry of two distributions; here all entries are compared, exactly and
 without noise. Both models' logits exist one tile at a time (as in
-:mod:`torchrl_llm.functional.chunked_head`), so nothing is ever ``[N, V]``, and the backward
-computes them again. The gradient goes to the first model alone; the other is a constant.
+:mod:`torchrl_llm.functional.chunked_head`, also under ``torch.compile``), so nothing is ever
+``[N, V]``, and the backward computes them again. The gradient goes to the first model alone; the
+other is a constant.
 
 Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size of the model, ``E`` that of the
 teacher, ``R`` rank of an adapter.
@@ -20,6 +21,7 @@ from torchrl_llm.functional.head_tiles import (
     HeadGradients,
     HeadSettings,
     HeadTiles,
+    empty_gradients,
     matmul_dtype,
     without_autocast,
 )
@@ -135,18 +137,10 @@ def chunked_divergence(
         kind = matmul_dtype(teacher.hidden, teacher.weight)
         teacher_settings = teacher_settings._replace(dtype=kind)
     adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
-    return _ChunkedDivergence.apply(
-        hidden_ND,
-        weight_VD,
-        bias,
-        adapter,
-        adapter_weight,
-        *teacher,
-        temperature,
-        settings,
-        teacher_settings,
-        direction,
-    )
+    tensors = (hidden_ND, weight_VD, bias, adapter, adapter_weight, *teacher)
+    if torch.compiler.is_compiling():
+        return _compiled(tensors, temperature, settings, teacher_settings, direction)
+    return _ChunkedDivergence.apply(*tensors, temperature, settings, teacher_settings, direction)
 
 
 class _Head(NamedTuple):
@@ -192,12 +186,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, temperature, settings, teacher_settings, direction = arguments
-        with without_autocast(tensors[0].device.type):
-            model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
-            order = (model, teacher) if direction == "reverse" else (teacher, model)
-            value, *log_sums = _scan(*order)
-        if direction == "forward":
-            log_sums.reverse()
+        value, *log_sums = _diverge(tensors, temperature, settings, teacher_settings, direction)
         temperature_N = temperature if isinstance(temperature, Tensor) else None
         ctx.temperature = None if temperature_N is not None else temperature
         ctx.rest = (settings, teacher_settings, direction)
@@ -208,31 +197,49 @@ class _ChunkedDivergence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         *tensors, temperature_N, value, log_sum, teacher_log_sum = ctx.saved_tensors
-        settings, teacher_settings, direction = ctx.rest
         temperature = temperature_N if temperature_N is not None else ctx.temperature
-        with without_autocast(grad.device.type):
-            model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
-            grads = HeadGradients(model, tensors[:5], ctx.needs_input_grad[:5], None, None)
-            for columns in model.columns:
-                weight = model.slice_of_weight(columns)
-                teacher_weight = teacher.slice_of_weight(columns)
-                for rows in model.rows:
-                    logits = model.logits(rows, columns, weight, model.buffer(rows, columns))
-                    capped = None if settings.softcap is None else logits.clone()
-                    log_p = logits.sub_(log_sum[rows])
-                    into = teacher.buffer(rows, columns)
-                    log_q = teacher.logits(rows, columns, teacher_weight, into)
-                    log_q = log_q.sub_(teacher_log_sum[rows])
-                    if direction == "reverse":
-                        slope = torch.sub(log_p, log_q, out=into).sub_(value[rows])
-                        tile = log_p.exp_().mul_(slope)
-                    else:
-                        tile = log_p.exp_().sub_(log_q.exp_())
-                    tile.mul_(grad[rows])
-                    if capped is not None:
-                        tile = model.uncap(tile, capped, rows)
-                    grads.add(tile, rows, columns, weight)
-            return (*grads.finish(), *[None] * 9)
+        results = (value, log_sum, teacher_log_sum)
+        needs = ctx.needs_input_grad[:5]
+        grads = _gradients(tensors, temperature, *ctx.rest, results, grad, needs)
+        return (*grads, *[None] * 9)
+
+
+def _diverge(tensors, temperature, settings, teacher_settings, direction):
+    """The divergence, and the log-sum-exps of the model and of the teacher."""
+    with without_autocast(tensors[0].device.type):
+        model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
+        if direction == "reverse":
+            return _scan(model, teacher)
+        value, teacher_log_sum, log_sum = _scan(teacher, model)
+        return value, log_sum, teacher_log_sum
+
+
+def _gradients(tensors, temperature, settings, teacher_settings, direction, results, grad, needs):
+    """Gradients of the model's five inputs, ``None`` where none is needed."""
+    value, log_sum, teacher_log_sum = results
+    with without_autocast(grad.device.type):
+        model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
+        grads = HeadGradients(model, tensors[:5], needs, None, None)
+        for columns in model.columns:
+            weight = model.slice_of_weight(columns)
+            teacher_weight = teacher.slice_of_weight(columns)
+            for rows in model.rows:
+                logits = model.logits(rows, columns, weight, model.buffer(rows, columns))
+                capped = None if settings.softcap is None else logits.clone()
+                log_p = logits.sub_(log_sum[rows])
+                into = teacher.buffer(rows, columns)
+                log_q = teacher.logits(rows, columns, teacher_weight, into)
+                log_q = log_q.sub_(teacher_log_sum[rows])
+                if direction == "reverse":
+                    slope = torch.sub(log_p, log_q, out=into).sub_(value[rows])
+                    tile = log_p.exp_().mul_(slope)
+                else:
+                    tile = log_p.exp_().sub_(log_q.exp_())
+                tile.mul_(grad[rows])
+                if capped is not None:
+                    tile = model.uncap(tile, capped, rows)
+                grads.add(tile, rows, columns, weight)
+        return grads.finish()
 
 
 def _tiles(tensors, temperature, settings, teacher_settings) -> tuple[HeadTiles, HeadTiles]:
@@ -275,3 +282,93 @@ def _scan(first: HeadTiles, second: HeadTiles) -> tuple[Tensor, Tensor, Tensor]:
     # Rounding may leave equal distributions a hair below zero.
     value = (moment / total - log_total + other_log_total).clamp_(min=0.0)
     return value, top + log_total, other_top + other_log_total
+
+
+# -- operators that torch.compile does not look into ----------------------------------------------
+
+_ARGUMENTS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter, Tensor? adapter_weight, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter, "
+    "Tensor? teacher_adapter_weight, Tensor? temperature_N, float temperature, "
+    "float scale, float? softcap, ScalarType dtype, float teacher_scale, float? teacher_softcap, "
+    "ScalarType teacher_dtype, int? chunk_size, str direction"
+)
+
+
+def _compiled(tensors, temperature, settings, teacher_settings, direction) -> Tensor:
+    per_row = isinstance(temperature, Tensor)
+    value, _, _ = _operator(
+        *tensors,
+        temperature if per_row else None,
+        1.0 if per_row else temperature,
+        settings.scale,
+        settings.softcap,
+        settings.dtype,
+        teacher_settings.scale,
+        teacher_settings.softcap,
+        teacher_settings.dtype,
+        settings.chunk_size,
+        direction,
+    )
+    return value
+
+
+def _read(arguments):
+    """Tensors, temperature, both settings and direction from the arguments of an operator."""
+    temperature_N, temperature, *heads, chunk_size, direction = arguments[10:20]
+    settings, teacher_settings = (
+        HeadSettings(scale, softcap, False, chunk_size, False, False, dtype)
+        for scale, softcap, dtype in (heads[:3], heads[3:])
+    )
+    temperature = temperature if temperature_N is None else temperature_N
+    return arguments[:10], temperature, settings, teacher_settings, direction
+
+
+@torch.library.custom_op(
+    "torchrl_llm::chunked_divergence",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor value, Tensor log_sum, Tensor teacher_log_sum)",
+)
+def _operator(*arguments):
+    return _diverge(*_read(arguments))
+
+
+@_operator.register_fake
+def _(*arguments):
+    tensors, _, settings, teacher_settings, direction = _read(arguments)
+    first = settings if direction == "reverse" else teacher_settings
+    sums = tensors[0].new_empty(tensors[0].shape[0], dtype=first.sum_dtype)
+    return sums, torch.empty_like(sums), torch.empty_like(sums)
+
+
+@torch.library.custom_op(
+    "torchrl_llm::chunked_divergence_backward",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor value, Tensor log_sum, Tensor teacher_log_sum, Tensor grad, "
+    "bool[] needs) -> Tensor[]",
+)
+def _backward_operator(*arguments):
+    *results, grad, needs = arguments[20:]
+    grads = _gradients(*_read(arguments), results, grad, needs)
+    return [grad for grad in grads if grad is not None]
+
+
+@_backward_operator.register_fake
+def _(*arguments):
+    return empty_gradients(arguments[:5], arguments[-1])
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.rest = inputs[11:]
+
+
+def _backward(ctx, grad, *_):
+    *inputs, value, log_sum, teacher_log_sum = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    results = (value, log_sum, teacher_log_sum)
+    grads = iter(_backward_operator(*inputs, *ctx.rest, *results, grad, needs))
+    return *(next(grads) if need else None for need in needs), *(None,) * 15
+
+
+_operator.register_autograd(_backward, setup_context=_save)

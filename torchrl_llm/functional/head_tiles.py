@@ -8,6 +8,7 @@ Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -318,6 +319,21 @@ class KeptTiles:
         height, width = columns.stop - columns.start, rows.stop - rows.start
         start = self._start + columns.start * self._count + height * rows.start
         return self._flat[start : start + height * width].view(height, width)
+
+
+def empty_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    """Memory like that of the gradients of :class:`HeadGradients`, of the needed ones only.
+
+    Args:
+        inputs: as there.
+        needs: as there.
+    """
+    wanted = [like for like, need in zip(inputs, needs, strict=True) if need]
+    keeps_strides = inputs[1]  # the others are collected in memory without gaps
+    return [
+        torch.empty_like(like) if like is keeps_strides else like.new_empty(like.shape)
+        for like in wanted
+    ]
 
 
 class HeadGradients:

@@ -196,7 +196,7 @@ def ess_moments(log_ratio_N: Tensor) -> Tensor:
         tensor([2., 2., 2.])
     """
     weights = log_ratio_N.detach().clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
-    count = weights.new_tensor(weights.shape[0])
+    count = weights.new_full((), weights.shape[0])
     return torch.stack([count, weights.sum(), weights.square().sum()])
 
 

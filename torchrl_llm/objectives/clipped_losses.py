@@ -21,7 +21,7 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import ppo_clip, value_loss
 from torchrl_llm.objectives.argument_checks import check_not_negative, check_positive
-from torchrl_llm.objectives.flat_columns import on_device
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -355,7 +355,7 @@ class PPOLoss(GRPOLoss):
         device = tokens.log_probs.device
         values = self._values(rows, scores).to(device)
         targets, old = (
-            None if column is None else on_device(column, device)
+            None if column is None else sent(column, device)
             for column in self._value_columns(tensordict, rows)
         )
         loss, clipped = value_loss(values, targets, old, self.value_clip)
@@ -379,7 +379,7 @@ class PPOLoss(GRPOLoss):
         if values is None or values.shape != (count,):
             got = None if values is None else tuple(values.shape)
             raise DataError(f"the critic must value the {count} selected tokens, got {got}")
-        # As with log-probs, see check_scores.
+        # On a GPU as for the log-probs, see check_scores.
         if values.device.type == "cpu" and not bool(values.detach().isfinite().all()):
             raise DataError("the critic's values are NaN or infinite: its weights have diverged")
         return values

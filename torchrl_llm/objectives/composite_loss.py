@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 
@@ -337,9 +338,9 @@ def _equal(first: float | Tensor, second: float | Tensor) -> bool:
 def _part(scores: TokenScores, member: Tensor) -> TokenScores:
     if bool(member.all()):
         return scores
-    member = member.to(scores.log_probs.device)
+    index = sent(member.nonzero()[:, 0], scores.log_probs.device)
     # Only teachers are asked for what is not a tensor.
-    return TokenScores(*(v[member] if isinstance(v, Tensor) else None for v in scores))
+    return TokenScores(*(v[index] if isinstance(v, Tensor) else None for v in scores))
 
 
 def _with_support(

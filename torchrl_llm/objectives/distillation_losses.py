@@ -30,7 +30,7 @@ from torchrl_llm.data.scoring import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k2, k3, ppo_clip, truncated_weights
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
-from torchrl_llm.objectives.flat_columns import on_device
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -187,8 +187,7 @@ class DistillationLoss(SFTLoss):
         normalizer = normalizer or self.count(tensordict, rows)
         log_probs = check_scores(scores.log_probs, rows)
         log_probs = log_probs.to(self.device or log_probs.device)
-        teacher = self.column(tensordict, rows, "teacher_log_prob")
-        teacher = on_device(teacher, log_probs.device)
+        teacher = sent(self.column(tensordict, rows, "teacher_log_prob"), log_probs.device)
         pair = (teacher, log_probs) if self.kl_direction == "reverse" else (log_probs, teacher)
         divergence = k3_kl_token_estimate(*pair)
         weights = self._weights(tensordict)
@@ -396,7 +395,7 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
             kl = divergence.detach()
         else:
             teacher = self.column(tensordict, rows, "teacher_log_prob")
-            teacher = on_device(teacher, tokens.log_probs.device)
+            teacher = sent(teacher, tokens.log_probs.device)
             gap = teacher - tokens.log_probs
             kl = -gap.detach()
             from_sampler = tokens.log_probs - tokens.sample_log_probs

@@ -36,9 +36,14 @@ class RowKeys:
     group_id: NestedKey = "group_id"
 
 
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Values of rows where the loss is computed; the host does not wait for a copy to a GPU."""
-    return values.to(device, non_blocking=device.type != "cpu")
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values on a device; those of the CPU go there without waiting for what the device does.
+
+    Args:
+        values: a column, an index.
+        device: where the loss is computed.
+    """
+    return values.to(device, non_blocking=values.device.type == "cpu")
 
 
 def key_name(key: NestedKey) -> str:

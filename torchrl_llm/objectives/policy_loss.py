@@ -40,7 +40,7 @@ from torchrl_llm.functional.kl import KL_ESTIMATORS
 from torchrl_llm.functional.kl import LossKLEstimator as KLEstimator
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.correction import Correction
-from torchrl_llm.objectives.flat_columns import on_device
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import (
     MaskingStrategy,
     RowKeys,
@@ -415,8 +415,7 @@ class PolicyGradientLoss(TokenLoss):
         log_probs = check_scores(scores.log_probs, rows)
         device = self.device or log_probs.device
         log_probs = log_probs.to(device)
-        columns = self._columns(tensordict, rows)
-        columns = {name: on_device(column, device) for name, column in columns.items()}
+        columns = {k: sent(v, device) for k, v in self._columns(tensordict, rows).items()}
         sampled = columns["sampled"]
         proximal = columns.get("proximal", sampled)
         if self.correction is not None and self.correction.proximal == "current":
@@ -425,7 +424,7 @@ class PolicyGradientLoss(TokenLoss):
             log_probs,
             log_probs - proximal,
             columns["advantage"],
-            on_device(rows.row, device),
+            sent(rows.row, device),
             len(rows.counts),
             sampled,
         )
@@ -520,8 +519,7 @@ class PolicyGradientLoss(TokenLoss):
                 )
             lengths = [tokens.get(group, 0) for group in groups]
         if lengths is not None:
-            lengths = torch.tensor(lengths, dtype=like.dtype, device=rows.row.device)[rows.row]
-            lengths = on_device(lengths, like.device)
+            lengths = sent(torch.tensor(lengths, dtype=like.dtype)[rows.row], like.device)
         weights = token_weights(lengths, mode, normalizer, constant_length=self.constant_length)
         # Rows of 100,000 tokens: float32 does not add up what nearly cancels.
         if isinstance(weights, float):

@@ -22,7 +22,7 @@ from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
-from torchrl_llm.objectives.flat_columns import key_name, on_device, optional_column
+from torchrl_llm.objectives.flat_columns import key_name, optional_column, sent
 from torchrl_llm.objectives.loss_rows import (
     MaskingStrategy,
     RowKeys,
@@ -279,7 +279,7 @@ class SFTLoss(TokenLoss):
         log_probs = log_probs.to(self.device or log_probs.device)
         reference = self._reference(tensordict, rows)
         if reference is not None:
-            reference = on_device(reference, log_probs.device)
+            reference = sent(reference, log_probs.device)
         weights = self._weights(tensordict)
         fields = {"loss_sft": self._objective(log_probs, reference, rows, normalizer, weights)}
         if self.kl_to_ref_coeff:
@@ -314,16 +314,17 @@ class SFTLoss(TokenLoss):
         return self._over_rows(self._per_row(values_N, rows), normalizer, weights)
 
     def _per_row(self, values_N: Tensor, rows: TokenRows) -> Tensor:
-        sums = sequence_log_ratio(values_N, on_device(rows.row, values_N.device), len(rows.counts))
+        row = sent(rows.row, values_N.device)
+        sums = sequence_log_ratio(values_N, row, len(rows.counts))
         if self.normalize_by_seq_length:
-            sums = sums / on_device(torch.tensor(rows.counts), sums.device).clamp(min=1)
+            sums = sums / sent(torch.tensor(rows.counts).clamp(min=1), sums.device)
         return sums
 
     def _over_rows(self, loss_B: Tensor, normalizer: Normalizer, weights: Tensor | None) -> Tensor:
         """Losses of rows, weighted and reduced over rows as asked for."""
         wide = loss_B.double()
         if weights is not None:
-            wide = wide * on_device(weights, wide.device)
+            wide = wide * sent(weights, wide.device)
         if self.reduction != "none":
             wide = wide.sum()
         if self.reduction == "mean":
@@ -336,7 +337,7 @@ class SFTLoss(TokenLoss):
         """The (weighted) mean of values over tokens."""
         wide = values_N.double()
         if weights is not None:
-            wide = wide * on_device(weights[rows.row], wide.device)
+            wide = wide * sent(weights[rows.row], wide.device)
         return (wide.sum() / normalizer.num_tokens).to(values_N.dtype)
 
     def _weights(self, tensordict: Any) -> Tensor | None:

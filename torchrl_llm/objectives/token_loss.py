@@ -287,8 +287,8 @@ class TokenLoss(LossModule):
 def check_scores(log_probs: Tensor, rows: TokenRows) -> Tensor:
     """Refuse log-probs of the current policy that are of the wrong number or not finite.
 
-    On a GPU they are not looked at, for the host would wait for them in each micro-batch: there the
-    norm of the gradients shows it, and ``clipped_step`` changes no weight.
+    On a GPU the second would wait for the forward, once a micro-batch; there
+    :func:`~torchrl_llm.trainers.optimize` refuses them at the end of the update.
 
     Args:
         log_probs: what the actor returned, to be float32 ``[N]``.
@@ -298,7 +298,7 @@ def check_scores(log_probs: Tensor, rows: TokenRows) -> Tensor:
         The log-probs as given.
 
     Raises:
-        DataError: when they are not ``N``, or on a CPU not finite.
+        DataError: when they are not ``N``, or on the CPU not finite.
     """
     count = rows.row.shape[0]
     if log_probs.shape != (count,):

@@ -21,6 +21,7 @@ from torchrl_llm.rewards.reward_runner import call_reward
 from torchrl_llm.sandbox.workers import WorkerPool
 
 _CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
+_PREPARE = "load_library"
 _MEMORY_BYTES = 2 << 30
 # The longest reference of the dataset has less than a tenth of it.
 _MAX_LENGTH = 2000
@@ -284,7 +285,7 @@ def _is_ordered(answer: str) -> bool | None:
 
 @cache
 def _pool(num_workers: int) -> WorkerPool:
-    return WorkerPool(_CHECK, num_workers=num_workers, memory_bytes=_MEMORY_BYTES)
+    return WorkerPool(_CHECK, num_workers=num_workers, memory_bytes=_MEMORY_BYTES, prepare=_PREPARE)
 
 
 @lru_cache(maxsize=8192)

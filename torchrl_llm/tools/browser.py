@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrl_llm._imports import require
 from torchrl_llm._registry import register
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, WorkerError
@@ -83,6 +84,7 @@ class BrowserTool(Restarted, Tool):
 
     Raises:
         ConfigError: an impossible argument.
+        MissingExtraError: Playwright is not installed.
 
     Example:
         >>> tool = BrowserTool(["example.org"])
@@ -109,6 +111,7 @@ class BrowserTool(Restarted, Tool):
     ) -> None:
         if timeout <= 0 or start_timeout <= 0 or page_chars < 1:
             raise ConfigError("timeout, start_timeout and page_chars must be above 0")
+        require("playwright", extra="browser", feature="BrowserTool")
         self.rules = AddressRules(allowed_domains)
         self.start_timeout, self.timeout = start_timeout, timeout + _GRACE_S
         self.settings = {
@@ -130,7 +133,6 @@ class BrowserTool(Restarted, Tool):
         """Start the browser.
 
         Raises:
-            MissingExtraError: Playwright is not installed.
             WorkerError: the browser did not start.
         """
         self._loop.run(self._driver.start(), timeout_s=self.start_timeout + _GRACE_S)

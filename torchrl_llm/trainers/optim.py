@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.wire import pack_rows
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 from torchrl_llm.trainers.metrics import LossMeter
 from torchrl_llm.trainers.ranks import ALONE, Counts, Ranks, add_gradients, sum_counts
@@ -340,6 +340,9 @@ def optimize(
         Means over the updates, named ``train/<name>``: the loss's metrics, ``train/grad_norm``
         and, with a scheduler, ``train/lr``; empty without a batch. They are those of all ranks.
 
+    Raises:
+        DataError: rows that the loss refuses, or a loss that is NaN or infinite.
+
     Example:
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -382,6 +385,12 @@ def optimize(
             if part is not None:
                 meter.add(part)
         norm = clipped_step(optimizer, scheduler, max_norm=max_norm)
+        if own is not None and not norm.isfinite() and not own.total_loss().isfinite().all():
+            raise DataError(
+                "loss and gradients are NaN or infinite: the weights of the policy, or of its "
+                "value head, have diverged, or a sampled token has probability zero. No weight was "
+                "changed"
+            )
         rate = {} if scheduler is None else {"lr": scheduler.get_last_lr()[0]}
         meter.close(grad_norm=norm, **rate)
     return meter.metrics()

@@ -42,6 +42,7 @@ from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.loggers import make_loggers
 from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
+from torchrl_llm.trainers.out_of_memory import naming_keys
 from torchrl_llm.trainers.progress import StopRequest, compare_conversations
 from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
@@ -355,11 +356,15 @@ class TrainingRun:
         Args:
             name: of the part, which the bar shows where steps are long; several parts of one name
                 are added up.
+
+        Raises:
+            ResourceError: the device ran out of memory; says which keys to lower.
         """
         self._bar.phase(name)
         begun = time.perf_counter()
         try:
-            yield
+            with naming_keys(name, self._config):
+                yield
         finally:
             seconds = time.perf_counter() - begun
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -585,7 +590,8 @@ class TrainingRun:
     def _measured(self) -> tuple[dict[str, float], list[str]]:
         numbers, conversations = {}, []
         if self.ranks.is_main:  # the same prompts in the same batches as in one process
-            result = self._evaluate()
+            with naming_keys("evaluate", self._config):
+                result = self._evaluate()
             numbers, conversations = result.metrics(), list(result.conversations)
         numbers, conversations = self.ranks.from_main((numbers, conversations))
         self._accuracy = numbers.get("eval/accuracy")

@@ -175,6 +175,24 @@ def test_what_another_process_cannot_import_is_refused_at_once():
         WorkerPool(behave, num_workers=0)
 
 
+def test_what_prepares_a_file_is_called_once_and_in_nobody_s_time(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import os, time\n"
+        "prepared = []\n"
+        "def prepare():\n"
+        "    time.sleep(2.0)\n"
+        "    prepared.append(os.getpid())\n"
+        "def score():\n"
+        "    return [*prepared, os.getpid()]\n"
+    )
+    pool = WorkerPool((path, "score"), num_workers=1, prepare="prepare")
+    prepared, own = pool.call(timeout=1.5)
+    assert prepared != own  # it is inherited
+    with pytest.raises(ConfigError, match="file and a name"):
+        WorkerPool(behave, prepare="prepare")
+
+
 def test_a_file_that_cannot_be_loaded_says_so(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_package\n")

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
+# Parts of a probability of 1; a power of two, so that float32 is scaled without rounding.
+_UNITS = 2.0**52
+
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
     """Make tokens that were seen less probable (arXiv:1909.05858, section 4.1).
@@ -61,9 +64,9 @@ def sampling_log_probs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
 
 def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
     ordered, order = logits_BV.sort(dim=-1, descending=True)
-    probs = ordered.softmax(-1)
+    units = _units(ordered.softmax(-1))
     # A token stays while the mass of the more probable ones is below top_p; the first always does.
-    dropped = probs.cumsum(-1) - probs >= top_p
+    dropped = units.cumsum(-1) - units >= int(top_p * _UNITS)
     dropped[:, 0] = False
     return logits_BV.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
@@ -85,11 +88,14 @@ def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tens
         >>> draw(torch.tensor([[-torch.inf, 0.0], [0.0, -torch.inf]]))
         tensor([1, 0])
     """
-    cumulative = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
+    cumulative = _units(log_probs_BV.exp()).cumsum(-1)
     total = cumulative[:, -1:]
-    point = torch.rand(
-        total.shape, dtype=torch.float64, device=total.device, generator=generator
-    ).mul_(total)
+    share = torch.rand(total.shape, dtype=torch.float64, device=total.device, generator=generator)
     # Rounding may reach the total, beyond which only impossible tokens lie.
-    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+    point = torch.minimum(share.mul_(total).long(), total - 1)
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def _units(probs_BV: Tensor) -> Tensor:
+    """Whole numbers, as the running sum of floats is not deterministic on a GPU."""
+    return probs_BV.mul(_UNITS).long()

@@ -338,7 +338,8 @@ def _divergence(
     whole = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
     for number, teacher in enumerate(extras.teachers):
         # Indices rather than a mask: tokens are picked once and put back once.
-        index = (extras.teacher_index.to(hidden_ND.device) == number).nonzero()[:, 0]
+        index = (extras.teacher_index == number).nonzero()[:, 0]
+        index = index.to(hidden_ND.device, non_blocking=True)
         own = temperature[index] if isinstance(temperature, Tensor) else temperature
         values = head.divergence(hidden_ND[index], teacher, temperature=own, **settings)
         whole = whole.to(values.dtype).index_put((index,), values)

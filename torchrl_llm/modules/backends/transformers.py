@@ -14,44 +14,43 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
+from torchrl_llm.modules.backends.causal_decoder import CausalDecoder
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.head import ValueHead, causal_model, sampling_mode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
+from torchrl_llm.modules.backends.static_decoder import DecoderChoice
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.modules.model_loading import known_eos
 
-# Tokens that a cache has room for beyond those that it holds.
-_MOST_ROOM = 64
-
-
-_Builder = Callable[[Any, int, tuple[int, ...]], Any]
+_Builder = Callable[[Any, int, tuple[int, ...], torch.device], Any]
 
 _BUILDERS: dict[str, _Builder] = {
-    "min_new_tokens": lambda value, prompt, eos: lp.MinNewTokensLengthLogitsProcessor(
-        prompt, value, list(eos)
+    "min_new_tokens": lambda value, prompt, eos, device: lp.MinNewTokensLengthLogitsProcessor(
+        prompt, value, list(eos), device=device
     ),
-    "no_repeat_ngram_size": lambda value, prompt, eos: lp.NoRepeatNGramLogitsProcessor(value),
-    "bad_words_ids": lambda value, prompt, eos: lp.NoBadWordsLogitsProcessor(value, list(eos)),
-    "sequence_bias": lambda value, prompt, eos: lp.SequenceBiasLogitsProcessor(value),
-    "suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensLogitsProcessor(value),
-    "begin_suppress_tokens": lambda value, prompt, eos: lp.SuppressTokensAtBeginLogitsProcessor(
-        value, prompt
+    "no_repeat_ngram_size": lambda value, *_: lp.NoRepeatNGramLogitsProcessor(value),
+    "bad_words_ids": lambda value, prompt, eos, _: lp.NoBadWordsLogitsProcessor(value, list(eos)),
+    "sequence_bias": lambda value, *_: lp.SequenceBiasLogitsProcessor(value),
+    "suppress_tokens": lambda value, prompt, eos, device: lp.SuppressTokensLogitsProcessor(
+        value, device=device
     ),
-    "typical_p": lambda value, prompt, eos: lp.TypicalLogitsWarper(mass=value),
-    "epsilon_cutoff": lambda value, prompt, eos: lp.EpsilonLogitsWarper(value),
-    "eta_cutoff": lambda value, prompt, eos: lp.EtaLogitsWarper(value),
+    "begin_suppress_tokens": lambda value, prompt, eos, device: (
+        lp.SuppressTokensAtBeginLogitsProcessor(value, prompt, device=device)
+    ),
+    "typical_p": lambda value, *_: lp.TypicalLogitsWarper(mass=value),
+    "epsilon_cutoff": lambda value, *_: lp.EpsilonLogitsWarper(value),
+    "eta_cutoff": lambda value, prompt, eos, device: lp.EtaLogitsWarper(value, device=device),
 }
 
 NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
@@ -59,7 +58,10 @@ NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
 
 
 def native_processors(
-    arguments: Mapping[str, Any], prompt_length: int, end_ids: tuple[int, ...]
+    arguments: Mapping[str, Any],
+    prompt_length: int,
+    end_ids: tuple[int, ...],
+    device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
     """Processors for the arguments given, in transformers' own order.
 
@@ -69,13 +71,14 @@ def native_processors(
         arguments: names of :data:`NATIVE_ARGUMENTS` and their values.
         prompt_length: tokens of the longest (padded) prompt.
         end_ids: ids that end a response.
+        device: of the logits.
 
     Example:
         >>> [type(p).__name__ for p in native_processors({"suppress_tokens": [3]}, 4, (2,))]
         ['SuppressTokensLogitsProcessor']
     """
     built = [
-        build(arguments[name], prompt_length, end_ids)
+        build(arguments[name], prompt_length, end_ids, torch.device(device))
         for name, build in _BUILDERS.items()
         if name in arguments
     ]
@@ -99,6 +102,13 @@ class TransformersBackend(LocalBackend):
         full_logits: when a scorer is built, let the model make its own logits (for heads that the
             chunked one does not know).
         value_head: when a scorer is built, its value head (PPO); trained with the model.
+        decode: how a step of sampling runs. ``"plain"`` calls the model. ``"graph"`` uses a cache
+            of fixed size, and on a GPU replays the step as a CUDA graph; an error where the model
+            cannot, but plain where the context is longer than a sliding window of its attention.
+            ``"auto"`` does that on a GPU for 16 tokens and more, else and where it cannot (with a
+            warning) it is plain. See
+            :mod:`~torchrl_llm.modules.backends.static_decoder`; ``"plain"`` is for programs in
+            which another thread may wait for the whole device meanwhile.
 
     Attributes:
         scorer: the root module for FSDP2 and ``torch.compile``.
@@ -128,7 +138,9 @@ class TransformersBackend(LocalBackend):
         chunk_size: int | None = None,
         full_logits: bool = False,
         value_head: ValueHead | None = None,
+        decode: Literal["auto", "plain", "graph"] = "auto",
     ) -> None:
+        self._decoders = DecoderChoice(decode)
         if scorer is None:
             scorer = CausalScorer(
                 model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
@@ -183,19 +195,22 @@ class TransformersBackend(LocalBackend):
         distinct = [torch.frombuffer(bytearray(key), dtype=torch.int64) for key in unique]
         rows = [distinct[owner] for owner in owners]
         longest = max(p.shape[0] for p in distinct)
+        limits = torch.tensor([self._room(p, params) for p in rows])
+        device = causal_model(self.model).get_input_embeddings().weight.device
         with sampling_mode(self.model):
-            decoder = _CausalDecoder(
+            decoder = CausalDecoder(
                 self.model, distinct, self.max_length, params.max_new_tokens, takes=self._takes
             )
+            logits = decoder.prefill(torch.tensor(owners))
             return decode(
-                decoder,
-                decoder.prefill(torch.tensor(owners)),
+                self._decoders.over(decoder, int(limits.max())),
+                logits,
                 rows,
                 params,
-                max_tokens=torch.tensor([self._room(p, params) for p in rows]),
+                max_tokens=limits,
                 end_ids=self._ends(params),
                 stop_strings=StopStrings(self.tokenizer, params.stop),
-                processors=native_processors(params.native, longest, self.eos_token_ids),
+                processors=native_processors(params.native, longest, self.eos_token_ids, device),
                 pad_id=getattr(self._config, "pad_token_id", None) or 0,
             )
 
@@ -231,129 +246,3 @@ class TransformersBackend(LocalBackend):
         device = causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits
-
-
-class _CausalDecoder:
-    """A causal model with its cache in the middle of a batch; see ``decoding.Decoder``."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prompts: list[Tensor],
-        max_length: int | None,
-        max_new_tokens: int,
-        *,
-        takes: frozenset[str],
-    ) -> None:
-        device = causal_model(model).get_input_embeddings().weight.device
-        self._model = model
-        self._cache = make_cache(causal_model(model), max_new_tokens)
-        self._takes = takes
-        self._last_position = max_length - 1 if max_length else None
-        lengths = torch.tensor([p.shape[0] for p in prompts])
-        self._held = int(lengths.max())
-        ids_UP = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
-        self._ids = ids_UP.to(device)
-        mask = torch.arange(self._held) >= (self._held - lengths)[:, None]
-        # Without a pad anywhere no mask is needed, and attention takes its fast path.
-        self._mask = None if bool(mask.all()) else mask.to(device)
-        self._next = lengths.to(device)
-
-    def prefill(self, owners: Tensor) -> Tensor:
-        """Read the prompts once; ``owners`` gives the prompt of each row, logits are ``[B, V]``."""
-        if self._mask is None:
-            positions = torch.arange(self._held, device=self._ids.device).expand_as(self._ids)
-        else:
-            positions = (self._mask.long().cumsum(-1) - 1).clamp_min_(0)
-        logits = self._forward(self._ids, positions)
-        if owners.tolist() != list(range(self._ids.shape[0])):
-            owners = owners.to(logits.device)
-            self.keep(owners)
-            logits = logits[owners]
-        return logits
-
-    def advance(self, token_ids: Tensor) -> Tensor:
-        positions = self._next[:, None]
-        if self._last_position is not None:
-            # Rows that are full have ended, but stay in the batch until it is compacted.
-            positions = positions.clamp_max(self._last_position)
-        self._next = self._next + 1
-        self._held += 1
-        if self._mask is not None and self._mask.shape[1] < self._held:
-            self._mask = torch.nn.functional.pad(self._mask, (0, 64), value=True)
-        return self._forward(token_ids[:, None], positions)
-
-    def keep(self, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._next = self._next[rows]
-        if self._mask is not None:
-            self._mask = self._mask[rows]
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        # By keyword always: the second positional argument is not the mask in every model.
-        wanted = {"position_ids": positions, "logits_to_keep": 1}
-        extra = {name: value for name, value in wanted.items() if name in self._takes}
-        output = self._model(
-            input_ids=ids,
-            attention_mask=None if self._mask is None else self._mask[:, : self._held],
-            past_key_values=self._cache,
-            use_cache=True,
-            **extra,
-        )
-        return output.logits[:, -1]
-
-
-class _BlockLayer(DynamicLayer):
-    """A full-attention layer whose tensors have room for more tokens than they hold.
-
-    transformers' own layer concatenates, which copies the whole cache at each token.
-    """
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self._room = room
-        self._length = 0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append states ``[B, heads, T, dim]`` and return views of all that is held."""
-        end = self._length + key_states.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys = key_states.new_empty(_with_length(key_states, end + self._room))
-            self.values = value_states.new_empty(_with_length(value_states, end + self._room))
-        elif end > self.keys.shape[-2]:
-            room = max(end, self.keys.shape[-2] * 3 // 2) + self._room
-            self.keys = self._moved(self.keys, room)
-            self.values = self._moved(self.values, room)
-        self.keys[..., self._length : end, :] = key_states
-        self.values[..., self._length : end, :] = value_states
-        self._length = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def _moved(self, old: Tensor, room: int) -> Tensor:
-        new = old.new_empty(_with_length(old, room))
-        new[..., : self._length, :] = old[..., : self._length, :]
-        return new
-
-    def get_seq_length(self) -> int:
-        """Tokens held, which is less than the tensors have room for."""
-        return self._length
-
-
-def _with_length(states: Tensor, length: int) -> torch.Size:
-    return states.shape[:-2] + (length, states.shape[-1])
-
-
-def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
-    """An empty cache for a model; sliding-window and recurrent layers keep transformers' classes.
-
-    Args:
-        model: a transformers causal language model.
-        max_new_tokens: tokens that will follow the first ones, of which room is made for some.
-    """
-    room = min(max_new_tokens, _MOST_ROOM)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [_BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
-    return cache

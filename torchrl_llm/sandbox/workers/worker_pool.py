@@ -160,6 +160,8 @@ class WorkerPool:
         memory_bytes: address space of each process; ``None`` for no limit.
         start: what each process calls once, before the function; not counted in the time of a call.
             It is sent together with ``target``, and may be a method of the same object.
+        prepare: where ``target`` is a file, the name of a function in it that imports what the
+            other one needs. It is called once, before the processes are forked.
 
     Raises:
         ConfigError: a target that another process cannot import, or impossible numbers.
@@ -178,11 +180,12 @@ class WorkerPool:
         num_workers: int = 2,
         memory_bytes: int | None = None,
         start: Callable[[], Any] | None = None,
+        prepare: str | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         self.num_workers = num_workers
-        self._setup = {**_importable(target, start), "memory_bytes": memory_bytes}
+        self._setup = {**_importable(target, start, prepare), "memory_bytes": memory_bytes}
         self._forget()
 
     def _forget(self) -> None:
@@ -474,13 +477,15 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _importable(target: Any, start: Any) -> dict[str, Any]:
+def _importable(target: Any, start: Any, prepare: str | None) -> dict[str, Any]:
     """What another process needs to get at the function."""
     if isinstance(target, tuple):
         path, name = target
         if start is not None:
             raise ConfigError("`start` goes with a function, not with a file and a name")
-        return {"target": ("file", str(path), name), "main": None}
+        return {"target": ("file", str(path), name), "main": None, "prepare": prepare}
+    if prepare is not None:
+        raise ConfigError("`prepare` goes with a file and a name, not with a function")
     content = io.BytesIO()
     pickler = _Pickler(content)
     try:

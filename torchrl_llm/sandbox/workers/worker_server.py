@@ -242,6 +242,8 @@ def _load(setup: dict[str, Any]) -> tuple[Any, Any]:
         spec = importlib.util.spec_from_file_location("worker_function", what)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if setup["prepare"] is not None:
+            getattr(module, setup["prepare"])()
         return getattr(module, name), None
     finally:
         torchrl_llm_is_loading = False

@@ -1,0 +1,170 @@
+"""Causal model that decodes with a cache that grows: the plain decoder, for every model.
+
+Its fast twin is :class:`~torchrl_llm.modules.backends.static_decoder.StaticDecoder`.
+
+Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
+``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from torchrl_llm.modules.backends.head import causal_model
+
+# Tokens that a cache has room for beyond those that it holds.
+_MOST_ROOM = 64
+
+
+class CausalDecoder:
+    """A causal model with its cache in the middle of a batch; see ``decoding.Decoder``.
+
+    Args:
+        model: the model, in PEFT or not.
+        prompts: ``U`` int64 tensors.
+        max_length: context of the model, if it is limited.
+        max_new_tokens: tokens that will follow the prompts.
+        takes: names of the arguments of the model's forward.
+
+    Attributes:
+        model: the model.
+        takes: names of the arguments of its forward.
+        cache: its cache.
+        held: tokens in the cache, pads before shorter prompts counted.
+        mask: bool ``[B, >= held]``, ``False`` for pads; ``None`` when there are none.
+        next_positions: int64 ``[B]``, of the tokens to come.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: list[Tensor],
+        max_length: int | None,
+        max_new_tokens: int,
+        *,
+        takes: frozenset[str],
+    ) -> None:
+        device = causal_model(model).get_input_embeddings().weight.device
+        self.model = model
+        self.cache = make_cache(causal_model(model), max_new_tokens)
+        self.takes = takes
+        self._last_position = max_length - 1 if max_length else None
+        lengths = torch.tensor([p.shape[0] for p in prompts])
+        self.held = int(lengths.max())
+        ids_UP = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+        self._ids = ids_UP.to(device)
+        mask = torch.arange(self.held) >= (self.held - lengths)[:, None]
+        # Without a pad anywhere no mask is needed, and attention takes its fast path.
+        self.mask = None if bool(mask.all()) else mask.to(device)
+        self.next_positions = lengths.to(device)
+
+    def prefill(self, owners: Tensor) -> Tensor:
+        """Read the prompts once; ``owners`` gives the prompt of each row, logits are ``[B, V]``."""
+        if self.mask is None:
+            positions = torch.arange(self.held, device=self._ids.device).expand_as(self._ids)
+        else:
+            positions = (self.mask.long().cumsum(-1) - 1).clamp_min_(0)
+        logits = self.forward(self._ids, positions, self.mask)
+        if owners.tolist() != list(range(self._ids.shape[0])):
+            owners = owners.to(logits.device)
+            self.keep(owners)
+            logits = logits[owners]
+        return logits
+
+    def advance(self, token_ids: Tensor) -> Tensor:
+        """Append one id per row, int64 ``[B]``, and return the logits after it, ``[B, V]``."""
+        positions = self.in_context(self.next_positions)[:, None]
+        self.next_positions = self.next_positions + 1
+        self.held += 1
+        if self.mask is not None and self.mask.shape[1] < self.held:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 64), value=True)
+        mask = None if self.mask is None else self.mask[:, : self.held]
+        return self.forward(token_ids[:, None], positions, mask)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, int64 indices into the present batch."""
+        self.cache.batch_select_indices(rows)
+        self.next_positions = self.next_positions[rows]
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+
+    def in_context(self, positions: Tensor) -> Tensor:
+        """Positions that the model has; rows that are full have ended, but may stay for a while."""
+        if self._last_position is None:
+            return positions
+        return positions.clamp_max(self._last_position)
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits ``[B, V]`` after the last of the ids ``[B, T]``, which are added to the cache."""
+        # By keyword always: the second positional argument is not the mask in every model.
+        wanted = {"position_ids": positions, "logits_to_keep": 1}
+        extra = {name: value for name, value in wanted.items() if name in self.takes}
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            **extra,
+        )
+        return output.logits[:, -1]
+
+
+class BlockLayer(DynamicLayer):
+    """A full-attention layer whose tensors have room for more tokens than they hold.
+
+    transformers' own layer concatenates, which copies the whole cache at each token.
+    """
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+        self._length = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append states ``[B, heads, T, dim]`` and return views of all that is held."""
+        end = self._length + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys = key_states.new_empty(_with_length(key_states, end + self._room))
+            self.values = value_states.new_empty(_with_length(value_states, end + self._room))
+        elif end > self.keys.shape[-2]:
+            room = max(end, self.keys.shape[-2] * 3 // 2) + self._room
+            self.keys = self._moved(self.keys, room)
+            self.values = self._moved(self.values, room)
+        self.keys[..., self._length : end, :] = key_states
+        self.values[..., self._length : end, :] = value_states
+        self._length = end
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _moved(self, old: Tensor, room: int) -> Tensor:
+        new = old.new_empty(_with_length(old, room))
+        new[..., : self._length, :] = old[..., : self._length, :]
+        return new
+
+    def get_seq_length(self) -> int:
+        """Tokens held, which is less than the tensors have room for."""
+        return self._length
+
+
+def _with_length(states: Tensor, length: int) -> torch.Size:
+    return states.shape[:-2] + (length, states.shape[-1])
+
+
+def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
+    """An empty cache for a model; sliding-window and recurrent layers keep transformers' classes.
+
+    Args:
+        model: a transformers causal language model.
+        max_new_tokens: tokens that will follow the first ones, of which room is made for some.
+    """
+    room = min(max_new_tokens, _MOST_ROOM)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
+    return cache
