@@ -3,6 +3,8 @@
 Sides: ours, ours with the weight's gradient added in place, log-softmax of all logits, that under
 ``torch.compile``, and the head of TRL's trainers. Each computes log-probs of given targets, and the
 gradients of states and weight. Memory is what a call adds, its gradients included.
+
+Who holds all logits makes three products; ours and TRL's compute them again, and make four.
 """
 
 from __future__ import annotations

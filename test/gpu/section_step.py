@@ -13,6 +13,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_llm.functional import AttentionBlock
+from torchrl_llm.modules.backends import attention
 from torchrl_llm.modules.backends.layouts import RowStream
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss
@@ -315,8 +317,13 @@ def measure_layouts(run: Section, shape: Shape, model: nn.Module) -> None:
 
 
 def measure_costs(run: Section, shape: Shape, model: nn.Module, bandwidth: float) -> None:
-    """The four numbers of ``layouts._SECONDS``, as that file defines them."""
-    scorer = CausalScorer(model)
+    """The four numbers of ``layouts._SECONDS``, as that file defines them.
+
+    A block is one of several: the kernel for rows of all lengths is out of use here.
+    """
+    scorer, dtype = CausalScorer(model), next(model.parameters()).dtype
+    has_kernel = attention.has_row_kernel(run.device, dtype, shape.hidden // shape.heads)
+    run.fact("packed rows by torch's kernel for rows of all lengths", has_kernel)
     rows, width = (4, 16) if run.tiny else (64, 128)
 
     def seconds(*blocks: tuple[int, int]) -> float:
@@ -331,7 +338,8 @@ def measure_costs(run: Section, shape: Shape, model: nn.Module, bandwidth: float
             True,
         ).to(run.device)
         work = lambda: scorer(stream).log_probs.sum().backward()  # noqa: E731
-        return run.measure(work, repeats=3, warmup=1)[0]
+        with mock.patch.object(attention, "has_row_kernel", return_value=False):
+            return run.measure(work, repeats=3, warmup=1)[0]
 
     whole, half = seconds((rows, width)), seconds((rows // 2, width))
     body = 6 * shape.body_weights * rows * width / 2
