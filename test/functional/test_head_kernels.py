@@ -59,9 +59,8 @@ def test_kernels_compile_for_a_hopper_gpu():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = dict.fromkeys(
-        ["tile", "tops", "totals", "moments", "picked", "log_sums", "entropies"], "*fp32"
-    )
+    float32 = ["tile", "tops", "totals", "moments", "picked", "log_sums", "entropies"]
+    pointers = dict.fromkeys(float32, "*fp32")
     pointers |= {"targets": "*i64", "grad_log_probs": "*fp32", "grad_entropies": "*fp32"}
     types = {**pointers, "result": "*bf16", "first": "i32", "width": "i32"}
     for function in (head_kernels._fold, head_kernels._gradient):
