@@ -69,6 +69,8 @@ from torchrl_llm.tools import call_formats, call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks
 
+pytest.importorskip("math_verify")  # one of those that read answers
+
 # A megabyte takes at most half a second of CPU (test/benchmarks/bench_parsers.py), so this takes
 # 16 ms; what took a time that grows with the square took half a second and more.
 SIZE, LIMIT_S = 32_000, 0.2

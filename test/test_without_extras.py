@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from without_extras import EXTRAS, optional_packages, run_hidden
+from without_extras import EXTRAS, ROOT, optional_packages, run_hidden
 
 from torchrl_llm._registry import KINDS
 
@@ -86,6 +86,16 @@ def test_what_needs_none_is_made_without(made):
     free = {n: error for n, error in made.items() if n not in NEEDS and n.startswith(kinds)}
     assert not {name: error for name, error in free.items() if error != ["", ""]}
     assert not {n for n, (kind, _) in made.items() if kind == "ModuleNotFoundError"}
+
+
+@pytest.mark.full
+def test_every_file_of_tests_can_be_read_where_its_packages_are_not():
+    """So that ``pytest -m gpu`` runs on a machine which has little else."""
+    also = [text for text in EXTRAS["test"] if text.startswith(("pytest", "hypothesis", "peft"))]
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    code = f"import sys, pytest\nsys.exit(pytest.main({[*arguments, str(ROOT / 'test')]!r}))"
+    done = run_hidden(code, ROOT, also)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def test_a_training_with_a_named_reward_on_a_file_of_rows_runs(tmp_path):

@@ -64,9 +64,9 @@ def _brought(dependencies):
     return {name for name, *_ in found}
 
 
-def optional_packages():
-    """Import names of the installed packages that only an extra brings."""
-    base = _brought(PROJECT["dependencies"]) | {"torchrl-llm", "pip", "setuptools"}
+def optional_packages(*also):
+    """Import names of the installed packages that neither the base nor these requirements bring."""
+    base = _brought([*PROJECT["dependencies"], *also]) | {"torchrl-llm", "pip", "setuptools"}
     packages = packages_distributions().items()
     return {name for name, found in packages if not base & set(map(_plain_name, found))}
 
@@ -78,17 +78,20 @@ def hide(packages):
     sys.meta_path[:] = [Without(finder, hidden) for finder in sys.meta_path]
 
 
-def run_hidden(code, folder=None):
+def run_hidden(code, folder=None, also=()):
     """Run a program from which these packages are hidden.
 
     Args:
         code: the program; it can import this file.
         folder: its working folder.
+        also: requirements that are installed besides the base.
 
     Returns:
         The process that has ended, with what it printed.
     """
-    hidden = "from without_extras import hide, optional_packages\nhide(optional_packages())\n"
+    hidden = (
+        f"from without_extras import hide, optional_packages\nhide(optional_packages(*{also!r}))\n"
+    )
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     return subprocess.run(
         [sys.executable, "-c", hidden + code],

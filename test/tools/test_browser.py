@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Error as PlaywrightError
 from tools.web import Site, leads_to, names_of_this_machine
 
 from torchrl_llm.data.history import History
@@ -23,6 +22,7 @@ from torchrl_llm.tools.browser_driver import BrowserDriver
 from torchrl_llm.tools.browser_rules import AddressRules
 from torchrl_llm.tools.tool_call import ToolCall
 
+playwright = pytest.importorskip("playwright.async_api")
 has_browser = pytest.mark.skipif(
     not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
     reason="no Chromium: apt install chromium",
@@ -32,7 +32,6 @@ PAGE_S = 60.0  # for pages that answer, on a machine that does other things too
 
 @pytest.fixture(scope="module")
 def site():
-    pytest.importorskip("playwright")
     site = Site()
     yield site
     site.close()
@@ -243,7 +242,7 @@ def test_conversations_share_no_page_and_no_cookie(site, browser, act):
     ("failure", "error", "said"),
     [
         (TimeoutError(), "TimeoutError", "no page could be opened within 60 s"),
-        (PlaywrightError("out of memory\nand more"), "BrowserError", "out of memory"),
+        (playwright.Error("out of memory\nand more"), "BrowserError", "out of memory"),
     ],
 )
 def test_a_page_that_cannot_be_opened_is_an_error_and_the_next_call_opens_one(
