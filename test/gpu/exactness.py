@@ -41,3 +41,17 @@ def assert_all_as_exact(fast, slow, exact, dtype, *, names=None, factor=2.0):
             assert error <= 10 * ROUNDING[dtype] * largest, f"{name}: error {error:.1e}"
         else:
             assert_as_exact(ours, theirs, true, dtype, what=str(name), factor=factor)
+
+
+def assert_all_near(got, expected, share):
+    """Tensors by name: each error is at most a share of the largest norm among those expected.
+
+    Not of its own norm: the gradient of a bias of keys is zero but for rounding.
+    """
+    assert got.keys() == expected.keys()
+    largest = max(float(x.detach().double().norm()) for x in expected.values())
+    for name, true in expected.items():
+        error = float((got[name].detach().cpu().double() - true.detach().cpu().double()).norm())
+        assert error <= share * largest, (
+            f"{name}: error {error:.1e}, the largest norm {largest:.1e}"
+        )

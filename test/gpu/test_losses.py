@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from gpu.exactness import distance
+from gpu.exactness import assert_all_near, distance
 from gpu.models import small_model
 from objectives.every_loss import LOSSES, full_rows, make_actor, make_loss
 
@@ -42,11 +42,7 @@ def test_a_loss_on_the_device_is_the_loss_on_the_cpu(device, name, layout):
     assert fields.keys() == expected.keys()
     for field, value in fields.items():
         torch.testing.assert_close(value.cpu(), expected[field], atol=2e-5, rtol=2e-4, msg=field)
-    assert grads.keys() == expected_grads.keys()
-    largest = max(float(g.norm()) for g in expected_grads.values())
-    for parameter, grad in grads.items():
-        error = float((grad.cpu() - expected_grads[parameter]).norm())
-        assert error <= 1e-4 * largest, f"{parameter}: {error:.1e} of {largest:.1e}"
+    assert_all_near(grads, expected_grads, 1e-4)
 
 
 @pytest.mark.parametrize("kind", [GRPOLoss, SFTLoss])
@@ -82,8 +78,7 @@ def test_an_update_on_the_device_is_that_on_the_cpu(device, budget):
         results.append((metrics, moved))
     (expected, expected_moved), (metrics, moved) = results
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    for name, change in moved.items():
-        assert distance(change, expected_moved[name]) < 1e-2, name
+    assert_all_near(moved, expected_moved, 1e-2)
 
 
 def test_a_policy_that_has_diverged_is_refused_and_stays_as_it_is(device):

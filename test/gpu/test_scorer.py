@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from gpu.exactness import ROUNDING, assert_all_as_exact, distance
+from gpu.exactness import ROUNDING, assert_all_as_exact, assert_all_near, distance
 from gpu.models import expected, gradients, small_model
 from modules.backends.test_layouts import ragged_group
 from modules.backends.test_token_scorer import IDS, SELECT, grads
@@ -39,9 +39,11 @@ def test_gradient_checkpointing_changes_nothing(device, dtype, layout, reentrant
     other.enable_input_require_grads()
     other.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with_it, names = scored(CausalScorer(other), rows, layout)
-    for name, ours, theirs in zip(names, with_it, without, strict=True):
-        # The same kernels on the same numbers; what is added up by atomics may differ.
-        assert distance(ours, theirs) < ROUNDING[dtype], name
+    for ours, theirs in zip(with_it[:2], without[:2], strict=True):
+        assert distance(ours, theirs) < ROUNDING[dtype]
+    # The same kernels on the same numbers; what is added up by atomics may differ.
+    ours, theirs = (dict(zip(names[2:], each[2:], strict=True)) for each in (with_it, without))
+    assert_all_near(ours, theirs, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "down_proj", "lm_head"]])
@@ -75,8 +77,8 @@ def test_the_device_gives_the_scores_and_gradients_of_the_cpu(device, make_tiny_
     model = make_tiny_model(initializer_range=0.02).to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         got = grads(model, chunk_size=64)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert distance(ours, theirs) < (5e-2 if autocast else 1e-3)
+    got, expected = (dict(enumerate(each)) for each in (got, expected))
+    assert_all_near(got, expected, 5e-2 if autocast else 1e-3)
 
 
 # -- compiled -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from gpu.exactness import distance
+from gpu.exactness import assert_all_near, distance
 from gpu.models import small_model
 from objectives.every_loss import full_rows
 from torch.distributed.tensor import DTensor
@@ -58,9 +58,7 @@ def test_a_sharded_model_has_the_loss_and_gradients_of_the_whole_one(device, ran
         results.append((output.total_loss(), grads))
     (expected, expected_grads), (got, grads) = results
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-    largest = max(float(g.norm()) for g in expected_grads.values())
-    for name, grad in grads.items():
-        assert float((grad - expected_grads[name]).norm()) <= 1e-5 * largest, name
+    assert_all_near(grads, expected_grads, 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared"])
@@ -76,8 +74,7 @@ def test_an_update_of_shards_is_that_of_the_whole_model(device, rank, layout):
         results.append((metrics, moved))
     (expected, expected_moved), (metrics, moved) = results
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for name, change in moved.items():
-        assert distance(change, expected_moved[name]) < 1e-3, name
+    assert_all_near(moved, expected_moved, 1e-3)
 
 
 def test_autocast_over_shards_gives_gradients_in_float32(device, rank):
