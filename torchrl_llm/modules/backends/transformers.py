@@ -103,10 +103,11 @@ class TransformersBackend(LocalBackend):
             chunked one does not know).
         value_head: when a scorer is built, its value head (PPO); trained with the model.
         decode: how a step of sampling runs. ``"plain"`` calls the model. ``"graph"`` uses a cache
-            of fixed size, and on a GPU replays the step as a CUDA graph; an error where the model
-            cannot, but plain where the context is longer than a sliding window of its attention.
-            ``"auto"`` does that on a GPU in the main thread for 16 tokens and more; elsewhere, and
-            where it cannot (with a warning), it is plain.
+            of fixed size, and on a GPU replays the step as a CUDA graph. No other thread may wait
+            for the whole device or use dropout while it is recorded. It is an error where the model
+            cannot, and plain where the context is longer than a sliding window. ``"auto"`` does
+            that on a GPU in the main thread for 16 tokens and more; else it is plain, with a
+            warning where the model cannot.
 
     Attributes:
         scorer: the root module for FSDP2 and ``torch.compile``.
