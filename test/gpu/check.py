@@ -68,14 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + given.budget_s - _RESERVE_S
     given.out.mkdir(parents=True, exist_ok=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     entries: dict[str, dict[str, Any]] = {}
     try:
         for plan in _chosen(given.only):
             done = _done_before(plan.name, given.skip_done)
-            entry = _run(plan, given, end) if done is None else done
+            try:
+                entry = _run(plan, given, end) if done is None else done
+            except (SystemExit, KeyboardInterrupt):
+                found = _found(given.out / f"{plan.name}.json") or {}
+                entries[plan.name] = _entry("stopped", "the check was ended", 0.0, found)
+                raise
             entries[plan.name] = entry
-            _write(given.out / f"{plan.name}.json", json.dumps(entry, indent=1))
+            # What an earlier run found stays where this one did not begin.
+            path = given.out / f"{plan.name}.json"
+            if entry["status"] not in ("not begun", "skipped") or not path.exists():
+                _write(path, json.dumps(entry, indent=1))
             _write(given.out / "table.txt", table(entries))
             print(_head(plan.name, entry), flush=True)
     finally:
@@ -126,11 +135,8 @@ def _chosen(only: Sequence[str] | None) -> list[Plan]:
 
 def _done_before(name: str, folder: Path | None) -> dict[str, Any] | None:
     """What an earlier run found out in this section, if it came to its end there."""
-    path = folder / f"{name}.json" if folder else None
-    if path is None or not path.is_file():
-        return None
-    entry = json.loads(path.read_text())
-    return entry if entry.get("status") == "done" else None
+    entry = _found(folder / f"{name}.json") if folder else None
+    return entry if entry and entry.get("status") == "done" and "on" in entry else None
 
 
 def _run(plan: Plan, given: argparse.Namespace, end: float) -> dict[str, Any]:
@@ -145,7 +151,8 @@ def _run(plan: Plan, given: argparse.Namespace, end: float) -> dict[str, Any]:
         )
     limit = min(limit, left)
     results, log = given.out / f"{plan.name}.json", given.out / f"{plan.name}.log"
-    results.unlink(missing_ok=True)
+    with suppress(OSError):
+        results.unlink()
     command = [sys.executable, str(FOLDER / f"section_{plan.name}.py"), "--out", str(results)]
     command += ["--device", given.device, "--seconds", f"{limit - _GRACE_S:.1f}"]
     command += ["--tiny"] * given.tiny
@@ -171,9 +178,10 @@ def _run(plan: Plan, given: argparse.Namespace, end: float) -> dict[str, Any]:
     if code is None:
         return _entry("out of time", f"ended after {limit:.0f} s, see {log.name}", seconds, found)
     if code:
-        said = log.read_text(errors="replace").strip().splitlines() or [""]
-        why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return _entry("failed", f"{why}: {said[-1][:300]}", seconds, found)
+        why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _entry("failed", f"{why}: {_last_line(log)}", seconds, found)
+    if found is None:
+        return _entry("failed", f"no results that can be read in {results.name}", seconds)
     return _entry("done", "", seconds, found)
 
 
@@ -203,11 +211,21 @@ def _marked(mark: str) -> Iterator[int]:
                 continue
 
 
-def _found(results: Path) -> dict[str, Any]:
+def _found(results: Path) -> dict[str, Any] | None:
+    """Results as a section writes them; ``None`` where they are not there or something else."""
     try:
-        return json.loads(results.read_text())
-    except (OSError, ValueError):
-        return {}
+        found = json.loads(results.read_text()) if results.is_file() else None
+        table({"": _entry("", "", 0.0, {**found})})
+    except Exception:  # whatever a file may hold
+        return None
+    return found
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
 
 
 def _entry(
@@ -231,8 +249,11 @@ def _head(name: str, entry: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}")
-    draft.write_text(text)
-    os.replace(draft, path)
+    try:
+        draft.write_text(text)
+        os.replace(draft, path)
+    except OSError as error:  # a full disk costs this file, not the sections to come
+        print(f"{path} is not written: {error}", flush=True)
 
 
 if __name__ == "__main__":

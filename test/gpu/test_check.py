@@ -71,7 +71,7 @@ def test_a_section_that_hangs_or_is_killed_leaves_the_others(planted, capsys):
         "works": "done",
     }
     assert found["absent"]["reason"] == "needs no_such_package"
-    assert found["killed"]["reason"].startswith("signal SIGKILL")
+    assert found["killed"]["reason"].startswith("signal 9")
     assert found["raises"]["reason"] == "exit code 1: MemoryError: CUDA out of memory"
     before = {"name": "before", "value": 1.5, "unit": "s"}
     assert all(found[name]["figures"][0] == before for name in PLANTED)
@@ -93,6 +93,34 @@ def test_a_second_run_takes_over_what_is_done_and_runs_what_is_left(planted):
     assert code == 1
     assert second["works"] == first["works"]
     assert second["raises"]["status"] == "failed"
+
+
+@pytest.mark.parametrize("written", ["[]", "null", "{", '{"figures": [null]}', "[" * 9999, None])
+def test_results_that_cannot_be_read_cost_their_section_alone(planted, written):
+    def run(folder, *arguments):
+        code, found, _ = planted(folder, "--only", "raises", "works", *arguments)
+        return code, {name: entry["status"] for name, entry in found.items()}
+
+    folder = check.FOLDER
+    text = f"import sys; open(sys.argv[2], 'w').write({written!r})\n" if written else ""
+    (folder / "section_raises.py").write_text(text)
+    assert run("first") == (1, {"raises": "failed", "works": "done"})
+    (folder / "first" / "raises.json").write_text(written or "")
+    (folder / "section_works.py").write_text("raise SystemExit('run again')")
+    after = run("second", "--skip-done", str(folder / "first"))
+    assert after == (1, {"raises": "failed", "works": "done"})
+
+
+def test_a_check_that_is_ended_has_the_figures_so_far_in_its_table(planted, monkeypatch, capsys):
+    def ended(process, mark):
+        end(process, mark)
+        raise SystemExit(143)
+
+    end = check._end
+    monkeypatch.setattr(check, "_end", ended)
+    with pytest.raises(SystemExit):
+        planted("out", "--only", "works")
+    assert "works       stopped" in capsys.readouterr().out
 
 
 def test_no_section_is_begun_that_cannot_end_within_the_budget(planted):

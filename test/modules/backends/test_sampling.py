@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,3 +45,13 @@ def test_a_draw_inverts_the_cumulative_distribution():
 def test_the_last_possible_token_is_drawn_where_rounding_reaches_the_total(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.ones(*a, dtype=torch.float64))
     assert draw(torch.tensor([[0.5, 0.5, 0.0]]).log()).tolist() == [1]
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.999, 0.99999])
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_in_a_vocabulary_of_150_000(top_p):
+    logits = 3 * torch.randn(1, 150_000, generator=torch.Generator().manual_seed(0))
+    kept = sampling_log_probs(logits, SamplingParams(max_new_tokens=1, top_p=top_p)).isfinite()
+    probs = logits.double().softmax(-1)
+    least = probs[kept].min()
+    assert probs[kept].sum() >= top_p - 1e-9
+    assert probs[kept].sum() - least < top_p + 1e-9

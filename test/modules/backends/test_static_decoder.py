@@ -10,6 +10,7 @@ import copy
 import gc
 import inspect
 import pickle
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -316,9 +317,35 @@ def test_sharing_a_configuration_does_no_harm_while_a_step_runs(make_tiny_model)
     ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     expected = model(ids, attention_mask=mask).logits[mask.bool()]
-    model.config._attn_implementation = static_decoder._GROUPED
+    model.config._attn_implementation = static_decoder.GROUPED
     got = model(ids, attention_mask=mask).logits[mask.bool()]
     torch.testing.assert_close(got, expected)
+
+
+def test_threads_that_share_a_configuration_sample_as_alone(make_tiny_model):
+    model = make_tiny_model()
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    expected = [
+        a.token_ids.tolist() for [a] in TransformersBackend(model).generate(PROMPTS, params)
+    ]
+    backends = [TransformersBackend(model, decode="graph") for _ in range(2)]
+
+    def sample(backend):
+        found = []
+        for _ in range(5):
+            found.append([a.token_ids.tolist() for [a] in backend.generate(PROMPTS, params)])
+            assert TransformersBackend(model).layouts == layouts
+        return found
+
+    layouts, interval = TransformersBackend(model).layouts, sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(sample, backends))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[expected] * 5] * 2
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_attention_is_given_back_after_an_error(make_tiny_model, monkeypatch):
@@ -335,7 +362,7 @@ def test_the_attention_is_given_back_after_an_error(make_tiny_model, monkeypatch
     monkeypatch.setattr(decoder, "forward", failing)
     with pytest.raises(RuntimeError, match="planted"):
         static.advance(torch.tensor([3]))
-    assert seen == [static_decoder._GROUPED]
+    assert seen == [static_decoder.GROUPED]
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchrl_llm.functional import AttentionBlock, packing
-from torchrl_llm.modules.backends.head import causal_model, evaluating, model_body, uses_flash
+from torchrl_llm.modules.backends.head import (
+    attention_name,
+    causal_model,
+    evaluating,
+    model_body,
+    uses_flash,
+)
 
 _KERNELS = ("sdpa", "eager", "flex_attention")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -170,7 +176,7 @@ def stream_arguments(
         ends = ends.to(device, non_blocking=True)
         lengths = {"max_length_q": max(widths), "max_length_k": max(widths)}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths}
-    if causal_model(model).config._attn_implementation == "flex_attention":
+    if attention_name(model) == "flex_attention":
         return {"attention_mask": _flex_mask(blocks, device)}
     return {"attention_mask": row_mask(model, blocks, device)}
 
@@ -216,12 +222,12 @@ def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.d
     Returns:
         A :class:`RowMask`, or for ``eager`` the additive mask ``[1, 1, S, S]``, written out.
     """
-    causal = causal_model(model)
-    if causal.config._attn_implementation != "eager":
+    if attention_name(model) != "eager":
         return RowMask.of(blocks, device)
     seen = packing.block_mask(blocks, device)[None, None]
-    smallest = torch.finfo(causal.dtype).min
-    return torch.zeros(seen.shape, dtype=causal.dtype, device=device).masked_fill_(~seen, smallest)
+    dtype = causal_model(model).dtype
+    smallest = torch.finfo(dtype).min
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, smallest)
 
 
 def longest_plain_row(model: nn.Module) -> float:
@@ -249,9 +255,10 @@ def why_not_packed(model: nn.Module) -> str | None:
     causal, body = causal_model(model), model_body(model)
     config = causal.config.get_text_config(decoder=True)
     name = type(causal).__name__
-    if causal.config._attn_implementation not in _KERNELS and not uses_flash(model):
+    kernel = attention_name(model)
+    if kernel not in _KERNELS and not uses_flash(model):
         return (
-            f"attn_implementation {causal.config._attn_implementation!r} is not told of rows; "
+            f"attn_implementation {kernel!r} is not told of rows; "
             "'sdpa', 'eager', 'flex_attention' and flash attention are"
         )
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS

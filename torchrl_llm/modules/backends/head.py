@@ -43,15 +43,28 @@ _NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
 _ADVICE = "pass full_logits=True to let the model make its own logits ([B, T, V] in memory)"
 _PROBE_IDS = (1, 2, 3)
 
+GROUPED = "torchrl_llm_grouped"
+"""Name of ``sdpa`` for one token a row, which configurations have during a step of sampling."""
+
 
 def causal_model(model: nn.Module) -> nn.Module:
     """The causal model itself, without a PEFT wrapper around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def attention_name(model: nn.Module) -> str:
+    """A model's attention implementation, also while another thread samples with :data:`GROUPED`.
+
+    Args:
+        model: a causal model, in PEFT or not.
+    """
+    name = causal_model(model).config.get_text_config(decoder=True)._attn_implementation
+    return "sdpa" if name == GROUPED else name or ""
+
+
 def uses_flash(model: nn.Module) -> bool:
     """Whether a model's attention is flash attention, of any version and from any package."""
-    return "flash" in (causal_model(model).config._attn_implementation or "")
+    return "flash" in attention_name(model)
 
 
 def check_kernel(model: nn.Module) -> None:
@@ -64,7 +77,7 @@ def check_kernel(model: nn.Module) -> None:
         ConfigError: flash attention on a CPU or in float32; flex attention with gradients on a CPU.
     """
     causal = causal_model(model)
-    weight, name = causal.get_input_embeddings().weight, causal.config._attn_implementation
+    weight, name = causal.get_input_embeddings().weight, attention_name(model)
     place, problem = weight.device.type, None
     if uses_flash(model):
         if place == "cpu":

@@ -65,8 +65,10 @@ def sampling_log_probs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
 def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
     ordered, order = logits_BV.sort(dim=-1, descending=True)
     units = _units(ordered.softmax(-1))
-    # A token stays while the mass of the more probable ones is below top_p; the first always does.
-    dropped = units.cumsum(-1) - units >= int(top_p * _UNITS)
+    mass = units.cumsum(-1)
+    # A token stays while the mass of the more probable ones is below top_p of the whole, which
+    # rounding moves from 1 by 1e-5 in a large vocabulary; the first always does.
+    dropped = mass - units >= mass[:, -1:].double().mul_(top_p).long()
     dropped[:, 0] = False
     return logits_BV.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 

@@ -43,7 +43,7 @@ from torchrl_llm.modules.backends.attention import longest_plain_row
 from torchrl_llm.modules.backends.causal_decoder import BlockLayer, CausalDecoder
 from torchrl_llm.modules.backends.cuda_graph import GraphRecorder, Step
 from torchrl_llm.modules.backends.decoding import Decoder
-from torchrl_llm.modules.backends.head import causal_model, evaluating
+from torchrl_llm.modules.backends.head import GROUPED, attention_name, causal_model, evaluating
 
 MODES = ("auto", "plain", "graph")
 
@@ -56,7 +56,8 @@ _ALIGNED = 64
 # Reading this much takes 0.3 ms of a step, so that half of it pays for a recording soon.
 _COMPACT_ABOVE_BYTES = 2**30
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_GROUPED = "torchrl_llm_grouped"
+# A configuration has one name at a time, whichever threads sample with models of it.
+_SWITCHED = threading.RLock()
 # With a context that is shorter than its window, a sliding layer is a full one.
 _LAYERS = (BlockLayer, DynamicSlidingWindowLayer)
 
@@ -127,13 +128,15 @@ class StaticDecoder:
 
 
 def _forward(plain: CausalDecoder, ids: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-    config = _text_config(plain.model)
-    before = config._attn_implementation
-    config._attn_implementation = _GROUPED if before == "sdpa" else before
-    try:
+    if attention_name(plain.model) != "sdpa":
         return plain.forward(ids, positions, bias)
-    finally:
-        config._attn_implementation = before
+    config = causal_model(plain.model).config.get_text_config(decoder=True)
+    with _SWITCHED:
+        config._attn_implementation = GROUPED
+        try:
+            return plain.forward(ids, positions, bias)
+        finally:
+            config._attn_implementation = "sdpa"
 
 
 class _StaticLayer(DynamicLayer):
@@ -182,12 +185,8 @@ def _grouped(
 
 
 # Complete, for another thread may run a model that has the same configuration.
-AttentionInterface.register(_GROUPED, _grouped)
-AttentionMaskInterface.register(_GROUPED, sdpa_mask)
-
-
-def _text_config(model: nn.Module) -> Any:
-    return causal_model(model).config.get_text_config(decoder=True)
+AttentionInterface.register(GROUPED, _grouped)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class _OnDevice(TorchDispatchMode):
@@ -215,7 +214,7 @@ def why_not_static(model: nn.Module, takes: frozenset[str]) -> str | None:
         takes: names of the arguments of its forward.
     """
     name = type(causal_model(model)).__name__
-    implementation = _text_config(model)._attn_implementation
+    implementation = attention_name(model)
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation {implementation!r} takes no mask; 'sdpa' and 'eager' do"
     embedding = causal_model(model).get_input_embeddings().weight
@@ -296,7 +295,7 @@ class DecoderChoice:
         weights = list(plain.model.parameters())
         if any(isinstance(p, DTensor) or p.device != weights[0].device for p in weights):
             return "the weights are sharded or on several devices"
-        implementation = _text_config(plain.model)._attn_implementation
+        implementation = attention_name(plain.model)
         if implementation not in self._problems:
             self._problems[implementation] = why_not_static(plain.model, plain.takes)
         return self._problems[implementation]

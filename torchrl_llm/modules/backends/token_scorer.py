@@ -24,6 +24,7 @@ from torchrl_llm.modules.backends import attention
 from torchrl_llm.modules.backends.head import (
     LMHead,
     ValueHead,
+    attention_name,
     causal_model,
     check_kernel,
     model_body,
@@ -121,7 +122,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def _kernel(self) -> str:
-        return causal_model(self.model).config._attn_implementation
+        return attention_name(self.model)
 
     @property
     def layouts(self) -> tuple[str, ...]:
