@@ -33,6 +33,8 @@ FOLDER = Path(__file__).parent
 # Kept back for the last table, and between a section's own end and its being killed.
 _RESERVE_S, _GRACE_S = 6.0, 3.0
 _MARK = "TORCHRL_LLM_GPU_CHECK"
+# Of a fact in the table; its JSON file has all of it.
+_WIDTH = 160
 
 
 class Plan(NamedTuple):
@@ -102,7 +104,8 @@ def table(entries: dict[str, dict[str, Any]]) -> str:
     for name, entry in entries.items():
         lines.append(_head(name, entry))
         for fact, value in entry["facts"].items():
-            lines.append(f"    {fact}: {value}")
+            line = f"    {fact}: {value}"
+            lines.append(line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "...")
         for figure in entry["figures"]:
             value = figure["value"]
             shown = "-" if value is None else f"{value:.5g}" if value < 1e5 else f"{value:,.0f}"

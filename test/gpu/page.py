@@ -18,6 +18,8 @@ from typing import Any
 FIGURES = Path(__file__).parent / "figures"
 PAGE = Path(__file__).parents[2] / "docs" / "source" / "on_one_gpu.rst"
 
+# Of a fact; longer ones, as the outcome of each test, are in the JSON file alone.
+_LONGEST = 160
 _WRAPPER = TextWrapper(110, break_on_hyphens=False)
 _INTRO = """\
 On one GPU
@@ -103,7 +105,8 @@ def _measured(entry: dict[str, Any]) -> list[str]:
         for first, *others in [("figure", "value", "unit", "aim"), *map(_cells, entry["figures"])]:
             lines += [f"   * - {first}", *(f"     - {cell}".rstrip() for cell in others)]
         lines.append("")
-    lines += [f"- {fact}: ``{value}``" for fact, value in entry["facts"].items()]
+    facts = {fact: str(value) for fact, value in entry["facts"].items()}
+    lines += [f"- {fact}: ``{value}``" for fact, value in facts.items() if len(value) <= _LONGEST]
     return [*lines, "", f"{entry['on']}; the section took {entry['seconds']:.0f} s.", ""]
 
 

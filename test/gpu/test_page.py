@@ -11,7 +11,7 @@ def entry(name="ours / other", **changed):
         "status": "done",
         "on": "NVIDIA H100, torch 2.11.0",
         "seconds": 12.3,
-        "facts": {"layout": "packed"},
+        "facts": {"layout": "packed", "outcomes": {f"test {k}": "passed" for k in range(99)}},
         "figures": [figure, {"name": "rows", "value": 12345.0, "unit": ""}],
     }
     return {**one, **changed}
@@ -28,6 +28,7 @@ def test_a_measured_section_has_its_table_and_the_others_say_that_they_were_not(
     assert "   * - ours / other\n     - 1.25\n     - ratio\n     - >= 1.5 (missed)\n" in table
     assert "   * - rows\n     - 12,345\n     -\n     -\n" in table
     assert "- layout: ``packed``" in table
+    assert "outcomes" not in table
     assert "NVIDIA H100, torch 2.11.0; the section took 12 s." in table
 
 
