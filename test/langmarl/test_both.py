@@ -114,7 +114,7 @@ def test_the_advice_that_helps_is_found_and_wins_games(page, tmp_path):
         log = (config.run_folder / "run.log").read_text()
         if "train/language_won" in run.metrics:
             won.append(run.metrics["train/language_won"])
-        if re.search("; now '[^']+'", log):
+        if re.search(r"; now '(Middle, then|Take) corners\.'", log):
             won.append(run.metrics["train/language_changed_won"])
             break
     assert won[-1] > won[0] + 0.08, log
