@@ -36,7 +36,6 @@ NAMED = f"model.name={embedded_model_path()}"
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    monkeypatch.setattr(importlib.import_module("server_policy"), "_START_S", 0.3)
 
     def main(folder, *overrides):
         run_alone(monkeypatch, SCRIPT, folder, *overrides)
@@ -300,12 +299,15 @@ def test_nonsense_of_a_server_is_told_in_one_line(tmp_path, run, serve, chat, me
         run(tmp_path, "tasks=[arithmetic]", "eval.num_prompts=2", url)
 
 
-def test_a_server_that_is_not_there_or_has_no_such_model_or_lets_nobody_in(tmp_path, run, serve):
+def test_a_server_that_is_not_there_or_has_no_such_model_or_lets_nobody_in(
+    tmp_path, run, serve, monkeypatch
+):
     nobody = "inference_model.url=http://127.0.0.1:9"
-    with pytest.raises(
-        WorkerError, match=r"http://127.0.0.1:9/v1/models gave no answer in .* attem"
-    ):
-        run(tmp_path, "tasks=[arithmetic]", nobody)
+    answer = r"http://127.0.0.1:9/v1/models gave no answer in .* attem"
+    with monkeypatch.context() as shortly:
+        shortly.setattr(importlib.import_module("server_policy"), "_START_S", 0.3)
+        with pytest.raises(WorkerError, match=answer):
+            run(tmp_path, "tasks=[arithmetic]", nobody)
     fake, url = serve(models=["a", "b"])
     with pytest.raises(
         ConfigError, match=r"serves the models \['a', 'b'\]; model= must name .*served_model"

@@ -71,15 +71,15 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again(serve):
     assert backend.num_retries == 0
 
 
-@pytest.mark.parametrize("fault", [sleep(5), drip(5)], ids=["silent", "dripping"])
+@pytest.mark.parametrize("fault", [sleep(20), drip(20)], ids=["silent", "dripping"])
 def test_an_answer_that_takes_too_long_is_an_error_and_never_asked_for_again(serve, fault):
     fake, url = serve()
-    backend = connect(url, timeout_s=0.5)
+    backend = connect(url, timeout_s=1.5)
     fake.faults.append(fault)
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"no answer within 0.5 s"):
+    with pytest.raises(WorkerError, match=r"no answer within 1.5 s"):
         ask(backend)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     assert backend.num_retries == 0
 
 
