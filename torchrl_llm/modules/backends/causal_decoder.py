@@ -88,7 +88,8 @@ class CausalDecoder:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64 indices into the present batch."""
-        self.cache.batch_select_indices(rows)
+        # Selects every state of every layer; batch_select_indices knows keys and values only.
+        self.cache.reorder_cache(rows)
         self.next_positions = self.next_positions[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
