@@ -25,9 +25,12 @@ from torchrl_llm.modules.backends.head import (
     LMHead,
     ValueHead,
     attention_name,
+    can_be_tried,
     causal_model,
     check_kernel,
     model_body,
+    refuse_learned_prompts,
+    tried_once,
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
@@ -91,6 +94,9 @@ class CausalScorer(nn.Module, TokenScorer):
         layout: str = "auto",
     ) -> None:
         super().__init__()
+        refuse_learned_prompts(model)
+        if can_be_tried(model):
+            tried_once(attention.check_rows_apart, model)
         if full_logits and (chunk_size is not None or in_place_head_grad):
             raise ValueError("chunk_size and in_place_head_grad have no effect with full_logits")
         if not full_logits and not _shows_head(model):
@@ -107,18 +113,23 @@ class CausalScorer(nn.Module, TokenScorer):
         self.chunk_size = chunk_size
         self.in_place_head_grad = in_place_head_grad
         self.head = None if full_logits else LMHead.from_model(model)
-        self.why_not_packed = attention.why_not_packed(model)
+        self.why_not_packed = attention.why_not_packed(model, self._run)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:
             self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
         self._longest_plain_row = attention.longest_plain_row(model)
-        self._size = ModelSize.of(model)
+        self._size = ModelSize.of(model, self._run)
         self.layout = layout
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return causal_model(self.model).get_input_embeddings().weight.shape[0]
+
+    @property
+    def _run(self) -> nn.Module:
+        """What is called: the model, or its body."""
+        return self.model if self.head is None else model_body(self.model)
 
     @property
     def _kernel(self) -> str:
@@ -186,8 +197,7 @@ class CausalScorer(nn.Module, TokenScorer):
     def _states(self, stream: RowStream) -> Tensor:
         """Hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
         check_kernel(self.model)
-        run = self.model if self.head is None else model_body(self.model)
-        ids = stream.input_ids
+        run, ids = self._run, stream.input_ids
         if stream.one_call:
             apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
