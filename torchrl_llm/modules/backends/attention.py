@@ -17,6 +17,7 @@ more with its mask, is found out by :func:`why_not_packed`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import AttentionBlock, packing
@@ -260,8 +262,8 @@ def check_rows_apart(model: nn.Module) -> None:
     if together.shape != alone.shape or _distance(together, alone) > tolerance(rounding):
         raise ConfigError(
             f"{type(causal_model(model)).__name__} gives a row other logits when tokens follow it "
-            "or rows stand next to it, so it is no causal language model (the BERT family is one with "
-            "is_decoder=True in its configuration)"
+            "or rows stand next to it, so it is no causal language model (the BERT family is one "
+            "with is_decoder=True in its configuration)"
         )
 
 
@@ -296,6 +298,8 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if strange:
         return f"{name} has layers of type {', '.join(sorted(strange))}"
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        return f"{name} takes no position_ids, which say where a row of a stream begins"
     if not can_be_tried(model):
         return f"the weights of {name} are sharded or not there yet, so packing cannot be tried out"
     size = causal.get_input_embeddings().weight.shape[0]
@@ -316,6 +320,33 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         return f"{name} gives packed rows other states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:
         return f"tokens of one packed row reach the next one in {name}"
+    if problem := _stream_limit(model, run):
+        return f"{name} does not take a stream that is longer than its context: {problem}"
+    return None
+
+
+def _stream_limit(model: nn.Module, run: nn.Module) -> str | None:
+    """Why a stream may not be longer than the context, though its rows are not.
+
+    Runs shapes without numbers, so that a long context costs nothing.
+    """
+    config = causal_model(model).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    if attention_name(model) not in ("sdpa", "eager") or not context:
+        return None
+    meta = torch.device("meta")
+    with evaluating(model):
+        for rows in (1, 2):
+            ids = torch.zeros(1, rows * context, dtype=torch.int64, device=meta)
+            apart = stream_arguments(model, [AttentionBlock(rows, context)], meta)
+            settings = {"input_ids": ids, "position_ids": ids, "use_cache": False, **apart}
+            try:
+                state = {n: w.to(meta) for n, w in run.state_dict(keep_vars=True).items()}
+                state |= {n: w.to(meta) for n, w in run.named_buffers()}
+                functional_call(run, state, (), settings)
+            except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+                # What fails on one row as well is no matter of length.
+                return None if rows == 1 else str(error)
     return None
 
 
