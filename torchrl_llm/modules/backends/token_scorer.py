@@ -34,6 +34,7 @@ from torchrl_llm.modules.backends.head import (
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
+from torchrl_llm.modules.model_loading import check_rotary
 
 
 def _shows_head(model: nn.Module) -> bool:
@@ -223,10 +224,11 @@ class CausalScorer(nn.Module, TokenScorer):
 
         Raises:
             ConfigError: also for rows longer than the attention window of a model whose ``layout``
-                is set to ``"packed"`` or ``"shared"``.
+                is set to ``"packed"`` or ``"shared"``, or than ``rotary_limit`` says.
         """
         device = causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
+        check_rotary(causal_model(self.model).config, max(rows.lengths))
         costs = self._size.costs(device)
         stream = lay_out(rows, self._choice(rows), costs, self._in_one_kernel(device))
         if isinstance(temperature, Tensor):

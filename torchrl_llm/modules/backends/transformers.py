@@ -39,7 +39,7 @@ from torchrl_llm.modules.backends.head import (
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.static_decoder import DecoderChoice
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.modules.model_loading import known_eos
+from torchrl_llm.modules.model_loading import check_rotary, context_of, known_eos
 
 _Builder = Callable[[Any, int, tuple[int, ...], torch.device], Any]
 
@@ -101,7 +101,8 @@ class TransformersBackend(LocalBackend):
         model: the model, where it is and in the dtype that it has; PEFT models too.
         tokenizer: decodes stop strings and names one more end-of-sequence id; may be ``None``.
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
-        max_length: context of the model in tokens; by default what its config says.
+        max_length: context of the model in tokens; by default what its config says, and for
+            LongRoPE the rows that it was trained with first (``original_max_position_embeddings``).
         layout: how rows of different length are laid out for scoring, see
             :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; that of the scorer by
             default. May be set later.
@@ -163,10 +164,11 @@ class TransformersBackend(LocalBackend):
             scorer = CausalScorer(
                 model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
             )
-        self._config = config = base.config.get_text_config(decoder=True)
+        self._config = base.config.get_text_config(decoder=True)
+        check_rotary(base.config, max_length or 0)
         super().__init__(
             vocab_size=base.get_input_embeddings().weight.shape[0],
-            max_length=max_length or getattr(config, "max_position_embeddings", None),
+            max_length=max_length or context_of(base.config),
             eos_token_ids=eos_token_ids
             or known_eos(tokenizer, base.config, getattr(base, "generation_config", None)),
         )
@@ -268,6 +270,7 @@ class TransformersBackend(LocalBackend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; always padded, in the module's present mode."""
         self.check_ids(sequences)
+        check_rotary(self._config, max(map(len, sequences), default=0))
         device = causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits
