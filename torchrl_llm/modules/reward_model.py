@@ -20,8 +20,8 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
     Rows may be ragged or padded on any side. Hugging Face's classifiers find the end of a row by
     ``model.config.pad_token_id``, so rows of different length are padded with that; a model without
-    one scores row by row, and so does one with LongRoPE. (Such a classifier reads the score at the last token that is not the pad
-    id, also where a row ends with that very id.)
+    one scores row by row, and so does one with LongRoPE. (Such a classifier reads the score at the
+    last token that is not the pad id, also where a row ends with that very id.)
 
     Args:
         model: takes ``input_ids`` and ``attention_mask`` and gives ``logits`` or ``rewards``

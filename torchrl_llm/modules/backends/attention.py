@@ -341,8 +341,8 @@ def _stream_limit(model: nn.Module, run: nn.Module) -> str | None:
             apart = stream_arguments(model, [AttentionBlock(rows, context)], meta)
             settings = {"input_ids": ids, "position_ids": ids, "use_cache": False, **apart}
             try:
-                state = {n: w.to(meta) for n, w in run.state_dict(keep_vars=True).items()}
-                state |= {n: w.to(meta) for n, w in run.named_buffers()}
+                state = dict((*run.named_parameters(), *run.named_buffers()))
+                state = {name: weight.to(meta) for name, weight in state.items()}
                 functional_call(run, state, (), settings)
             except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
                 # What fails on one row as well is no matter of length.
